@@ -528,6 +528,7 @@ NOT_DRAWN = {
     "offload.stores.g": "one number, in docs/benchmarks.md",
     "scaled_target.g": "a check that a scale-up model is built and served",
     "rooms/engine_overhead.before": "an earlier state, kept for comparison",
+    "message_parsing.c": "one number says it: microseconds a token, the same for all formats",
     "rooms/engine_overhead.after": "an earlier state, kept for comparison",
     "rooms/host_gap.before": "an earlier state, kept for comparison",
     "rooms/host_gap.after": "an earlier state, kept for comparison",

@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "bridge.kv_offload": ("core", "utils", "kv_cache.host_tier"),
     "bridge.build": ("utils", "bridge.ipc", "bridge.kv_offload"),
     "spec_decode": ("core", "config", "utils.jit", "utils.topology"),
-    "spec_decode.verify": ("core",),
+    "spec_decode.verify": ("core", "utils.jit"),
     "spec_decode.lookahead": ("core", "config", "utils.files", "utils.jit", *_OF_DRAFTS),
     "spec_decode.ngram": (
         "core", "utils.jit", "spec_decode.budget", "spec_decode.lookahead.sequence_state",

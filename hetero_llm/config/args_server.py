@@ -9,6 +9,51 @@ from hetero_llm.config.args_spec import ArgSpec, Kind, Scope, effective, grouped
 _serve = partial(effective, scope=Scope.SERVE)
 _later = partial(not_yet, scope=Scope.SERVE)
 _vain = partial(obsolete, scope=Scope.SERVE)
+
+TOOL_PARSERS = (
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "glm47",
+    "granite",
+    "granite-20b-fc",
+    "granite4",
+    "hermes",
+    "internlm",
+    "kimi_k2",
+    "llama3_json",
+    "llama4_json",
+    "llama4_pythonic",
+    "mimo",
+    "minimax",
+    "minimax_m1",
+    "minimax_m2",
+    "mistral",
+    "olmo3",
+    "openai",
+    "pythonic",
+    "qwen3_coder",
+    "qwen3_xml",
+)
+"""Names of formats of tool calls; `server/regions/formats.py` describes them."""
+REASONING_PARSERS = (
+    "deepseek_r1",
+    "deepseek_v3",
+    "glm45",
+    "glm47",
+    "granite",
+    "harmony",
+    "kimi_k2",
+    "mimo",
+    "minimax",
+    "minimax_m2",
+    "mistral",
+    "olmo3",
+    "openai",
+    "openai_gptoss",
+    "qwen3",
+)
+"""Names of formats of reasoning, described in the same place."""
 _BOOL, _INT, _FLOAT, _STR, _LIST = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.LIST
 
 _MANUAL: tuple[ArgSpec, ...] = (
@@ -53,20 +98,28 @@ _MANUAL: tuple[ArgSpec, ...] = (
         False,
         "Show single tokens as 'token_id:{id}' in log probabilities.",
     ),
-    _later(
+    _serve(
         "enable_auto_tool_choice",
         _BOOL,
         False,
-        "Let the model choose among tools; needs tool_call_parser.",
-        feature="tool calling",
+        "Refuse to start unless the model's tool calls can be parsed. A model whose chat template "
+        "shows a known format may choose among tools without this, too.",
     ),
-    _later(
+    _serve(
         "tool_call_parser",
         _STR,
         None,
-        "How the model writes its tool calls.",
-        choices=("mistral", "hermes"),
-        feature="tool calling",
+        "How the model writes its tool calls (default: as its chat template shows; none: they "
+        "are not parsed).",
+        choices=("none", *TOOL_PARSERS),
+    ),
+    _serve(
+        "reasoning_parser",
+        _STR,
+        None,
+        "How the model marks its reasoning (default: as its chat template shows; none: it is "
+        "not parsed).",
+        choices=("none", *REASONING_PARSERS),
     ),
     _later(
         "lora_modules",

@@ -291,7 +291,6 @@ _OUTPUT_FORMS = (
     _feature("guided_decoding_disable_any_whitespace", _SWITCH, _GUIDED),
     _feature("guided_decoding_disable_additional_properties", _SWITCH, _GUIDED),
     _feature("enable_reasoning", _SWITCH, _REASONING),
-    _feature("reasoning_parser", _ONE, _REASONING),
     _feature("reasoning_parser_plugin", _ONE, _REASONING),
     _feature("reasoning_config", _ONE, _REASONING),
 )
@@ -348,7 +347,8 @@ _SERVER = (
     _serve("default_chat_template_kwargs", _ONE, "the server's own chat_template_kwargs"),
     _serve("reasoning_effort_map", _ONE, "other words for reasoning_effort"),
     _serve("exclude_tools_when_tool_choice_none", _SWITCH, "tool calling"),
-    _serve("tool_parser_plugin", _ONE, "tool calling"),
+    _serve("tool_parser_plugin", _ONE, "a parser of tool calls of your own",
+           instead="tool_call_parser"),
     _serve("tool_strict_level", _ONE, "tool calling"),
     _serve("tool_server", _ONE, "tool calling"),
     _serve("enable_prompt_tokens_details", _SWITCH, "usage without prompt_tokens_details", True,

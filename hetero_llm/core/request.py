@@ -127,6 +127,14 @@ class Sequence:
         """Whether `min_tokens` allows an end token or stop string at `length` tokens in all."""
         return length - self.num_prompt_tokens > self.request.params.min_tokens
 
+    def ends_with(self, token: int, length: int) -> bool:
+        """Whether `token` ends the sequence as its last one of `length`. An end-of-sequence token
+        that `min_tokens` forbids is only sampled where a grammar allows nothing else."""
+        request = self.request
+        if token not in request.end_ids:
+            return False
+        return self.may_end(length) or (request.grammar is not None and token in request.eos_ids)
+
     def num_before_end(self, new: list[int]) -> int:
         """How many new tokens come before the first that ends the sequence, or before the last one.
 
@@ -136,7 +144,7 @@ class Sequence:
         if not end_ids.isdisjoint(new):
             length = len(self.token_ids)
             for index, token in enumerate(new):
-                if token in end_ids and self.may_end(length + index + 1):
+                if token in end_ids and self.ends_with(token, length + index + 1):
                     return index
         return len(new) - 1
 

@@ -99,21 +99,24 @@ class NativeModelRunner:
         if self._sampler.has_history:
             observe_inputs(self._sampler, step)
         plain = not step.prompt_logprob_spans and not self._sampler.has_processors
-        if plain and step.drafts is None:
+        planned = self._masks.plan(step)
+        if planned is not None and planned.num_places > self._buffers.num_masks:
+            plain = False
+        if plain and (step.drafts is None or self.typical is None):
             num_samples = self._buffers.fill(step, self._sampling, self._cache.shape.block_size)
             if num_samples is not None:
-                return self._run_plain(step, num_samples)
+                return self._run_plain(step, num_samples, planned)
         trees = tree_tokens(step, step.drafts)
         inputs = self._step_input(step, trees)
         if step.drafts is not None:
-            return self._run_drafted(step, inputs, trees)
+            return self._run_drafted(step, inputs, trees, planned)
         sequences = np.flatnonzero(step.num_samples)
         last = (np.cumsum(step.num_scheduled_tokens) - 1)[sequences]
         if step.prompt_logprob_spans or self._needs_logits(step):
             logits, prompt_logprobs = self._logits(step, inputs, last)
             output = self._sample_logits(step, logits)
             return replace(output, prompt_logprobs=prompt_logprobs)
-        counts, planned = step.num_samples[sequences], self._masks.plan(step)
+        counts = step.num_samples[sequences]
         token_ids, errors = self._run_sampling(
             step, inputs, sequences, last, counts, planned=planned
         )
@@ -125,18 +128,28 @@ class NativeModelRunner:
         """The results of a launched step."""
         return pending
 
-    def _run_plain(self, step: SchedulerOutput, num_samples: int) -> ModelRunnerOutput:
-        """Runs the step that the buffers hold."""
-        counts = len(step.token_ids), len(step.request_slots), num_samples
-        planned = self._masks.plan(step)
+    def _run_plain(
+        self, step: SchedulerOutput, num_samples: int, planned: PlannedMasks | None
+    ) -> ModelRunnerOutput:
+        """Runs the step that the buffers hold, and verifies its drafts."""
+        drafts, buffers = step.drafts, self._buffers
         errors: dict[int, str] = {}
-        self._buffers.set_masks(None if planned is None else planned.places)
+        buffers.set_masks(None if planned is None else planned.places)
         if planned is not None:
-            masks = self._buffers.samples.masks
-            assert masks is not None
-            errors = self._masks.fill(planned, masks.words)
-        self._executor.run(self._prepared, *counts)
-        output = ModelRunnerOutput(self._buffers.tokens[:num_samples].tolist(), None, {}, errors)
+            errors = self._masks.fill(planned, buffers.mask_words)
+        num_nodes = 0 if drafts is None else len(drafts.token_ids)
+        num_tokens = len(step.token_ids) + num_nodes
+        self._executor.run(self._prepared, num_tokens, len(step.request_slots), num_samples)
+        if drafts is None:
+            tokens = buffers.tokens[:num_samples].tolist()
+            output = ModelRunnerOutput(tokens, None, {}, errors)
+        else:
+            kept, counts, moves = buffers.verify(step, drafts, num_samples)
+            if moves.size:
+                self._cache.move_tokens(*moves)
+            output = ModelRunnerOutput(
+                kept.tolist(), None, {}, errors, counts.tolist(), arrays=(kept, counts)
+            )
         self._observe_sampled(step, planned, output)
         return output
 
@@ -236,7 +249,11 @@ class NativeModelRunner:
     # -- draft trees ------------------------------------------------------------------------
 
     def _run_drafted(
-        self, step: SchedulerOutput, inputs: StepInput, trees: TreeTokens
+        self,
+        step: SchedulerOutput,
+        inputs: StepInput,
+        trees: TreeTokens,
+        planned: PlannedMasks | None,
     ) -> ModelRunnerOutput:
         """Runs a step with drafts and verifies them."""
         is_tree = trees.is_tree > 0
@@ -257,7 +274,6 @@ class NativeModelRunner:
             output = verify(drafted, self._sampler, self._cache, typical=self.typical)
             return replace(output, prompt_logprobs=prompt_logprobs)
         num_samples = np.where(is_tree, 1, step.num_samples)[sequences]
-        planned = self._masks.plan(step)
         sampled, errors = self._run_sampling(
             step, inputs, sequences, after, num_samples, planned=planned
         )

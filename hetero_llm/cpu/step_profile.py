@@ -1,7 +1,8 @@
 """Time of steps of few tokens on this CPU, from which the drafter weighs draft nodes.
 
-Measured once at start, over an empty cache. Attention over long contexts costs more; by how much,
-the drafter observes in real steps.
+Measured once at start, behind a context of usual length: attention over it costs more the more
+nodes a step has, and for a small model as much as its weights. What other contexts cost, the
+drafter observes in real steps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hetero_llm.runner.kv_cache import PagedKVCache
 _MEASURED = (1, 2, 4, 8, 16, 32, 64)
 _SIZES = (*range(1, 9), *range(16, 65, 8))
 """Sizes returned, in tokens; times between measured sizes are interpolated."""
+_CONTEXT = 256  # tokens, whatever the cache holds of them
 _REPEATS = 3
 _SECONDS = 0.3
 """Time limit: after it no larger size is measured."""
@@ -24,7 +26,7 @@ _SECONDS = 0.3
 def profile_executor(executor: Executor, cache: PagedKVCache) -> list[tuple[int, float]]:
     """Tokens and seconds of steps, ascending, each the minimum of some runs.
 
-    Writes K and V to the cache's first blocks: to be called before the first request.
+    Reads and writes K and V of the cache's first blocks: to be called before the first request.
     """
     room = min(_MEASURED[-1], cache.num_blocks * cache.shape.block_size)
     begun = perf_counter()
@@ -39,19 +41,22 @@ def profile_executor(executor: Executor, cache: PagedKVCache) -> list[tuple[int,
 
 
 def _seconds(executor: Executor, cache: PagedKVCache, num_tokens: int) -> float:
-    """Of a chain of draft nodes, sampled after each."""
+    """Of a token and a chain of draft nodes behind it, sampled after each."""
     numbers = np.arange(num_tokens, dtype=np.int32)
     zero, zeros = np.zeros(1, np.int32), np.zeros(num_tokens, np.int32)
-    blocks = -(-num_tokens // cache.shape.block_size)
+    size = cache.shape.block_size
+    context = min(_CONTEXT, cache.num_blocks * size - num_tokens)
+    blocks = -(-(context + num_tokens) // size)
+    indices = numbers + np.int32(context)
     inputs = StepInput(
         token_ids=zeros,
-        positions=numbers,
-        slot_mapping=numbers,
+        positions=numbers,  # those behind the context may be more than the model has
+        slot_mapping=indices,
         request_slots=zero,
-        num_computed_tokens=zero,
+        num_computed_tokens=zero + np.int32(context),
         num_scheduled_tokens=np.array([num_tokens], np.int32),
-        bases=zero,
-        is_tree=np.ones(1, np.uint8),
+        bases=zero + np.int32(context),
+        is_tree=np.array([num_tokens > 1], np.uint8),
         ancestors=(np.uint64(2) << numbers.astype(np.uint64)) - np.uint64(1),
         block_tables=np.arange(blocks, dtype=np.int32).reshape(1, blocks),
     )

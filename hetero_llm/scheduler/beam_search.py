@@ -131,12 +131,17 @@ def advance_group(
         group,
         [(s.token_ids, s.cumulative_logprob) for s in beams],
         [c[:needed] for c in candidates],
-        request.end_ids if may_end else frozenset(),
+        request.end_ids if may_end else _ends_of_grammar(request),
         completes_stop,
         logprobs_of,
     )
     group.pending = {}
     return [(item, logprobs_of(item)) for item in kept]
+
+
+def _ends_of_grammar(request: Request) -> frozenset[int]:
+    """The tokens that end a sequence although `min_tokens` forbids them, see `ends_with`."""
+    return frozenset() if request.grammar is None else request.end_ids & request.eos_ids
 
 
 def advance(

@@ -737,7 +737,7 @@ class Scheduler:
         """Ends a sequence if its last token, `token`, or its length is an end."""
         request = sequence.request
         length = len(sequence.token_ids)
-        if token in request.end_ids and sequence.may_end(length):
+        if token in request.end_ids and sequence.ends_with(token, length):
             named = None if token in request.eos_ids else token
             self._finish(sequence, FinishReason.STOP, named)
         elif length >= request.max_total_tokens:

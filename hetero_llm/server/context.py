@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from hetero_llm.engine.engine_client import EngineClient
 from hetero_llm.server.errors import ApiError, busy, duplicate
+from hetero_llm.server.message_parsers import MessageParsers
 from hetero_llm.server.metrics import Metrics
 from hetero_llm.server.readings import Readings
 from hetero_llm.server.settings import ServerSettings
@@ -30,6 +31,7 @@ class Context:
 
     Attributes:
         names: the model's names; the first is in the responses.
+        parsers: of the model's messages.
         readings: figures for the status page.
         load: generation requests that are running.
         errors: the last responses with status 500 or above, for the status page; no prompts.
@@ -48,6 +50,12 @@ class Context:
             max_model_len=info.max_model_len,
             chat_template=settings.chat_template,
             template_seconds=settings.limits.template_seconds,
+        )
+        self.parsers = MessageParsers(
+            self.tokenizer,
+            tool_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+            needs_tools=settings.enable_auto_tool_choice,
         )
         self.metrics = Metrics(client, self.names[0], legacy_names=settings.legacy_metric_names)
         self.readings = Readings(client, self.metrics)

@@ -14,6 +14,7 @@ from hetero_llm.core.sampling_params import MAX_SEED
 from hetero_llm.server.context import Context
 from hetero_llm.server.prompts import EFFORTS, MAX_ROLE_CHARS
 from hetero_llm.server.protocol import UNAVAILABLE, ChatRequest, GenerateRequest
+from hetero_llm.server.tool_requests import TOOL_NAME
 
 Schema = dict[str, Any]
 
@@ -186,12 +187,46 @@ def _whole_schemas(context: Context) -> dict[str, Schema]:
             },
             "required": ["type"],
         },
-        "tool_choice": {"enum": ["none", None]},
+        "tools": _tools(context),
+        "tool_choice": {"enum": ["none", "auto", None]},
         "truncate_prompt_tokens": {
             "anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}]
         },
         "chat_template": {"type": "null"},
     }
+
+
+def _tools(context: Context) -> Schema:
+    """Tools can be declared to a template that describes them, in a format that is known."""
+    template, limits = context.tokenizer.chat_template, context.settings.limits
+    if template is None or not template.mentions("tools") or not context.parsers.format.calls_tools:
+        return {"enum": [[], None]}
+    function = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "pattern": f"^{TOOL_NAME}$"},
+            "description": {"type": ["string", "null"]},
+            "parameters": {
+                "type": ["object", "null"],
+                "properties": {
+                    "type": {"const": "object"},
+                    "properties": {
+                        "type": "object",
+                        "additionalProperties": {"type": ["object", "boolean"]},
+                    },
+                    "required": {"type": "array", "items": {"type": "string"}},
+                },
+            },
+            "strict": {"enum": [False, None]},
+        },
+        "required": ["name"],
+    }
+    tool = {
+        "type": "object",
+        "properties": {"type": {"const": "function"}, "function": function},
+        "required": ["type", "function"],
+    }
+    return {"type": ["array", "null"], "maxItems": limits.tools, "items": tool}
 
 
 def _token(context: Context) -> Schema:

@@ -1,7 +1,7 @@
 """The prompts of a request as token ids: a completion's texts or ids, and a chat's conversation.
 
 Calls of tools, and their results, are accepted in the messages of a conversation where the chat
-template handles them; a request cannot declare tools.
+template handles them, and so are declarations of tools.
 """
 
 from __future__ import annotations
@@ -124,11 +124,13 @@ async def chat_prompt(
     *,
     add_special_tokens: bool = False,
     cut: Cut = WHOLE,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> Prompt:
     """Renders a conversation with the chat template and tokenizes the result.
 
     Args:
         add_special_tokens: add those that the template should already have written.
+        tools: checked ones, which the template describes to the model.
         cut: which tokens are kept.
 
     Raises:
@@ -150,6 +152,10 @@ async def chat_prompt(
             f"truncate_prompt_tokens={cut.count}: a conversation with images cannot be cut",
         )
     kwargs = _template_kwargs(request, settings) | _opening_kwargs(request)
+    if tools:
+        if not template.mentions("tools"):
+            raise unsupported("tools", "a tool in this model's chat template")
+        kwargs["tools"] = list(tools)
     user_texts = [*texts_in(messages), *texts_in(list(kwargs.values()))]
     truncated = cut.count is not None
     size = sum(map(len, user_texts))

@@ -170,11 +170,11 @@ class ChatRequest(Generation, kw_only=True):
     prediction: Any = None
     verbosity: Any = None
     include_reasoning: bool | None = None
+    tools: Any = None
+    tool_choice: Any = None
     # Not available.
     documents: Any = None
     echo: bool | None = None
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
     audio: Any = None
@@ -192,6 +192,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     reasoning_effort: str | None = None
     documents: Any = None
     tools: Any = None
+    tool_choice: Any = None
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
@@ -203,7 +204,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[int] | None = None
 
 
-TOOLS = "tool calling"
+_OLD_TOOLS = "the old form of tool calls, before tools,"
 UNAVAILABLE = {
     "logits_processors": "a logits processor over HTTP",
     "prompt_embeds": "a prompt of embeddings",
@@ -213,9 +214,8 @@ UNAVAILABLE = {
     "vllm_xargs": "passing arguments of vLLM's plug-ins",
     "suffix": "inserting text before a suffix",
     "documents": "retrieval through the chat template",
-    "tools": TOOLS,
-    "functions": TOOLS,
-    "function_call": TOOLS,
+    "functions": _OLD_TOOLS,
+    "function_call": _OLD_TOOLS,
     "audio": "audio",
     "web_search_options": "web search",
     "mm_processor_kwargs": "input other than text",
@@ -233,11 +233,16 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -306,15 +311,27 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ResponseToolCall(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
 class ResponseMessage(msgspec.Struct):
     role: str
-    content: str
+    content: str | None
     refusal: None = None
     annotations: None = None
     audio: None = None
     function_call: None = None
-    reasoning: None = None
-    reasoning_content: None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ResponseToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -341,9 +358,26 @@ class Chat(msgspec.Struct):
     kv_transfer_params: None = None
 
 
+class FunctionDelta(msgspec.Struct):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct):
+    """The first one of a call has id, type and name; later ones more of the arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+
+
 class Delta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct):

@@ -35,7 +35,6 @@ from hetero_llm.server.constraints import output_constraint
 from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.errors import ApiError, context_exceeded, invalid, unsupported
 from hetero_llm.server.protocol import (
-    TOOLS,
     UNAVAILABLE,
     ChatRequest,
     CompletionRequest,
@@ -410,8 +409,6 @@ def refuse_unsupported(request: Generation | TokenizeRequest) -> None:
     for name, feature in UNAVAILABLE.items():
         if getattr(request, name, None) not in (None, []):
             raise unsupported(name, feature)
-    if getattr(request, "tool_choice", None) not in (None, "none"):
-        raise unsupported("tool_choice", TOOLS)
     if isinstance(request, ChatRequest):
         if request.echo:
             raise unsupported("echo", "echo in a chat")

@@ -15,7 +15,12 @@ from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.engine.output_stream import extend
 from hetero_llm.server.context import Context
 from hetero_llm.server.engine_requests import EngineRequests
-from hetero_llm.server.protocol import Generation, PromptTokensDetails, Usage
+from hetero_llm.server.protocol import (
+    CompletionTokensDetails,
+    Generation,
+    PromptTokensDetails,
+    Usage,
+)
 from hetero_llm.server.request_parsing import CheckedRequest
 
 B = TypeVar("B", bound=Generation)
@@ -72,6 +77,8 @@ class ChunkBuilder(ResponseBuilder[B]):
                         await send(chunk)
                 self._counter.note(index, output, [one])
                 choice = self._chunk_choice(index, output, one)
+                if choice is None:
+                    continue
                 await send(self._chunk([choice], usage.of_chunk(self._counter)))
         if usage.last:
             await send(self._chunk([], self._counter.usage()))
@@ -81,7 +88,8 @@ class ChunkBuilder(ResponseBuilder[B]):
         return ()
 
     @abstractmethod
-    def _chunk_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> Any: ...
+    def _chunk_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> Any:
+        """The choice of a delta; None: it has nothing to show yet."""
 
     @abstractmethod
     def _chunk(self, choices: Sequence[Any], usage: Usage | UnsetType | None) -> msgspec.Struct: ...
@@ -130,6 +138,7 @@ class UsageCounter:
         self._prompt = prompt_tokens
         self._completion = 0
         self._cached: dict[int, int] = {}
+        self._reasoning: dict[int, int] = {}
 
     def note(
         self, index: int, output: RequestOutput, completions: Iterable[CompletionOutput]
@@ -139,13 +148,20 @@ class UsageCounter:
         for one in completions:
             self._completion += len(one.token_ids)
 
+    def note_reasoning(self, sequence: int, tokens: int) -> None:
+        """Sets the number of tokens of a sequence's reasoning up to now."""
+        self._reasoning[sequence] = tokens
+
     def usage(self) -> Usage:
-        return Usage(
+        usage = Usage(
             self._prompt,
             self._completion,
             self._prompt + self._completion,
             PromptTokensDetails(sum(self._cached.values())),
         )
+        if self._reasoning:
+            usage.completion_tokens_details = CompletionTokensDetails(sum(self._reasoning.values()))
+        return usage
 
 
 @dataclass(frozen=True, slots=True)

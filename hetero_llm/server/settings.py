@@ -16,9 +16,9 @@ class Limits:
     """The most that one request may ask for. A request above a limit gets an error that names it.
 
     Limits are counts unless the name says bytes, chars or seconds. `sequences` limits the prompts
-    times the sequences of each; `image_bytes` and `image_pixels` apply to each image. A client may
-    read no byte of a stream for `write_seconds`; rendering a conversation may take
-    `template_seconds`.
+    times the sequences of each; `tool_bytes` applies to each declared tool, `image_bytes` and
+    `image_pixels` to each image. A client may read no byte of a stream for `write_seconds`;
+    rendering a conversation may take `template_seconds`.
     """
 
     body_bytes: int = 32 << 20
@@ -36,6 +36,8 @@ class Limits:
     sequences: int = 1024
     messages: int = 4096
     tool_calls: int = 128
+    tools: int = 128
+    tool_bytes: int = 64 << 10
     stop: int = 32
     stop_chars: int = 256
     stop_token_ids: int = 1024
@@ -88,6 +90,9 @@ class ServerSettings:
         chat_template: Jinja text instead of the tokenizer's own template.
         chat_template_kwargs: names that a request's chat_template_kwargs may set.
         response_role: role of a chat answer.
+        tool_call_parser, reasoning_parser: formats of the model's tool calls and reasoning; None:
+            those that the chat template shows; "none": neither is looked for.
+        enable_auto_tool_choice: the server needs a format of tool calls.
         return_tokens_as_token_ids: show tokens as "token_id:5" in log-probabilities.
         root_path: path prefix when behind a proxy.
         public_paths: more paths that need no key, such as those of a status page.
@@ -115,6 +120,9 @@ class ServerSettings:
     chat_template: str | None = None
     chat_template_kwargs: tuple[str, ...] = TEMPLATE_KWARGS
     response_role: str = "assistant"
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    enable_auto_tool_choice: bool = False
     return_tokens_as_token_ids: bool = False
     root_path: str = ""
     public_paths: tuple[str, ...] = ()

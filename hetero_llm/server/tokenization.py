@@ -127,8 +127,20 @@ class ApiTokenizer:
         return around[:at] + token_ids + around[at + len(bare) :]
 
     @property
+    def response_template(self) -> Any:
+        """What transformers' tokenizer says about the form of answers; None if nothing."""
+        return getattr(self._tokenizer and self._tokenizer.hf, "response_template", None)
+
+    @property
     def special_ids(self) -> frozenset[int]:
         return frozenset() if self._tokenizer is None else self._tokenizer.special_ids
+
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that were added to the vocabulary, special ones included, by text."""
+        if self._tokenizer is None:
+            return {}
+        return {text: index for index, text in self._tokenizer.added_tokens.items()}
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """Draft trees on the host: the tokens of a step with drafts, and the verification of its trees.
 
-Every runner that verifies on the host goes through `verify_trees`; `gpu.kernels.tree_verify` does
-the same on the device. No torch: how the target samples is the caller's.
+Every runner that verifies on the host goes through `verify_trees`, or through `walk_sampled` where
+a token is sampled after every node beforehand; `gpu.kernels.tree_verify` does the same on the
+device. No torch: how the target samples is the caller's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.utils.jit import njit
 
 SampleNodes = Callable[[dict[int, int]], list[int | None]]
 """Sequences (indices in the step, ascending) with the node that each one's walk has reached, to the
@@ -114,6 +116,66 @@ def verify_trees(step: SchedulerOutput, trees: TreeTokens, sample: SampleNodes) 
                 children[sequence] = child
         reached = children
     return paths
+
+
+@njit(cache=True, nogil=True)
+def walk_sampled(
+    num_scheduled_tokens: np.ndarray,
+    num_samples: np.ndarray,
+    node_counts: np.ndarray,
+    node_ids: np.ndarray,
+    parents: np.ndarray,
+    sampled: np.ndarray,
+    slot_mapping: np.ndarray,
+    kept: np.ndarray,
+    num_tokens: np.ndarray,
+    moves: np.ndarray,
+) -> tuple[int, int]:
+    """`verify_trees` and `compact_kv` for trees after whose every token one was sampled.
+
+    Args:
+        num_scheduled_tokens, num_samples: of `SchedulerOutput`.
+        node_counts, node_ids, parents: of its `DraftBatch`.
+        sampled: int64 tokens: one after each token of a tree, `num_samples` of other sequences.
+        slot_mapping: int32 KV slot of each token.
+        kept: int64, written: the tokens that sequences get.
+        num_tokens: [S] int64, written: how many of these are each sequence's.
+        moves: [2, at least T] int32, written: KV slots to read and to write.
+
+    Returns:
+        Number of tokens kept, number of moves.
+    """
+    first = taken = node = num_kept = num_moves = 0
+    for sequence in range(len(node_counts)):
+        before, nodes = num_kept, node_counts[sequence]
+        if nodes == 0:
+            own = num_samples[sequence]
+            for sample in range(own):
+                kept[num_kept] = sampled[taken + sample]
+                num_kept += 1
+        else:
+            own = nodes + 1
+            reached = 0
+            while reached >= 0:
+                token = sampled[taken + reached]
+                kept[num_kept] = token
+                depth = num_kept - before
+                if reached != depth:
+                    moves[0, num_moves] = slot_mapping[first + reached]
+                    moves[1, num_moves] = slot_mapping[first + depth]
+                    num_moves += 1
+                num_kept += 1
+                following = -1
+                for child in range(reached, nodes):  # nodes count from 1, the root is 0
+                    if parents[node + child] + 1 == reached and node_ids[node + child] == token:
+                        following = child + 1
+                        break
+                reached = following
+        num_tokens[sequence] = num_kept - before
+        taken += own
+        node += nodes
+        first += num_scheduled_tokens[sequence]
+    return num_kept, num_moves
 
 
 def next_node(node: int, token: int, token_ids: list[int], parents: list[int]) -> int | None:

@@ -155,7 +155,7 @@ class Reference:
             if safe is None and best.values[0] - best.values[1] < TIE:
                 safe = len(tokens)
             tokens.append(int(best.indices[0]))
-            if tokens[-1] in ends and len(tokens) > params.min_tokens:
+            if _ends(tokens, params):
                 return tokens, scores, len(tokens) if safe is None else safe, True
         return tokens, scores, len(tokens) if safe is None else safe, False
 
@@ -186,7 +186,8 @@ class Reference:
         complete = so_far in choices
         if EOS in tokens[begin:]:  # with ignore_eos nothing else follows
             allowed = []
-        if complete and (not set(allowed) - ends or len(tokens) >= params.min_tokens):
+        early = EOS in ends and len(tokens) < params.min_tokens
+        if complete and not (early and set(allowed) - ends):
             allowed.append(EOS)
         if not set(allowed) - ends:
             logits = _processed(raw.clone(), [], [], replace(params, min_tokens=0), ends)
@@ -197,6 +198,14 @@ class Reference:
 
 def _end_tokens(params: SamplingParams) -> set[int]:
     return set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+
+
+def _ends(tokens: list[int], params: SamplingParams) -> bool:
+    """Whether the last token ends a sample."""
+    if tokens[-1] not in _end_tokens(params):
+        return False
+    complete = params.structured_outputs is not None and tokens[-1] == EOS
+    return len(tokens) > params.min_tokens or (complete and EOS not in params.stop_token_ids)
 
 
 def _processed(
@@ -403,8 +412,7 @@ def serve(engine: Engine, cases: list[Case]) -> Iterator[tuple[Case, list[Reques
 def check_beams(case: Case, output: RequestOutput, reference: Reference) -> None:
     """Checks that the texts of beams belong to their tokens."""
     for beam in output.outputs:
-        last = beam.token_ids[-1]
-        ended = last in _end_tokens(case.params) and len(beam.token_ids) > case.params.min_tokens
+        ended = _ends(beam.token_ids, case.params)
         text, count, stop = reference.text(case.prompt, beam.token_ids, case.params, ended=ended)
         assert (beam.text, len(beam.token_ids)) == (text, count)
         assert beam.finish_reason == ("stop" if ended or stop else "length")

@@ -97,13 +97,14 @@ class FakeEngine:
         max_queue: int | None = None,
         silent_above: int | None = None,
         max_logprobs: int = 20,
+        vocab_size: int = VOCAB,
     ) -> None:
         self._tokenizer = tokenizer
         self.images = None
         self.threads = TokenizerThreads()
         self._inputs = InputProcessor(
             tokenizer,
-            vocab_size=VOCAB,
+            vocab_size=vocab_size,
             max_model_len=CONTEXT,
             eos_ids=(EOS,),
             max_logprobs=max_logprobs,
@@ -126,7 +127,7 @@ class FakeEngine:
             model="demo",
             served_names=("demo",),
             max_model_len=CONTEXT,
-            vocab_size=VOCAB,
+            vocab_size=vocab_size,
             num_blocks=512,
             block_size=16,
             device="cpu",

@@ -69,6 +69,8 @@ CHAT_ONLY: dict[str, dict[str, Any]] = {
     "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
     "max_completion_tokens": {"max_tokens": None, "max_completion_tokens": 2},
     "tool_choice": {"tool_choice": "none", "tools": []},
+    "tool_choice auto": {"tool_choice": "auto", "tools": None},
+    "include_reasoning": {"include_reasoning": False},
     "top_logprobs": {"logprobs": True, "top_logprobs": 2},
     "name": {"messages": [{"role": "user", "content": "a", "name": "me"}]},
     "a role of one's own": {"messages": [{"role": "critic", "content": "a"}]},
@@ -125,8 +127,8 @@ CONSTRAINTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 CHAT_REFUSED: dict[str, Any] = {
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "auto",
+    "functions": [{"name": "f"}],
+    "function_call": "auto",
 }
 
 

@@ -91,7 +91,7 @@ def test_roles_and_choices(server: Served) -> None:
     for name in ("reasoning_effort", "model"):
         for value in chat[name]["anyOf"][0]["enum"]:
             assert refused_field(server, CHAT, **{name: value}) is None, value
-    for name, values in (("tool_choice", ["none", None]), ("chat_template", [None])):
+    for name, values in (("tool_choice", ["none", "auto", None]), ("chat_template", [None])):
         for value in values:
             assert refused_field(server, CHAT, **{name: value}) is None
     assert chat["echo"]["enum"] == [False, None]

@@ -7,7 +7,13 @@ import pytest
 
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.step import SchedulerOutput
-from hetero_llm.spec_decode.verify import next_node, tree_tokens, verify_trees
+from hetero_llm.spec_decode.verify import (
+    compact_kv,
+    next_node,
+    tree_tokens,
+    verify_trees,
+    walk_sampled,
+)
 
 
 def test_tokens_of_a_step() -> None:
@@ -75,3 +81,74 @@ def test_walk(sampled: list[int], tokens: list[int], parents: list[int], path: l
         visited.append(node)
         node = next_node(node, sampled[node], tokens, parents)
     assert visited == path
+
+
+def random_step(rng: np.random.Generator) -> SchedulerOutput:
+    """A chunk, and sequences that decode with trees of few different tokens, or without."""
+    count = int(rng.integers(1, 6))
+    nodes = rng.integers(0, 9, count).astype(np.int32)
+    nodes[0] *= int(rng.integers(0, 2))
+    chunk = int(rng.integers(2, 5)) if nodes[0] == 0 else 1
+    plain = np.array([chunk, *[1] * (count - 1)], np.int32)
+    parents = [rng.integers(-1, node) for size in nodes.tolist() for node in range(size)]
+    total = int(nodes.sum())
+    samples = np.ones(count, np.int32)
+    samples[0] = rng.integers(0, 3) if nodes[0] == 0 else 1
+    return SchedulerOutput(
+        request_slots=rng.permutation(count).astype(np.int32),
+        num_computed_tokens=rng.integers(0, 20, count).astype(np.int32),
+        num_scheduled_tokens=plain + nodes,
+        token_ids=rng.integers(0, 3, plain.sum()).astype(np.int32),
+        num_samples=samples,
+        prompt_logprob_spans=(),
+        admitted=(),
+        block_table_writes=np.zeros((3, 0), np.int32),
+        block_copies=np.zeros((2, 0), np.int32),
+        drafts=DraftBatch(
+            nodes, rng.integers(0, 3, total).astype(np.int32), np.array(parents, np.int32)
+        ),
+    )
+
+
+def test_the_walk_over_sampled_tokens_is_the_walk() -> None:
+    rng = np.random.default_rng(0)
+    num_moved = 0
+    for _ in range(200):
+        step = random_step(rng)
+        drafts = step.drafts
+        assert drafts is not None
+        trees = tree_tokens(step, drafts)
+        is_tree = drafts.counts > 0
+        own = np.where(is_tree, step.num_scheduled_tokens, step.num_samples)
+        begins = np.cumsum(own) - own
+        sampled = rng.integers(0, 3, own.sum())
+        slots = rng.permutation(200)[: step.num_scheduled_tokens.sum()].astype(np.int32)
+        paths = verify_trees(
+            step, trees,
+            lambda reached, begins=begins, sampled=sampled: [
+                int(sampled[begins[sequence] + node]) for sequence, node in reached.items()
+            ],
+        )  # fmt: skip
+        wanted = [
+            [int(sampled[begin + node]) for node in path] if tree
+            else sampled[begin : begin + count].tolist()
+            for path, tree, begin, count in zip(paths, is_tree, begins, own, strict=True)
+        ]  # fmt: skip
+        kv, expected = np.arange(200), np.arange(200)
+
+        def move(sources: np.ndarray, targets: np.ndarray, kv: np.ndarray = expected) -> None:
+            kv[targets] = kv[sources].copy()
+
+        compact_kv(step, [path if tree else [] for path, tree in zip(paths, is_tree)], slots, move)
+        kept, counts = np.empty(len(sampled), np.int64), np.empty(len(own), np.int64)
+        moves = np.empty((2, len(slots)), np.int32)
+        num_kept, num_moves = walk_sampled(
+            step.num_scheduled_tokens, step.num_samples, drafts.counts, drafts.token_ids,
+            drafts.parents, sampled, slots, kept, counts, moves,
+        )  # fmt: skip
+        parts = np.split(kept[:num_kept], np.cumsum(counts)[:-1])
+        assert [part.tolist() for part in parts] == wanted
+        kv[moves[1, :num_moves]] = kv[moves[0, :num_moves]].copy()
+        np.testing.assert_array_equal(kv, expected)
+        num_moved += num_moves
+    assert num_moved > 20

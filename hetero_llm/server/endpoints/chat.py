@@ -13,6 +13,7 @@ from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.server.context import Context
 from hetero_llm.server.errors import invalid
 from hetero_llm.server.logprobs import chat_logprobs, prompt_logprobs
+from hetero_llm.server.message_words import MessageWords
 from hetero_llm.server.prompts import chat_prompt
 from hetero_llm.server.protocol import (
     Chat,
@@ -22,7 +23,6 @@ from hetero_llm.server.protocol import (
     Chunk,
     ChunkChoice,
     Delta,
-    ResponseMessage,
     Usage,
 )
 from hetero_llm.server.request_parsing import (
@@ -35,6 +35,7 @@ from hetero_llm.server.request_parsing import (
 )
 from hetero_llm.server.response_builder import ChunkBuilder
 from hetero_llm.server.responses import Responses
+from hetero_llm.server.tool_requests import ToolRequest
 
 _OBJECT, _CHUNK = "chat.completion", "chat.completion.chunk"
 
@@ -46,14 +47,17 @@ def chat_endpoint(
 
     async def chat_completions(request: Request) -> Response:
         body = await read_generation(context, request, ChatRequest)
-        checked = await _checked(context, request, body)
-        builder = _ChatBuilder(context, body, checked)
+        tools = context.parsers.requested(body, context.settings.limits)
+        checked = await _checked(context, request, body, tools)
+        builder = _ChatBuilder(context, body, checked, tools)
         return await responses.send(request, checked, builder, streamed=bool(body.stream))
 
     return chat_completions
 
 
-async def _checked(context: Context, request: Request, body: ChatRequest) -> CheckedRequest:
+async def _checked(
+    context: Context, request: Request, body: ChatRequest, tools: ToolRequest
+) -> CheckedRequest:
     wanted, name = _max_tokens(body)
     defaults = context.client.info.default_sampling
     default = defaults.get("max_tokens")
@@ -70,13 +74,14 @@ async def _checked(context: Context, request: Request, body: ChatRequest) -> Che
         context.settings,
         add_special_tokens=bool(body.add_special_tokens),
         cut=prompt_cut(body, params),
+        tools=tools.tools,
     )
     return checked_request(
         context,
         request,
         body,
         [prompt],
-        params,
+        context.parsers.sampling(params, tools),
         prefix="chatcmpl",
         wanted=wanted,
         default=default,
@@ -98,6 +103,41 @@ def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:
 
 class _ChatBuilder(ChunkBuilder[ChatRequest]):
     """Builds the response to one conversation."""
+
+    def __init__(
+        self, context: Context, body: ChatRequest, request: CheckedRequest, tools: ToolRequest
+    ) -> None:
+        super().__init__(context, body, request)
+        self._parsers = context.parsers
+        self._tools = tools
+        self._messages: dict[int, MessageWords] = {}
+
+    def _message(self, sequence: int) -> MessageWords:
+        """What has been parsed of a sequence."""
+        found = self._messages.get(sequence)
+        if found is None:
+            body, request = self._body, self._request
+            parser = self._parsers.new(
+                request.prompts[0],
+                self._tools,
+                request.params[0],
+                skip_special=body.skip_special_tokens is not False,
+            )
+            found = MessageWords(parser, with_reasoning=body.include_reasoning is not False)
+            self._messages[sequence] = found
+        return found
+
+    def _note(self, one: CompletionOutput) -> MessageWords:
+        """Parses the new text of a sequence."""
+        message = self._message(one.index)
+        message.add(one.text, one.token_ids, last=one.finish_reason is not None)
+        if message.reasoning_tokens is not None:
+            self._counter.note_reasoning(one.index, message.reasoning_tokens)
+        return message
+
+    def _finish_reason(self, one: CompletionOutput, message: MessageWords) -> str | None:
+        reason = self._engine_requests.deadline.reason(one.finish_reason)
+        return "tool_calls" if reason == "stop" and message.has_calls else reason
 
     async def whole(self) -> Chat:
         choices: list[ChatChoice] = []
@@ -121,11 +161,12 @@ class _ChatBuilder(ChunkBuilder[ChatRequest]):
 
     def _choice(self, one: CompletionOutput) -> ChatChoice:
         deadline = self._engine_requests.deadline
+        message = self._note(one)
         choice = ChatChoice(
             one.index,
-            ResponseMessage(self._role(), one.text),
+            message.whole(self._role()),
             self._logprobs(one),
-            deadline.reason(one.finish_reason),
+            self._finish_reason(one, message),
             one.stop_reason,
         )
         if deadline.cut(one.finish_reason):
@@ -136,13 +177,18 @@ class _ChatBuilder(ChunkBuilder[ChatRequest]):
 
     def _chunk_choice(
         self, index: int, output: RequestOutput, one: CompletionOutput
-    ) -> ChunkChoice:
+    ) -> ChunkChoice | None:
         deadline = self._engine_requests.deadline
+        message = self._note(one)
+        delta = message.delta()
+        shown = self._body.return_token_ids or self._body.logprobs
+        if delta is None and one.finish_reason is None and not shown:
+            return None
         choice = ChunkChoice(
             one.index,
-            Delta(content=one.text),
+            Delta() if delta is None else delta,
             self._logprobs(one),
-            deadline.reason(one.finish_reason),
+            self._finish_reason(one, message),
         )
         if one.finish_reason is not None:
             choice.stop_reason = one.stop_reason

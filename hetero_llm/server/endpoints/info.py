@@ -17,6 +17,7 @@ from hetero_llm.server.metrics import CONTENT_TYPE
 from hetero_llm.server.prompts import chat_prompt
 from hetero_llm.server.protocol import DetokenizeRequest, TokenizeRequest
 from hetero_llm.server.request_parsing import read_json, refuse_unsupported
+from hetero_llm.server.tool_requests import checked_tools
 
 _OWNER = "hetero_llm"
 
@@ -85,8 +86,13 @@ class Info:
         else:
             refuse_unsupported(body)
             special = bool(body.add_special_tokens)
+            tools = checked_tools(body.tools, body.tool_choice, context.settings.limits)
             prompt = await chat_prompt(
-                body, context.tokenizer, context.settings, add_special_tokens=special
+                body,
+                context.tokenizer,
+                context.settings,
+                add_special_tokens=special,
+                tools=tools.tools,
             )
             ids = prompt.token_ids or []
         pieces = None

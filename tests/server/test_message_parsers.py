@@ -1,0 +1,164 @@
+"""The parsers of a model: which format, where a message begins, special tokens of each format."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
+from hetero_llm.server.errors import ApiError
+from hetero_llm.server.message_events import PlainParser
+from hetero_llm.server.message_parsers import MessageParsers
+from hetero_llm.server.regions.formats import HARMONY, REASONING_FORMATS, TOOL_FORMATS
+from hetero_llm.server.regions.tool_grammar import written_texts
+from hetero_llm.server.settings import Limits
+from hetero_llm.server.tokenization import ApiTokenizer
+from hetero_llm.server.tool_requests import NO_TOOLS, ToolRequest, checked_tools
+from tests.server.regions.reading_aloud import Said
+
+FUNCTION: dict[str, Any] = {
+    "name": "f",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": FUNCTION}]
+AUTO = ToolRequest(tuple(TOOLS), "auto")
+CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
+EXAMPLES = {name: one.example for name, one in TOOL_FORMATS.items()} | {"openai": CALL}
+
+
+def parsers(
+    tokenizer: Tokenizer, template: str = "", *, special: tuple[str, ...] = (), **options: Any
+) -> MessageParsers:
+    hf = copy.deepcopy(tokenizer.hf)
+    hf.add_special_tokens(
+        {"additional_special_tokens": [AddedToken(one, normalized=False) for one in special]}
+    )
+    hf.response_template = options.pop("response_template", None)
+    api = ApiTokenizer(
+        Tokenizer(hf), TokenizerThreads(), max_model_len=2048, chat_template=template or "x"
+    )
+    return MessageParsers(api, **options)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_all_markup_may_be_special_tokens(tokenizer: Tokenizer, name: str) -> None:
+    """Special tokens that mark nothing are left out; those of the markup have to stay."""
+    found = parsers(tokenizer, tool_parser=name)
+    special = tuple(
+        dict.fromkeys(
+            re.findall(r"<[|｜/]?[\w▁:]+[|｜]?>|\[[A-Z_]+\]", written_texts(found.format))
+        )
+    )
+    found = parsers(tokenizer, tool_parser=name, special=(*special, "<|im_end|>"))
+    ids = found.tokenizer.require("a").encode(
+        EXAMPLES[name] + "<|im_end|>", add_special_tokens=False
+    )
+    params = found.sampling(SamplingParams(), AUTO)
+    assert not params.skip_special_tokens
+    prompt = Prompt("<|start|>assistant", [5])
+    for pieces in ([ids], [[one] for one in ids]):
+        parser, message = found.new(prompt, AUTO, params, skip_special=True), Said()
+        for piece in pieces:
+            text = found.tokenizer.decode(piece, skip_special_tokens=False)
+            for event in parser.feed(text, piece):
+                message.note(event)
+        for event in parser.finish():
+            message.note(event)
+        assert message.content == ""
+        assert message.calls[0] == ["f", '{"a": 1}', True]
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "start"),
+    [
+        ("qwen3", "<|im_start|>assistant\n", "content"),
+        ("qwen3", "<|im_start|>assistant\n<think>\n", "reasoning"),
+        ("qwen3", "<think> is what?<|im_start|>assistant\n", "content"),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", "content"),
+        ("deepseek_r1", "<｜Assistant｜>", "reasoning"),
+        ("deepseek_r1", "<｜Assistant｜><think>\n", "reasoning"),
+        ("deepseek_r1", "<｜Assistant｜><think>\n\n</think>\n\n", "content"),
+        ("mistral", "[/INST]", "content"),
+        ("harmony", "<|start|>assistant", "header"),
+        ("harmony", "<|start|>assistant<|channel|>final<|message|>So", "content"),
+        ("none", "<think>", "content"),
+    ],
+)
+def test_where_a_message_begins(tokenizer: Tokenizer, name: str, end: str, start: str) -> None:
+    found = parsers(tokenizer, reasoning_parser=name)
+    assert found.start(Prompt("# user: hi\n" + end, [5])) == start
+
+
+def test_flags_go_before_what_is_found(tokenizer: Tokenizer) -> None:
+    template = "<tool_call>{{ c }}</tool_call></think>"
+    found = parsers(tokenizer, template).format
+    assert found.tools is TOOL_FORMATS["hermes"] and found.reasoning is REASONING_FORMATS["qwen3"]
+    found = parsers(tokenizer, template, tool_parser="mistral").format
+    assert found.tools is TOOL_FORMATS["mistral"] and found.reasoning is REASONING_FORMATS["qwen3"]
+    found = parsers(tokenizer, template, reasoning_parser="none").format
+    assert found.tools is TOOL_FORMATS["hermes"] and found.reasoning is None
+    found = parsers(tokenizer, template, tool_parser="openai").format
+    assert found.channels is HARMONY
+    harmony = "<|channel|>analysis<|message|>"
+    assert parsers(tokenizer, harmony).format.channels is HARMONY
+    found = parsers(tokenizer, harmony, tool_parser="hermes").format
+    assert found.channels is None and found.tools is TOOL_FORMATS["hermes"]
+
+
+def test_response_templates_go_before_chat_templates(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields: dict[str, Any] = {
+        "thinking": {"open": "<mull>", "close": "</mull>", "content": "text"},
+        "tool_calls": {"open_pattern": "<a|b>", "close": "</a>", "content": "json"},
+    }
+    with caplog.at_level(logging.WARNING):
+        found = parsers(
+            tokenizer, "<tool_call></think>", response_template={"fields": fields}
+        ).format
+    assert found.reasoning is not None and found.reasoning.opens == ("<mull>",)
+    assert found.tools is TOOL_FORMATS["hermes"]
+    assert "response_template is not used for tool_calls" in caplog.text
+    given = parsers(
+        tokenizer, response_template={"fields": fields}, reasoning_parser="qwen3"
+    ).format
+    assert given.reasoning is REASONING_FORMATS["qwen3"]
+
+
+def test_what_needs_no_parser_gets_none(tokenizer: Tokenizer) -> None:
+    prompt, params = Prompt("a", [5]), SamplingParams()
+    found = parsers(tokenizer, tool_parser="hermes")
+    assert found.sampling(params, NO_TOOLS) is params
+    for tools in (NO_TOOLS, ToolRequest(tuple(TOOLS), "none")):
+        assert isinstance(found.new(prompt, tools, params, skip_special=True), PlainParser)
+    bare = SamplingParams(detokenize=False)
+    assert found.sampling(bare, AUTO) is bare
+    assert isinstance(found.new(prompt, AUTO, bare, skip_special=True), PlainParser)
+
+
+def test_grammars(tokenizer: Tokenizer) -> None:
+    found, prompt = parsers(tokenizer, tool_parser="qwen3_coder"), Prompt("a", [5])
+    assert found.grammar(AUTO, prompt) is None
+    required = found.grammar(ToolRequest(tuple(TOOLS), "required"), prompt)
+    named = found.grammar(ToolRequest(tuple(TOOLS), "named", "f"), prompt)
+    assert required is not None and named is not None and "<function=f>" in named.lark
+    choice = {"type": "function", "function": {"name": "g"}}
+    tools = checked_tools(
+        [*TOOLS, {"type": "function", "function": {"name": "g"}}], choice, Limits()
+    )
+    grammar = found.grammar(tools, prompt)
+    assert grammar is not None and "<function=g>" in grammar.lark
+    assert "<function=f>" not in grammar.lark
+    limited = {"name": "f", "strict": True,
+               "parameters": {"properties": {"a": {"type": "string", "pattern": "x"}}}}  # fmt: skip
+    strict = checked_tools([{"type": "function", "function": limited}], None, Limits())
+    with pytest.raises(ApiError) as caught:
+        found.grammar(strict, prompt)
+    assert caught.value.param == "tools[0].function.parameters.properties.a.pattern"
