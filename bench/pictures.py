@@ -452,6 +452,17 @@ PICTURES: dict[str, Picture] = {
                   x="kernel", unit="us", kind="across", log="y"),
         ),
     ),
+    "guided_decode": Picture(
+        "Decoding where every output follows a JSON schema, 68M shape, 2 threads",
+        "Structured output",
+        (
+            Panel(_all("guided_decode.*"), "ms for a token of each sequence",
+                  {"unguided ms": "unguided", "guided ms": "guided", "noise ms": "noise",
+                   "guided noise ms": "guided, noise", "torch sampler ms": "guided, torch sampler",
+                   "forced drafts ms": "guided, forced tokens drafted"},
+                  unit="ms", by=("machine",), **_batch(kind="bars")),
+        ),
+    ),
     "equal_tokens": Picture(
         "Share of requests with equal tokens, greedy, text without loops", "Without a draft model",
         (
