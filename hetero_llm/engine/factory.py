@@ -220,7 +220,7 @@ def _join(
     draft_model: DraftModel | None,
 ) -> BuiltEngine:
     """Loads the weights, builds all parts and joins them."""
-    load, model_config, tokenizer = config.load, inputs.model_config, inputs.tokenizer
+    model_config, tokenizer = inputs.model_config, inputs.tokenizer
     device, dtype, max_model_len = inputs.device, inputs.dtype, inputs.max_model_len
     dtype_name = str(dtype).removeprefix("torch.")
     native = _native_backend(config, model_config, dtype, device)
@@ -248,8 +248,7 @@ def _join(
         native=native,
         layer_ready=None if host is None else host.layer_ready,
     )
-    runner, num_blocks = built.runner, built.cache.num_blocks
-    store = None
+    runner, num_blocks, store = built.runner, built.cache.num_blocks, None
     if device_draft is not None:
         drafter = device_draft.drafter()
     elif drafter is None:
@@ -262,10 +261,8 @@ def _join(
     tier = None if host is None else host.join(built.cache, times)
     offload = None if tier is None or host is None else host
     grammars = _grammars(tokenizer, model_config, runner)
-    forces = drafter is not None or device.type == "cpu"  # else steps have no draft trees
-    scheduler, hits = _scheduler(
-        config, inputs, built, drafter, (tier, offload, times), grammars if forces else None
-    )
+    forced = grammars if drafter is not None or device.type == "cpu" else None
+    scheduler, hits = _scheduler(config, inputs, built, drafter, (tier, offload, times), forced)
     engine = Engine(
         InputProcessor(
             tokenizer,
@@ -289,7 +286,7 @@ def _join(
     if not config.disable_log_stats:
         sizes = max_model_len, num_blocks, config.cache.block_size
         message = "%s on %s in %s: context %d, %d KV blocks of %d tokens"
-        logger.info(message, load.model, device, dtype_name, *sizes)
+        logger.info(message, config.load.model, device, dtype_name, *sizes)
     return BuiltEngine(
         engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name, backend, store,
         "" if offload is None else offload.words(), inputs.images,

@@ -420,21 +420,39 @@ def test_limits(marked: Tokenizer, field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
+    "fields",
     [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice"),
-        (
-            {"tools": [NOW, {**WEATHER, "function": {**WEATHER["function"], "strict": True}}]},
-            "tools[1].function.strict",
-        ),
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "now"}}},
+        {"tools": [NOW, {**WEATHER, "function": {**WEATHER["function"], "strict": True}}]},
     ],
 )
-def test_what_needs_a_grammar(speaker: Speaker, fields: Any, param: str) -> None:
-    response = speaker.served.post(CHAT, BODY | fields)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["param"], error["code"]) == (param, "unsupported_parameter")
+def test_what_needs_a_grammar_has_one(speaker: Speaker, fields: Any) -> None:
+    speaker.says(CALL_NOW).post(**fields)
+    constraint = speaker.served.engine.seen[-1][2].structured_outputs
+    assert "now" in constraint.grammar
+    speaker.says("free").post()
+    assert speaker.served.engine.seen[-1][2].structured_outputs is None
+
+
+def test_a_schema_applies_behind_reasoning(speaker: Speaker) -> None:
+    """Where the model may reason first, in tokens of its own, its reasoning is free."""
+    form = {"response_format": {"type": "json_object"}, "tools": None}
+    markers = speaker.served.engine.tokenizer.added_tokens
+    ids = {text: index for index, text in markers.items()}
+    speaker.says("{}").post(**form)
+    constraint = speaker.served.engine.seen[-1][2].structured_outputs
+    opens, closes = ids.get("<think>"), ids.get("</think>")
+    if closes is None:
+        assert not constraint.begins_after
+        return
+    assert (constraint.may_begin_with, tuple(constraint.begins_after)) == (opens, (closes,))
+    speaker.says("a</think>{}").post(**form, chat_template_kwargs={"thinking": True})
+    constraint = speaker.served.engine.seen[-1][2].structured_outputs
+    assert (constraint.may_begin_with, tuple(constraint.begins_after)) == (None, (closes,))
+    speaker.says("{}").post(**form, chat_template_kwargs={"enable_thinking": False})
+    constraint = speaker.served.engine.seen[-1][2].structured_outputs
+    assert constraint.may_begin_with is None and not constraint.begins_after
 
 
 def test_tokenize_with_tools(speaker: Speaker) -> None:
