@@ -49,9 +49,8 @@ from hetero_llm.engine.output_stream import Assembler, OutputStream
 from hetero_llm.engine.pooling_inputs import PoolingInputs
 from hetero_llm.engine.pooling_stream import PoolingStream
 from hetero_llm.engine.resolve import open_model
-from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
+from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads, open_grammars
 from hetero_llm.pooling.pooling_model import PoolingModel
-from hetero_llm.structured_output.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S", OutputStream, PoolingStream)
@@ -126,6 +125,11 @@ class AsyncLLMEngine:
             # Meanwhile the process loads the model.
             opened = open_model(config)
             model, self.tokenizer, self.images = opened.config, opened.tokenizer, opened.images
+            grammars = None
+            if not isinstance(model, PoolingModel):
+                grammars = open_grammars(self.tokenizer, model.vocab_size, model.eos_token_ids)
+            if grammars is not None:
+                grammars.warm_up()
             ready = self.process.wait_until_ready()
         except BaseException:
             self.process.kill()
@@ -165,9 +169,7 @@ class AsyncLLMEngine:
             max_logprobs=config.max_logprobs,
             seed=config.seed,
             images=self.images,
-            grammars=None
-            if self.tokenizer is None or isinstance(model, PoolingModel)
-            else GrammarCompiler(self.tokenizer.vocabulary(model.vocab_size, model.eos_token_ids)),
+            grammars=grammars,
         )
         self.pooling_inputs = None
         if isinstance(model, PoolingModel):

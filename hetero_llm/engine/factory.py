@@ -59,7 +59,7 @@ from hetero_llm.engine.resolve import (
 )
 from hetero_llm.engine.speculation_log import make_log
 from hetero_llm.engine.stop_strings import holds_stop
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.tokenizer import Tokenizer, open_grammars
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import BlockTransfers
 from hetero_llm.kv_cache.hit_log import HitCounter, HitLog
@@ -78,7 +78,6 @@ if TYPE_CHECKING:
 
     from hetero_llm.config.draft_model_config import DraftModelConfig
     from hetero_llm.core.drafter import Drafter
-    from hetero_llm.core.model_runner import ModelRunner
     from hetero_llm.cpu.backend import NativeBackend
     from hetero_llm.kv_cache.host_tier import HostTier
     from hetero_llm.models.config import ModelConfig
@@ -185,7 +184,10 @@ def build_engine(
     inputs = _EngineInputs(
         folder, model_config, max_model_len, tokenizer, dtype, device, steps, show_progress,
         platform or _platform(config, device), images,
+        open_grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids),
     )  # fmt: skip
+    if serving and inputs.grammars is not None:
+        inputs.grammars.warm_up_beside()  # while the weights load
     try:
         built = _join(config, inputs, drafter, draft_model)
         return dataclasses.replace(built, default_sampling=sampling)
@@ -211,6 +213,7 @@ class _EngineInputs:
     show_progress: bool
     platform: HostPlatform | None
     images: ImageInputs | None
+    grammars: GrammarCompiler | None
 
 
 def _join(
@@ -260,8 +263,9 @@ def _join(
     times = step_times(model_config, model.parameters_per_token())
     tier = None if host is None else host.join(built.cache, times)
     offload = None if tier is None or host is None else host
-    grammars = _grammars(tokenizer, model_config, runner)
-    forced = grammars if drafter is not None or device.type == "cpu" else None
+    if inputs.grammars is not None:
+        runner.set_open_matcher(inputs.grammars.open)
+    forced = inputs.grammars if drafter is not None or device.type == "cpu" else None
     scheduler, hits = _scheduler(config, inputs, built, drafter, (tier, offload, times), forced)
     engine = Engine(
         InputProcessor(
@@ -272,7 +276,7 @@ def _join(
             max_logprobs=config.max_logprobs,
             seed=config.seed,
             images=inputs.images,
-            grammars=grammars,
+            grammars=inputs.grammars,
         ),
         scheduler,
         runner,
@@ -280,7 +284,7 @@ def _join(
         asynchronous=device.type == "cuda" and not _on_torch(config, model_config),
         speculation_log=make_log(config.speculation),
         background_drafter=background_drafter_of(drafter, config.speculation),
-        grammars=grammars,
+        grammars=inputs.grammars,
         hit_log=HitLog(hits) if offload is not None and offload.config.hit_count else None,
     )
     if not config.disable_log_stats:
@@ -292,18 +296,6 @@ def _join(
         "" if offload is None else offload.words(), inputs.images,
         vocab_size=model_config.vocab_size,
     )  # fmt: skip
-
-
-def _grammars(
-    tokenizer: Tokenizer | None, model_config: ModelConfig, runner: ModelRunner[Any]
-) -> GrammarCompiler | None:
-    """What compiles the grammars of requests, opened by the runner; None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    vocabulary = tokenizer.vocabulary(model_config.vocab_size, model_config.eos_token_ids)
-    grammars = GrammarCompiler(vocabulary)
-    runner.set_open_matcher(grammars.open)
-    return grammars
 
 
 def _scheduler(

@@ -23,7 +23,7 @@ from hetero_llm.engine.detokenizer import (
     piece_bytes,
 )
 from hetero_llm.models.config_reader import read_json, short_reason
-from hetero_llm.structured_output.compiler import Vocabulary
+from hetero_llm.structured_output.compiler import GrammarCompiler, Vocabulary
 
 T = TypeVar("T")
 
@@ -217,6 +217,15 @@ class TokenizerThreads:
         self._closed = True
         self._texts.shutdown(wait=False)
         self._images.shutdown(wait=False)
+
+
+def open_grammars(
+    tokenizer: Tokenizer | None, vocab_size: int, eos_ids: tuple[int, ...]
+) -> GrammarCompiler | None:
+    """What compiles grammars for a model with this tokenizer; None without one."""
+    if tokenizer is None:
+        return None
+    return GrammarCompiler(tokenizer.vocabulary(vocab_size, eos_ids))
 
 
 def load_tokenizer(folder: Path, *, mode: str, trust_remote_code: bool) -> Tokenizer:

@@ -69,6 +69,10 @@ class GrammarCompiler:
         except (ConfigError, SamplingError):
             return  # a request with a constraint will say so
 
+    def warm_up_beside(self) -> None:
+        """The same in a thread of its own."""
+        threading.Thread(target=self.warm_up, name="hetero-llm-grammars", daemon=True).start()
+
     def grammar(self, params: StructuredOutputsParams) -> Grammar:
         """The grammar of a request's constraint, checked.
 
