@@ -86,11 +86,12 @@ class TrieProposalParams(NamedTuple):
 
 
 class _Tries(NamedTuple):
-    """The tries of one sequence, each with the text that its positions refer to. `end`: of the
-    sequence in `text`."""
+    """The tries of one sequence, each with the text that its positions refer to. `first`, `end`:
+    where the sequence lies in `text`."""
 
     local: TrieArrays
     text: np.ndarray
+    first: int
     end: int
     young: TrieArrays
     young_text: np.ndarray
@@ -428,11 +429,14 @@ def _true_length(tries: _Tries, place: int, first: int, length: int) -> int:
 @njit(**BORROWING)
 def _go_round(tries: _Tries, place: int, depth: int) -> int:
     """The place after a path of `depth` tokens. One at the end of the sequence becomes the place
-    where the path began: a copy that reaches the end has gone round a loop, which it repeats."""
+    where the path began: a copy that reaches the end has gone round a loop, which it repeats. A
+    path that is longer than the sequence has gone round several times, and ends."""
     nodes = tries.local.nodes
     if place >= 0 and nodes[place, SIZE] == 0 and nodes[place, REF] == tries.end:
         place = -2 - tries.end
-    return place + depth if place == -2 - tries.end else place
+    if place != -2 - tries.end:
+        return place
+    return place + depth if tries.end - depth >= tries.first else _NOWHERE
 
 
 @njit(**INLINED)
@@ -540,7 +544,7 @@ def propose_all(
     young, old, static = globals_
     own_first = params.token_paths_top_k == 1
     for i in range(len(ends)):
-        tries = _Tries(local, text, ends[i], *young, *old, *static)
+        tries = _Tries(local, text, firsts[i], ends[i], *young, *old, *static)
         limit = min(limits[i], tokens.shape[1])
         row = tokens[i], parents[i], path_probs[i], buckets[i]
         count = 0

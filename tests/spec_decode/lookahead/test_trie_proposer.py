@@ -406,3 +406,24 @@ def test_initial_acceptance_gives_the_rates_of_its_table() -> None:
     assert rates[0, 2, ONCE] == pytest.approx((0.6 + 0.78) / 2)
     assert rates[1, 5, SECOND + 2] == pytest.approx(0.05)
     assert (rates > 0).all() and (rates < 1).all()
+
+
+@pytest.mark.parametrize("own", [[5, 6, 6], [6, 6], [5, 6, 7, 6, 7], [6, 6, 6, 6]])
+def test_a_loop_that_is_repeated_stays_within_its_text(own: list[int]) -> None:
+    """A draft longer than the sequence goes round its loop more often than the text has room."""
+    params = TrieProposalParams(1, 7, 15, 15, 16, 2, 10.0, 0.0)
+    shape = TrieParams(params.key_length, params.match_length + params.copy_length, 16, 2.0, 0.5)
+    before = [99, 98, 97, 96]
+    text = np.array([*before, *own, -1], np.int32)
+    begin, end = len(before), len(before) + len(own)
+    local = SuffixTrie(shape)
+    local.reserve(len(own))
+    insert(local.arrays, shape, text, 7, begin, end, new_active(shape), 10.0)
+    tokens, parents, kind = (np.zeros((1, 63), np.int32) for _ in range(3))
+    survival, counts = np.zeros((1, 63), np.float32), np.zeros(1, np.int32)
+    propose(
+        local.arrays, text, np.array([7]), np.array([begin]), np.array([end]), np.zeros(1, np.int64),
+        _three([no_trie(shape)] * 3), params, initial_acceptance(), np.full(1, 63, np.int32),
+        tokens, parents, survival, kind, counts,
+    )  # fmt: skip
+    assert counts[0] > 0 and set(tokens[0, : counts[0]].tolist()) <= set(own)
