@@ -34,6 +34,7 @@ REQUIRED_PACKAGES = {
     "numpy": "1.26",
     "psutil": "5.9",
     "tqdm": "4.66",
+    "llguidance": "1.9",
 }
 """Packages that pyproject.toml requires -> lowest version."""
 

@@ -296,7 +296,7 @@ class LLM:
                     continue
                 output = inbox.popleft()
                 if output.error is not None:
-                    raise RequestError("sampling_params", params, output.error)
+                    raise RequestError(_failing_field(params), None, output.error)
                 finished = output.finished
                 yield output
         finally:
@@ -548,10 +548,8 @@ class LLM:
                         progress.add(output)
                         if output.error is not None:
                             index = indices[output.request_id]
-                            params = requests[index].params
-                            raise RequestError(
-                                "sampling_params", params, output.error, prompt_index=index
-                            )
+                            field = _failing_field(requests[index].params)
+                            raise RequestError(field, None, output.error, prompt_index=index)
             if interrupted:
                 logger.warning("interrupted: unfinished requests are returned as they are")
         finally:
@@ -590,3 +588,8 @@ class _Progress:
 
     def close(self) -> None:
         self._bar.close()
+
+
+def _failing_field(params: SamplingParams) -> str:
+    """The field for which a request can fail while it runs."""
+    return "structured_outputs" if params.constrains else "logits_processors"

@@ -9,7 +9,7 @@ changed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 import torch
 
+from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.request import Sequence
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.cpu import model_runner as native_runner
 from hetero_llm.cpu.executor import GREEDY, Executor, StepInput, StepSamples
+from hetero_llm.cpu.step_buffers import StepBuffers
 from hetero_llm.runner import model_runner as torch_runner
 from hetero_llm.runner import verify as verify_module
 from hetero_llm.runner.kv_cache import PagedKVCache
@@ -80,6 +82,63 @@ def mutant(
 def change_trees(patch: Patch, change: Callable[[TreeTokens, SchedulerOutput], TreeTokens]) -> None:
     for module in (native_runner, torch_runner):
         patch.setattr(module, "tree_tokens", lambda s, drafts: change(tree_tokens(s, drafts), s))
+
+    def changed(buffers: StepBuffers, step: SchedulerOutput, num_samples: int) -> None:
+        trees = change(tree_tokens(step, step.drafts), step)
+        count = len(trees.positions)
+        buffers.inputs.ancestors[:count] = trees.ancestors
+        buffers.inputs.positions[:count] = trees.positions
+        after = buffers.samples.token_indices[:num_samples]
+        buffers.samples.positions[:num_samples] = trees.positions[after] + 1
+
+    change_filled(patch, changed)
+
+
+def change_filled(
+    patch: Patch, change: Callable[[StepBuffers, SchedulerOutput, int], None]
+) -> None:
+    """`change` takes buffers that compiled code has filled with a step with drafts, the step, and
+    its number of samples."""
+    fill = StepBuffers.fill
+
+    def changed(buffers: StepBuffers, step: SchedulerOutput, *others: Any) -> int | None:
+        num_samples = fill(buffers, step, *others)
+        if step.drafts is not None and num_samples is not None:
+            change(buffers, step, num_samples)
+        return num_samples
+
+    patch.setattr(StepBuffers, "fill", changed)
+
+
+def walk_in_python(patch: Patch) -> None:
+    """Compiled code cannot be patched: the walk of the native runner's other path, which gives the
+    same, takes its place."""
+
+    def verify(
+        buffers: StepBuffers, step: SchedulerOutput, drafts: DraftBatch, num_samples: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        trees = tree_tokens(step, drafts)
+        counts = np.where(trees.is_tree > 0, step.num_scheduled_tokens, step.num_samples)
+        begins = (np.cumsum(counts) - counts).tolist()
+        sampled = buffers.tokens[:num_samples].tolist()
+
+        def sample(reached: dict[int, int]) -> list[int | None]:
+            return [sampled[begins[sequence] + node] for sequence, node in reached.items()]
+
+        paths = native_runner.verify_trees(step, trees, sample)
+        moves: list[np.ndarray] = [np.zeros((2, 0), np.int32)]
+        slots = buffers.inputs.slot_mapping
+        native_runner.compact_kv(step, paths, slots, lambda *pair: moves.append(np.stack(pair)))
+        kept: list[list[int]] = [
+            [sampled[begin + node] for node in path] if parents else sampled[begin : begin + count]
+            for path, parents, begin, count in zip(
+                paths, trees.parents, begins, counts.tolist(), strict=True
+            )
+        ]
+        tokens = [token for own in kept for token in own]
+        return np.array(tokens, np.int64), np.array(list(map(len, kept)), np.int64), moves[-1]
+
+    patch.setattr(StepBuffers, "verify", verify)
 
 
 def within_trees(trees: TreeTokens, step: SchedulerOutput) -> np.ndarray:
@@ -153,6 +212,7 @@ NextNode = Callable[[int, int, list[int], list[int]], int | None]
 
 
 def change_next_node(patch: Patch, find_child: NextNode) -> None:
+    walk_in_python(patch)
     patch.setattr(trees_module, "next_node", find_child)
 
 
@@ -202,6 +262,7 @@ def change_last_token(patch: Patch, node_of: Callable[[list[int], list[int]], in
         compact_kv(step, right.pop(), *others)
 
     right: list[list[list[int]]] = []  # KV moves as it should
+    walk_in_python(patch)
     patch.setattr(native_runner, "verify_trees", verify)
     patch.setattr(native_runner, "compact_kv", compact)
 
@@ -262,6 +323,7 @@ def kv_moves_over_what_is_still_to_move(patch: Patch) -> None:
 
 @mutant("fast", "deep")
 def a_gap_of_one_node_is_overlooked(patch: Patch) -> None:
+    walk_in_python(patch)
     patch.setattr(trees_module, "has_gaps", lambda path: bool(path) and path[-1] > len(path))
 
 
@@ -282,6 +344,18 @@ def change_samples(
         return step(self, inputs, change(samples, after - firsts, is_node))
 
     patch.setattr(Executor, "step", changed)
+
+    def changed_buffers(buffers: StepBuffers, step: SchedulerOutput, count: int) -> None:
+        names = [field.name for field in fields(StepSamples) if field.name != "masks"]
+        samples = StepSamples(**{name: getattr(buffers.samples, name)[:count] for name in names})
+        scheduled, after = step.num_scheduled_tokens, samples.token_indices
+        firsts = np.repeat(np.cumsum(scheduled) - scheduled, scheduled)[after]
+        is_node = tree_tokens(step, step.drafts).ancestors[after] > 1
+        wrong = change(samples, after - firsts, is_node)
+        for name in names:
+            getattr(buffers.samples, name)[:count] = getattr(wrong, name)
+
+    change_filled(patch, changed_buffers)
 
 
 def roots_of(is_node: np.ndarray) -> np.ndarray:

@@ -125,14 +125,6 @@ def test_a_script_with_flags(
     [
         ("from vllm.lora.request import LoRARequest\nLoRARequest('a', 1, '/a')", "LoRA is"),
         ("from vllm import PoolingParams\nPoolingParams(step_tag_id=1)", "a reward model is"),
-        (
-            "from vllm.sampling_params import GuidedDecodingParams as G\nG(json={})",
-            "guided decoding is",
-        ),
-        (
-            "from vllm.sampling_params import StructuredOutputsParams as S\nS(regex='a')",
-            "guided decoding is",
-        ),
     ],
 )
 def test_what_is_not_there_yet_says_so(script: str, reason: str, tmp_path: Path) -> None:

@@ -328,7 +328,7 @@ def test_the_plan_of_a_model_that_pools_has_no_kv() -> None:
     info = replace(
         FakeEngine(None).info, pooling=PoolingInfo("BertModel", "MEAN", ("embed", "score"), 384)
     )
-    text = plan_table(info, config)
+    text = plan_table(info, config, parsers="none")
     assert "MEAN, for embed and score" in text and "KV cache" not in text
 
 

@@ -422,7 +422,7 @@ def test_a_loop_that_is_repeated_stays_within_its_text(own: list[int]) -> None:
     tokens, parents, kind = (np.zeros((1, 63), np.int32) for _ in range(3))
     survival, counts = np.zeros((1, 63), np.float32), np.zeros(1, np.int32)
     propose(
-        local.arrays, text, np.array([7]), np.array([begin]), np.array([end]), np.zeros(1, np.int64),
+        local.arrays, text, np.array([7]), np.array([begin]), np.array([end]), np.zeros(1, int),
         _three([no_trie(shape)] * 3), params, initial_acceptance(), np.full(1, 63, np.int32),
         tokens, parents, survival, kind, counts,
     )  # fmt: skip
