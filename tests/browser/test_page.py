@@ -276,7 +276,8 @@ def test_it_works_from_the_keyboard(served: Served, browser: Browser) -> None:
         if names[-1] == "send":
             break
     assert names == [
-        "", "key-button", "log", "prompt", "", "mode", "max-tokens", "temperature", "clear", "send",
+        "", "key-button", "log", "prompt", "", "", "", "mode", "max-tokens", "temperature", "clear",
+        "send",
     ]  # fmt: skip
 
 
@@ -563,7 +564,7 @@ def test_the_conversation_outlives_a_reload(served: Served, browser: Browser) ->
     order = [told.index(one) for one in ("Be brief.", "first words", "and more")]
     assert order == sorted(order)
     choose(browser, "complete")
-    assert browser.run("document.getElementById('system-box').hidden")
+    assert browser.run("document.getElementById('extras').hidden")
     browser.run("document.getElementById('clear').click()")
     browser.reload()
     assert browser.run("document.querySelectorAll('.turn').length") == 0

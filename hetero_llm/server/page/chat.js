@@ -6,11 +6,17 @@
 // tokens came from a draft. Where that last token begins in the text is known from its own text,
 // which /detokenize tells once for each token id.
 
+import { isWhole } from "./calls.js";
 import { forgetConversation, keepConversation, keptConversation } from "./conversation.js";
+import { JsonField } from "./json_field.js";
 import { thumbnail, TurnView } from "./turn.js";
 
 const NEAR_END = 40; // pixels: a log that was read to the end stays at the end
-const KEPT_FIELDS = ["system", "mode", "maxTokens", "temperature"];
+const KEPT_FIELDS = [
+  "system", "mode", "maxTokens", "temperature", "tools", "toolChoice", "schema",
+];
+const CHOICES = ["auto", "required", "none"];
+const NAMED = "="; // before a function's name as a choice: a function may be called "auto"
 
 // The data of each server-sent event of a response.
 export async function* eventsOf(response) {
@@ -28,11 +34,13 @@ export async function* eventsOf(response) {
   }
 }
 
-// What went wrong with a request; `text` may hold the user's words, `kind` never does.
+// What went wrong with a request; `text` and `param`, the field it is about, may hold the user's
+// words, `kind` never does.
 export class RequestFailure extends Error {
-  constructor(status, code, text) {
-    super(text);
+  constructor(status, code, text, param = null) {
+    super(param === null || text.includes(param) ? text : `${param}: ${text}`);
     this.kind = code ? `${status} ${code}` : `${status}`;
+    this.param = param;
   }
 }
 
@@ -43,7 +51,8 @@ export async function failureOf(response) {
   } catch {
     // not ours: a proxy's page
   }
-  return new RequestFailure(response.status, error.code, error.message ?? response.statusText);
+  const text = error.message ?? response.statusText;
+  return new RequestFailure(response.status, error.code, text, error.param ?? null);
 }
 
 class Meter {
@@ -92,6 +101,26 @@ function contentOf(text, uris) {
   return text ? [...images, { type: "text", text }] : images;
 }
 
+// What a prompt is to the model: the user's message, or the results of tools.
+function askedOf({ text, uris, results }) {
+  if (results === null) return [{ role: "user", content: contentOf(text, uris) }];
+  return results.map(({ id, text: content }) => ({ role: "tool", tool_call_id: id, content }));
+}
+
+// What an answer is to the model; null if nothing of it can be sent back.
+function saidOf({ answer, reasoning, calls }) {
+  const whole = calls.filter(isWhole);
+  if (!answer && !whole.length) return null;
+  const message = { role: "assistant", content: answer || null };
+  if (reasoning) message.reasoning = reasoning;
+  if (whole.length) {
+    message.tool_calls = whole.map(({ id, name, arguments: text }) => (
+      { id, type: "function", function: { name, arguments: text } }
+    ));
+  }
+  return message;
+}
+
 function dataUri(file) {
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
@@ -103,7 +132,7 @@ function dataUri(file) {
 
 // What a finish reason says of an answer: null if it is whole.
 function endOf(reason, tokens, most) {
-  if (reason === "stop") return null;
+  if (reason === "stop" || reason === "tool_calls") return null;
   if (reason === "length") {
     const full = tokens < most ? "the context is full" : `“Most tokens” is ${most}`;
     return { kind: "length", text: `Cut off after ${tokens} tokens: ${full}.` };
@@ -141,6 +170,23 @@ export class Chat {
       files.value = "";
     });
     for (const name of KEPT_FIELDS) elements[name].addEventListener("change", () => this.keep());
+    this.tools = new JsonField(
+      {
+        box: elements.toolsBox, field: elements.tools, problem: elements.toolsProblem,
+        note: elements.toolsNote,
+      },
+      "list",
+      (tools) => tools.length || null,
+      (tools) => this.showChoices(tools ?? []),
+    );
+    this.schema = new JsonField(
+      {
+        box: elements.schemaBox, field: elements.schema, problem: elements.schemaProblem,
+        note: elements.schemaNote,
+      },
+      "object",
+      () => "set",
+    );
     addEventListener("pagehide", () => this.onLeave());
     this.restore();
   }
@@ -167,8 +213,8 @@ export class Chat {
   }
 
   showMode() {
-    const { hint, prompt, systemBox, attach } = this.elements;
-    systemBox.hidden = !this.chatting;
+    const { hint, prompt, extras, attach } = this.elements;
+    extras.hidden = !this.chatting;
     attach.hidden = !this.takesImages;
     if (!this.takesImages) this.setImages([]);
     if (this.model && !this.model.text) {
@@ -241,6 +287,57 @@ export class Chat {
     }));
   }
 
+  // -- tools and schema -------------------------------------------------------------------------
+
+  // The choices that these tools leave; the one that is chosen stays if it is among them.
+  showChoices(tools) {
+    const { toolChoice } = this.elements;
+    const names = tools.map((tool) => tool?.function?.name).filter((one) => typeof one === "string");
+    const choices = [...CHOICES, ...names.map((name) => NAMED + name)];
+    const options = [...toolChoice.options].map((option) => option.value);
+    if (JSON.stringify(choices) === JSON.stringify(options)) return;
+    const chosen = toolChoice.value;
+    toolChoice.replaceChildren(...choices.map((value) => (
+      new Option(value.startsWith(NAMED) ? value.slice(NAMED.length) : value, value)
+    )));
+    toolChoice.value = choices.includes(chosen) ? chosen : CHOICES[0];
+  }
+
+  // Whether the boxes for tools and schema can be sent; if not, the user gets to the wrong one.
+  areBoxesValid() {
+    for (const [name, box] of [["tools", this.tools], ["JSON schema", this.schema]]) {
+      if (box.check()) continue;
+      box.focus();
+      this.tell(`Not sent: the text in the box for ${name} is not valid.`);
+      return false;
+    }
+    return true;
+  }
+
+  // Shows what the server says of a field beside the box that the field comes from.
+  showRefusal({ param, message }) {
+    if (/^tool(s|_choice)\b/.test(param ?? "")) this.tools.show(message);
+    if (/^(response_format|json)\b/.test(param ?? "")) this.schema.show(message);
+  }
+
+  // What the boxes add to a request.
+  get extraFields() {
+    const fields = {};
+    const [tools, schema] = [this.tools.value, this.schema.value];
+    if (tools?.length) {
+      fields.tools = tools;
+      const choice = this.elements.toolChoice.value;
+      fields.tool_choice = choice.startsWith(NAMED)
+        ? { type: "function", function: { name: choice.slice(NAMED.length) } }
+        : choice;
+    }
+    if (schema !== null) {
+      const json_schema = { name: "answer", schema, strict: true };
+      fields.response_format = { type: "json_schema", json_schema };
+    }
+    return fields;
+  }
+
   tell(text) {
     this.elements.notice.textContent = text;
   }
@@ -251,9 +348,12 @@ export class Chat {
     const { turns, settings } = keptConversation();
     for (const name of KEPT_FIELDS) {
       if (typeof settings[name] === "string") this.elements[name].value = settings[name];
+      if (name === "tools") this.tools.check(); // it makes the choices
     }
+    if (this.elements.toolChoice.value === "") this.elements.toolChoice.value = CHOICES[0];
+    this.schema.check();
     this.elements.systemBox.open = this.elements.system.value !== "";
-    for (const turn of turns) this.addTurn({ ...turn, uris: [] });
+    for (const turn of turns) this.addTurn({ ...turn, uris: [] }, false);
   }
 
   keep() {
@@ -278,50 +378,57 @@ export class Chat {
     this.elements.log.replaceChildren();
     this.tell("");
     forgetConversation();
-    if (this.elements.system.value) this.keep(); // the settings stay
+    const { system, tools, schema } = this.elements;
+    if (system.value || tools.value || schema.value) this.keep(); // the settings stay
   }
 
-  addTurn(turn) {
+  addTurn(turn, coming) {
     const { log } = this.elements;
-    const view = new TurnView(turn, () => this.again());
+    const view = new TurnView(
+      turn, coming, () => this.again(), (results) => this.sendResults(results),
+    );
     this.views.push(view);
     log.append(view.element);
-    this.offerAgain();
+    this.offer();
     log.scrollTop = this.height = log.scrollHeight;
     return view;
   }
 
-  offerAgain() {
+  // What can be done with the last turn: another answer, results for its calls.
+  offer() {
     for (const view of this.views) {
-      view.offerAgain(view === this.views.at(-1) && this.stopping === null);
+      view.offer(view === this.views.at(-1) && this.stopping === null);
     }
   }
 
   // Asks for another answer to the last prompt; it replaces the one that is there.
   again() {
     const view = this.views.at(-1);
-    if (!view || this.stopping || !this.model) return;
+    if (!view || !this.canAsk(view.turn.chatting)) return;
     this.views.pop();
     view.element.remove();
-    const { chatting, text, uris } = view.turn;
-    this.ask(chatting, text, uris);
+    const { chatting, text, uris, results } = view.turn;
+    this.ask({ chatting, text, uris, results });
   }
 
   // -- requests ---------------------------------------------------------------------------------
 
-  // The conversation so far as the model gets it: turns without an answer are left out.
+  // The conversation so far as the model gets it: turns without an answer are left out, and
+  // results of calls that are not there any more.
   messages() {
     const { system } = this.elements;
     const messages = system.value.trim() ? [{ role: "system", content: system.value }] : [];
+    const called = new Set();
     for (const { turn } of this.views) {
-      if (!turn.chatting || !turn.answer) continue;
-      messages.push({ role: "user", content: contentOf(turn.text, turn.uris) });
-      messages.push({ role: "assistant", content: turn.answer });
+      const said = turn.chatting ? saidOf(turn) : null;
+      if (said === null || turn.results?.some(({ id }) => !called.has(id))) continue;
+      messages.push(...askedOf(turn), said);
+      for (const { id } of said.tool_calls ?? []) called.add(id);
     }
     return messages;
   }
 
-  request(chatting, text, uris) {
+  request(prompt) {
     const { maxTokens, temperature } = this.elements;
     const body = {
       model: this.model.name,
@@ -330,29 +437,44 @@ export class Chat {
       max_tokens: maxTokens.valueAsNumber,
       temperature: temperature.valueAsNumber,
     };
-    if (!chatting) return ["v1/completions", { ...body, prompt: text }];
-    const messages = [...this.messages(), { role: "user", content: contentOf(text, uris) }];
-    return ["v1/chat/completions", { ...body, messages }];
+    if (!prompt.chatting) return ["v1/completions", { ...body, prompt: prompt.text }];
+    const messages = [...this.messages(), ...askedOf(prompt)];
+    return ["v1/chat/completions", { ...body, messages, ...this.extraFields }];
+  }
+
+  canAsk(chatting) {
+    if (this.stopping || !this.model) return false;
+    return !chatting || this.areBoxesValid();
   }
 
   send() {
     const { prompt } = this.elements;
     const text = prompt.value;
-    if ((!text && !this.images.length) || this.stopping || !this.model) return;
+    if ((!text && !this.images.length) || !this.canAsk(this.chatting)) return;
     const uris = this.images;
     if (this.chatting) prompt.value = "";
     this.setImages([]);
     this.tell("");
-    this.ask(this.chatting, text, uris);
+    this.ask({ chatting: this.chatting, text, uris, results: null });
   }
 
-  async ask(chatting, text, uris) {
+  // The model goes on with the results of its tool calls.
+  sendResults(results) {
+    if (!this.canAsk(true)) return;
+    this.tell("");
+    this.ask({ chatting: true, text: "", uris: [], results });
+    this.elements.log.focus({ preventScroll: true }); // the box that had it is gone
+  }
+
+  // prompt: {chatting, text, uris, results}, as of a turn.
+  async ask(prompt) {
     const { send, stop, log } = this.elements;
-    const [path, body] = this.request(chatting, text, uris);
+    const [path, body] = this.request(prompt);
     const stopping = (this.stopping = new AbortController());
     const view = this.addTurn({
-      chatting, text, images: uris.length, uris, answer: "", marks: [], end: null,
-    });
+      ...prompt, images: prompt.uris.length, answer: "", marks: [], reasoning: "",
+      reasoningMarks: [], calls: [], end: null,
+    }, true);
     view.onDraw = () => this.follow();
     send.disabled = true;
     stop.disabled = false;
@@ -364,8 +486,10 @@ export class Chat {
       if (stopping.signal.aborted) {
         end = { kind: "stopped", text: "Cut off: you have stopped it." };
       } else {
-        const before = view.turn.answer ? "Cut off: " : "";
+        const { answer, reasoning, calls } = view.turn;
+        const before = answer || reasoning || calls.length ? "Cut off: " : "";
         end = { kind: "failed", text: `${before}${error.message}` };
+        this.showRefusal(error);
         this.failed(error);
       }
     } finally {
@@ -377,7 +501,8 @@ export class Chat {
     if (view.turn.end !== null) return; // the page is being left
     view.finish(end);
     view.onDraw = null;
-    this.offerAgain();
+    this.offer();
+    this.follow(); // boxes for results have made the log longer
     if (!this.views.includes(view)) return; // cleared meanwhile
     this.keep();
     this.asked.then(() => this.views.includes(view) && this.keep()); // with exact marks
@@ -401,14 +526,24 @@ export class Chat {
       const choice = chunk.choices[0];
       if (!choice) continue;
       reason = choice.finish_reason ?? reason;
-      const text = choice.text ?? choice.delta?.content ?? "";
       const ids = choice.token_ids ?? [];
       if (ids.length) meter.add(ids.length);
-      if (!text) continue;
-      const mark = view.write(text, ids.length > 1);
-      if (mark) this.takeOwnToken(view, mark, ids.at(-1));
+      this.write(view, choice, ids);
     }
     throw new RequestFailure(200, "cut_off", "the stream ended before the answer did");
+  }
+
+  // Writes a chunk's parts; the model's own token is at the end of the last one.
+  write(view, { text, delta }, ids) {
+    const { reasoning, content, tool_calls: calls } = delta ?? { content: text };
+    let last = null;
+    for (const [part, added] of [["reasoning", reasoning], ["answer", content]]) {
+      if (!added) continue;
+      const mark = view.write(part, added, ids.length > 1);
+      last = mark && [part, mark];
+    }
+    if (calls) view.call(calls);
+    else if (last) this.takeOwnToken(view, ...last, ids.at(-1));
   }
 
   // Keeps a log that was read to its end there, with each frame that is drawn.
@@ -419,12 +554,12 @@ export class Chat {
   }
 
   // Leaves the model's own token at the end of a burst without shade.
-  takeOwnToken(view, mark, id) {
+  takeOwnToken(view, part, mark, id) {
     if (this.pieces.has(id)) {
-      view.ownToken(mark, this.pieces.get(id));
+      view.ownToken(part, mark, this.pieces.get(id));
       return;
     }
-    this.asked = this.asked.then(async () => view.ownToken(mark, await this.pieceOf(id)));
+    this.asked = this.asked.then(async () => view.ownToken(part, mark, await this.pieceOf(id)));
   }
 
   async pieceOf(id) {

@@ -6,12 +6,28 @@ const VERSION = 1;
 const MOST_CHARACTERS = 1_000_000;
 const KEY = `hetero_llm.conversation ${new URL(".", document.baseURI).pathname}`;
 
+// What earlier versions of the page have not kept.
+const NEWER = { results: null, reasoning: "", reasoningMarks: [], calls: [] };
+
+function areMarks(marks) {
+  return Array.isArray(marks)
+    && marks.every((one) => Array.isArray(one) && one.every(Number.isInteger));
+}
+
+// A list of objects that have texts under these names.
+function areObjects(list, names) {
+  return Array.isArray(list)
+    && list.every((one) => names.every((name) => typeof one?.[name] === "string"));
+}
+
 function isTurn(turn) {
-  const texts = [turn?.text, turn?.answer].every((one) => typeof one === "string");
-  const marks = Array.isArray(turn?.marks)
-    && turn.marks.every((one) => Array.isArray(one) && one.every(Number.isInteger));
-  const end = turn?.end === null || typeof turn?.end?.text === "string";
-  return texts && marks && end && Number.isInteger(turn.images);
+  const { text, answer, reasoning, marks, reasoningMarks, results, calls, end, images } = turn;
+  return [text, answer, reasoning].every((one) => typeof one === "string")
+    && areMarks(marks) && areMarks(reasoningMarks)
+    && (results === null || areObjects(results, ["id", "name", "text"]))
+    && areObjects(calls, ["id", "name", "arguments"])
+    && (end === null || typeof end?.text === "string")
+    && Number.isInteger(images);
 }
 
 // {turns, settings}; empty if nothing was kept or another version of the page has kept it.
@@ -19,8 +35,9 @@ export function keptConversation() {
   const none = { turns: [], settings: {} };
   try {
     const kept = JSON.parse(localStorage.getItem(KEY));
-    const fits = kept?.version === VERSION && Array.isArray(kept.turns) && kept.turns.every(isTurn);
-    return fits ? { turns: kept.turns, settings: kept.settings ?? {} } : none;
+    if (kept?.version !== VERSION || !Array.isArray(kept.turns)) return none;
+    const turns = kept.turns.map((turn) => ({ ...NEWER, ...turn }));
+    return turns.every(isTurn) ? { turns, settings: kept.settings ?? {} } : none;
   } catch {
     return none; // the browser forbids it, or it is not ours
   }
@@ -28,9 +45,7 @@ export function keptConversation() {
 
 // Keeps as many of the last turns as there is room for; returns how many.
 export function keepConversation(turns, settings) {
-  let texts = turns.map(({ chatting, text, images, answer, marks, end }) => (
-    JSON.stringify({ chatting, text, images, answer, marks, end })
-  ));
+  const texts = turns.map(({ uris, ...turn }) => JSON.stringify(turn));
   let characters = texts.reduce((sum, text) => sum + text.length, 0);
   for (;;) {
     while (texts.length && characters > MOST_CHARACTERS) characters -= texts.shift().length;

@@ -2,28 +2,20 @@
 //
 // A turn's data is a plain object, which conversation.js keeps over a reload:
 //   chatting: else the text was to be continued.   text: the user's.
+//   results: of tools, [{id, name, text}], in place of the user's text; else null.
 //   images: how many were sent with it.            answer: the model's text.
 //   marks: [start, end) in the answer that were accepted from drafts.
+//   reasoning, reasoningMarks: the same of the model's reasoning.
+//   calls: of tools, [{id, name, arguments}], the arguments as the model's text.
 //   end: null while the answer comes and after its own end, else {kind, text}: why it was cut off.
 // `uris` holds the images themselves, and is not kept.
 
+import { CallsView } from "./calls.js";
+import { button, made } from "./elements.js";
 import { Rendered } from "./markdown.js";
 
 const COPIED_MS = 2000;
-
-function made(tag, name, text = "") {
-  const element = document.createElement(tag);
-  element.className = name;
-  element.textContent = text;
-  return element;
-}
-
-function button(text, pressed) {
-  const element = made("button", "quiet small", text);
-  element.type = "button";
-  element.addEventListener("click", () => pressed(element));
-  return element;
-}
+const MARKS = { answer: "marks", reasoning: "reasoningMarks" };
 
 // A picture of an image without an address: the page's policy allows no images from elsewhere.
 export async function thumbnail(uri, height) {
@@ -45,17 +37,46 @@ export async function thumbnail(uri, height) {
   return canvas;
 }
 
+// Reasoning, folded once something else follows it, unless the user has folded or unfolded it.
+class ReasoningView {
+  constructor() {
+    this.element = made("details", "reasoning");
+    this.summary = made("summary", "");
+    this.touched = false;
+    this.summary.addEventListener("click", () => (this.touched = true));
+    const body = made("div", "thought");
+    this.rendered = new Rendered(body, true);
+    this.element.append(this.summary, body);
+  }
+
+  // coming: whether it may go on. followed: whether an answer or a call has begun.
+  show(text, marks, coming, followed) {
+    const title = coming && !followed ? "Thinking…" : "Reasoning";
+    if (this.summary.textContent !== title) this.summary.textContent = title;
+    if (!this.touched) this.element.open = !followed;
+    this.rendered.show(text, marks);
+  }
+}
+
 export class TurnView {
-  // again: called when the user wants another answer.
-  constructor(turn, again) {
+  // coming: whether the answer is still to come. again: called when the user wants another answer.
+  // results: called with the results of tools that the user gives.
+  constructor(turn, coming, again, results) {
     this.turn = turn;
+    this.coming = coming;
     this.frame = null;
+    this.reasoning = null;
+    this.calls = null;
+    this.sendResults = results;
     this.element = made("article", turn.chatting ? "turn chat" : "turn complete");
     const said = made("span", "prompt", turn.text);
     this.answer = made(turn.chatting ? "div" : "span", "answer");
     this.rendered = new Rendered(this.answer, !turn.chatting);
+    const asked = turn.results === null
+      ? [["You", [said]]]
+      : turn.results.map(({ name, text }) => [`Result of ${name}`, [made("span", "prompt", text)]]);
     for (const [who, parts] of turn.chatting
-      ? [["You", [said]], ["Model", [this.answer]]]
+      ? [...asked, ["Model", [this.answer]]]
       : [["Completion", [said, this.answer]]]) {
       const body = made("div", "text");
       body.append(...parts);
@@ -87,33 +108,46 @@ export class TurnView {
     for (const uri of this.turn.uris) row.append(await thumbnail(uri, 64));
   }
 
-  // Another answer may be asked for the last turn, if nothing it needs is gone.
-  offerAgain(offered) {
+  // Another answer may be asked for the last turn, if nothing it needs is gone, and results for
+  // its calls.
+  offer(offered) {
     this.again.hidden = !offered || this.imagesAreLost;
+    this.calls?.offerResults(offered);
   }
 
-  // Adds to the answer, drawn with the next frame. drafted: whether it holds accepted drafts; then
-  // its mark is returned, for `ownToken`.
-  write(text, drafted) {
+  // Adds to a part, "answer" or "reasoning", drawn with the next frame. drafted: whether the text
+  // holds accepted drafts; then its mark is returned, for `ownToken`.
+  write(part, text, drafted) {
     const { turn } = this;
-    const start = turn.answer.length;
-    turn.answer += text;
-    const mark = drafted ? [start, turn.answer.length] : null;
-    if (mark) turn.marks.push(mark);
+    const start = turn[part].length;
+    turn[part] += text;
+    const mark = drafted ? [start, turn[part].length] : null;
+    if (mark) turn[MARKS[part]].push(mark);
     this.drawSoon();
     return mark;
   }
 
+  // Adds a stream's deltas of tool calls.
+  call(deltas) {
+    const { calls } = this.turn;
+    for (const { index, id, function: called } of deltas) {
+      calls[index] ??= { id, name: called.name, arguments: "" };
+      calls[index].arguments += called.arguments ?? "";
+    }
+    this.drawSoon();
+  }
+
   // Takes the model's own token from the end of a mark. If the text does not end in that token (the
   // end of the answer, half a character), all of it was drafted.
-  ownToken(mark, piece) {
+  ownToken(part, mark, piece) {
     const [start, end] = mark;
-    if (!piece || !this.turn.answer.slice(start, end).endsWith(piece)) return;
+    if (!piece || !this.turn[part].slice(start, end).endsWith(piece)) return;
     mark[1] = end - piece.length;
     this.drawSoon();
   }
 
   finish(end) {
+    this.coming = false;
     this.turn.end = end;
     this.draw();
     this.showEnd();
@@ -135,17 +169,35 @@ export class TurnView {
   draw() {
     if (this.frame !== null) cancelAnimationFrame(this.frame);
     this.frame = null;
-    this.rendered.show(this.turn.answer, this.turn.marks);
+    const { answer, marks, reasoning, reasoningMarks, calls } = this.turn;
+    if (reasoning) {
+      if (this.reasoning === null) {
+        this.reasoning = new ReasoningView();
+        this.answer.before(this.reasoning.element);
+      }
+      const followed = answer !== "" || calls.length > 0;
+      this.reasoning.show(reasoning, reasoningMarks, this.coming, followed);
+    }
+    this.rendered.show(answer, marks);
+    if (calls.length) {
+      if (this.calls === null) {
+        this.calls = new CallsView(this.sendResults);
+        this.answer.after(this.calls.element);
+      }
+      this.calls.show(calls, this.coming);
+    }
     this.onDraw?.();
   }
 
   async copy(element) {
+    const { answer, calls } = this.turn;
+    const text = answer || calls.map((call) => `${call.name} ${call.arguments}`).join("\n");
     try {
-      await navigator.clipboard.writeText(this.turn.answer);
+      await navigator.clipboard.writeText(text);
       element.textContent = "Copied";
     } catch {
       // Browsers give pages without TLS no clipboard: the answer is selected to be copied by hand.
-      getSelection().selectAllChildren(this.answer);
+      getSelection().selectAllChildren(answer ? this.answer : this.calls?.element ?? this.answer);
       element.textContent = "Selected: press Ctrl+C";
     }
     setTimeout(() => (element.textContent = "Copy"), COPIED_MS);
