@@ -13,7 +13,7 @@ import numpy as np
 
 from hetero_llm.core.structured_outputs import StructuredOutputsParams
 from hetero_llm.structured_output.compiler import GrammarCompiler
-from tests.helpers.tokenizers import byte_level
+from tests.helpers.tokenizers import BYTES, byte_level
 
 EOS = 2
 _FIRST_BYTE = 3  # of the byte-level tokenizer
@@ -32,7 +32,7 @@ def byte_compiler() -> GrammarCompiler:
 def walk(
     compiler: GrammarCompiler, params: StructuredOutputsParams, rng: Random, most_tokens: int
 ) -> str | None:
-    """A random output of a grammar; None if it is not complete after `most_tokens` bytes.
+    """A random output of a grammar; None if it is not complete after `most_tokens` tokens.
 
     Raises:
         SamplingError: the grammar cannot be followed.
@@ -47,28 +47,39 @@ def walk(
         bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
         allowed = np.flatnonzero(bits).tolist()
         assert allowed, f"no token is allowed behind {bytes(output)!r}: {matcher.error}"
-        ended = EOS in allowed
-        allowed = [token for token in allowed if _FIRST_BYTE <= token < _FIRST_BYTE + 256]
-        if ended and (not allowed or rng.random() < haste):
+        if EOS in allowed and (len(allowed) == 1 or rng.random() < haste):
             return output.decode()
+        allowed = [token for token in allowed if token != EOS]
         # With every byte as likely as another, strings would seldom end or repeat.
         wanted = _CLOSERS if rng.random() < haste else _LIKELY
         token = rng.choice([one for one in allowed if one in wanted] or allowed)
         matcher.observe(token)
         assert matcher.error is None
-        output.append(token - _FIRST_BYTE)
+        output += BYTES["byte_level"][token]
     return None
 
 
 def check(schema: Any, text: str) -> None:
-    """Raises jsonschema's ValidationError, or json's, unless the text is valid JSON under the
-    schema and the draft that it names."""
+    """Whether a text is JSON that is valid under a schema and the draft that it names.
+
+    Raises:
+        jsonschema.ValidationError: it is not valid.
+        ValueError: it is not JSON.
+        RecursionError: the schema refers to itself without an end, and the validator follows.
+    """
     kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of Python's own regular expressions
         with localcontext(prec=400):  # 19.99 is a multiple of 0.01
             exact = json.loads(json.dumps(schema), parse_float=Decimal)
-            kind(exact).validate(json.loads(text, parse_float=_decimal))
+            value = json.loads(text, parse_float=_decimal)
+            try:
+                kind(exact).validate(value)
+            except BaseException as error:
+                # The validator's own library makes this of a RecursionError.
+                if type(error).__name__ == "PanicException":
+                    raise RecursionError from None
+                raise
 
 
 def _decimal(text: str) -> Decimal | int:
