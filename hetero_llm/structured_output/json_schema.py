@@ -105,14 +105,17 @@ def check_schema(schema: Any, field: str) -> None:
     Raises:
         SamplingError: an output that llguidance allows could break the schema; names the keyword.
     """
-    for path, one in _schemas(schema):
+    schemas = list(_schemas(schema))
+    for path, one in schemas:
+        if one.keys().isdisjoint(_WATCHED):
+            continue
         for keyword, reason in _misread(one):
             raise SamplingError(f"{field}{path}.{keyword}", one[keyword], reason)
-    for path, name, value in _keywords(schema):
-        if name == "pattern" and isinstance(value, str) and _is_ambiguous(value):
-            reason = "a [ or a doubled &, - or ~ in a class of characters has to be escaped"
-            raise SamplingError(f"{field}{path}", value, reason)
-    schemas = list(_schemas(schema))
+        for place, pattern in _patterns(one):
+            if _is_ambiguous(pattern):
+                reason = "a [ or a doubled &, - or ~ in a class of characters has to be escaped"
+                raise SamplingError(f"{field}{path}.{place}", pattern, reason)
+    schemas = [(path, one) for path, one in schemas if not one.keys().isdisjoint(_JOINED)]
     for group in [schemas] if _any_joined(schemas) else [[one] for one in schemas]:
         _check_excluded(group, field)
         _check_multiples(group, field)
@@ -132,6 +135,10 @@ _EXCLUSIVE = (
 _JOINED = frozenset({
     *_APPLICATORS, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
     "properties", "patternProperties", "additionalProperties", "items", "prefixItems",
+})  # fmt: skip
+_WATCHED = frozenset({
+    "const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+    "minProperties", "additionalItems", "pattern", "patternProperties",
 })  # fmt: skip
 
 
@@ -284,8 +291,16 @@ def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
     for path, one in _schemas(schema):
         for name, value in one.items():
             yield f"{path}.{name}", name, value
-            if name == "patternProperties" and isinstance(value, dict):
-                yield from ((f"{path}.{name}.{key}", "pattern", key) for key in value)
+        for place, pattern in _patterns(one):
+            yield f"{path}.{place}", "pattern", pattern
+
+
+def _patterns(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The regular expressions of a schema, each with its place."""
+    if isinstance(one.get("pattern"), str):
+        yield "pattern", one["pattern"]
+    if isinstance(one.get("patternProperties"), dict):
+        yield from ((f"patternProperties.{key}", key) for key in one["patternProperties"])
 
 
 def _schemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
