@@ -14,8 +14,8 @@ from hetero_llm.core.structured_outputs import StructuredOutputsParams
 from hetero_llm.structured_output.json_schema import (
     check_schema,
     close_objects,
+    mended,
     read_schema,
-    tighten_formats,
 )
 from hetero_llm.structured_output.structural_tag import structural_tag_grammar
 
@@ -69,7 +69,7 @@ def embedded_schema(
     else:
         options["whitespace_pattern"] = params.whitespace_pattern or WHITESPACE
     check_schema(schema, "json")
-    schema = tighten_formats(schema)
+    schema = mended(schema)
     if schema is False:  # allows nothing, which llguidance says
         return False
     return {**({} if schema is True else schema), "x-guidance": options}

@@ -66,16 +66,38 @@ def _close_named(schemas: Any) -> Any:
     return {name: close_objects(one) for name, one in schemas.items()}
 
 
-def tighten_formats(schema: Any) -> Any:
-    """A copy in which strings of the formats in `_BEYOND_FORM` follow those patterns, too."""
-    if not any(_format_of(one) in _BEYOND_FORM for _, one in _schemas(schema)):
+def mended(schema: Any) -> Any:
+    """A copy in which formats and patterns say what llguidance would not make of them."""
+    if not any(
+        _format_of(one) in _BEYOND_FORM or any("[^" in pattern for _, pattern in _patterns(one))
+        for _, one in _schemas(schema)
+    ):
         return schema
     schema = copy.deepcopy(schema)
     for _, one in list(_schemas(schema)):
+        if isinstance(one.get("pattern"), str):
+            one["pattern"] = _without_zero(one["pattern"])
+        if isinstance(one.get("patternProperties"), dict):
+            one["patternProperties"] = {
+                _without_zero(key): value for key, value in one["patternProperties"].items()
+            }
         more = _BEYOND_FORM.get(_format_of(one))
         if more and _is_list(one.get("allOf", [])):
             one["allOf"] = [*one.get("allOf", []), *({"pattern": pattern} for pattern in more)]
     return schema
+
+
+def _without_zero(pattern: str) -> str:
+    """The pattern without U+0000 in its negated classes. llguidance 1.9 writes a class that has all
+    control characters with all escapes of JSON, a quote or a backslash that it excludes, too; and
+    no string has U+0000, see `embedded_schema`."""
+    found, inside = [], False
+    for piece in re.findall(r"\\.|\[\^|.", pattern, re.DOTALL):
+        if piece == "[^" and not inside:
+            piece = r"[^\x00"
+        inside = piece[0] == "[" or (inside and piece != "]")
+        found.append(piece)
+    return "".join(found)
 
 
 def _format_of(one: dict[str, Any]) -> Any:
