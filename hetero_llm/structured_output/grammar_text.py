@@ -11,11 +11,19 @@ from typing import Any
 
 from hetero_llm.core.errors import SamplingError
 from hetero_llm.core.structured_outputs import StructuredOutputsParams
-from hetero_llm.structured_output.json_schema import check_schema, close_objects, read_schema
+from hetero_llm.structured_output.json_schema import (
+    check_schema,
+    close_objects,
+    mended,
+    read_schema,
+)
 from hetero_llm.structured_output.structural_tag import structural_tag_grammar
 
 WHITESPACE = r"[ \t\n\r]{1,64}"
 """Between parts of JSON. It is bounded, since a model may fall into a loop of line ends."""
+
+# Without u: the name of a property could be spelled with \\u, past the schema of that property.
+_ESCAPES = 'nrbtf\\"'
 
 
 def grammar_text(params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
@@ -55,10 +63,13 @@ def embedded_schema(
     """A schema with llguidance's options in it, for a grammar of its own or a part of one."""
     if params.disable_additional_properties:
         schema = close_objects(schema)
-    options: dict[str, Any] = {"whitespace_flexible": False}
-    if not params.disable_any_whitespace:
-        options = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+    options: dict[str, Any] = {"json_allowed_escapes": _ESCAPES}
+    if params.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = params.whitespace_pattern or WHITESPACE
     check_schema(schema, "json")
+    schema = mended(schema)
     if schema is False:  # allows nothing, which llguidance says
         return False
     return {**({} if schema is True else schema), "x-guidance": options}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from hetero_llm.core.errors import SamplingError
@@ -23,7 +26,8 @@ def read_schema(schema: str | Mapping[str, Any] | bool, field: str) -> dict[str,
     """A schema as an object, or true or false.
 
     Raises:
-        SamplingError: the text is no JSON, or no schema.
+        SamplingError: the text is no JSON, or no schema; the object contains itself, or what JSON
+            has no form for.
     """
     if isinstance(schema, str):
         try:
@@ -34,7 +38,10 @@ def read_schema(schema: str | Mapping[str, Any] | bool, field: str) -> dict[str,
         return schema
     if not isinstance(schema, Mapping):
         raise SamplingError(field, schema, "must be a JSON schema: an object, true or false")
-    return dict(schema)
+    try:
+        return json.loads(json.dumps(schema))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise SamplingError(field, schema, f"cannot be written as JSON: {error}") from None
 
 
 def close_objects(schema: Any) -> Any:
@@ -59,32 +66,216 @@ def _close_named(schemas: Any) -> Any:
     return {name: close_objects(one) for name, one in schemas.items()}
 
 
+def mended(schema: Any) -> Any:
+    """A copy in which formats and patterns say what llguidance would not make of them."""
+    if not any(
+        _format_of(one) in _BEYOND_FORM or any("[^" in pattern for _, pattern in _patterns(one))
+        for _, one in _schemas(schema)
+    ):
+        return schema
+    schema = copy.deepcopy(schema)
+    for _, one in list(_schemas(schema)):
+        if isinstance(one.get("pattern"), str):
+            one["pattern"] = _without_zero(one["pattern"])
+        if isinstance(one.get("patternProperties"), dict):
+            one["patternProperties"] = {
+                _without_zero(key): value for key, value in one["patternProperties"].items()
+            }
+        more = _BEYOND_FORM.get(_format_of(one))
+        if more and _is_list(one.get("allOf", [])):
+            one["allOf"] = [*one.get("allOf", []), *({"pattern": pattern} for pattern in more)]
+    return schema
+
+
+def _without_zero(pattern: str) -> str:
+    """The pattern without U+0000 in its negated classes. llguidance 1.9 writes a class that has all
+    control characters with all escapes of JSON, a quote or a backslash that it excludes, too; and
+    no string has U+0000, see `embedded_schema`."""
+    found, inside = [], False
+    for piece in re.findall(r"\\.|\[\^|.", pattern, re.DOTALL):
+        if piece == "[^" and not inside:
+            piece = r"[^\x00"
+        inside = piece[0] == "[" or (inside and piece != "]")
+        found.append(piece)
+    return "".join(found)
+
+
+def _format_of(one: dict[str, Any]) -> Any:
+    name = one.get("format")
+    return name if isinstance(name, str) else None
+
+
+_LEAP_DAY = (
+    "^(?:.{5}(?:0[13-9]|1)|.{8}(?:[01]|2[0-8])"
+    "|(?:..(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
+_LABEL = "(?:[^.]{1,2}|[^.]{2}[^-.][^.]*|[^.]{2}-[^-.][^.]*)"
+# What llguidance's expressions for formats leave out: 29 February exists in leap years only; leap
+# seconds depend on the time zone, so there are none; labels with "--" in the third place are an
+# encoding (RFC 5890) that no expression can check.
+_BEYOND_FORM: dict[Any, tuple[str, ...]] = {
+    "date": (_LEAP_DAY,),
+    "time": ("^.{6}[0-5]",),
+    "date-time": (_LEAP_DAY, "^.{17}[0-5]"),
+    "hostname": (rf"^{_LABEL}(?:\.{_LABEL})*$", "^.{1,253}$"),
+}
+
+
 def check_schema(schema: Any, field: str) -> None:
     """Refuses what llguidance 1.9 takes and follows wrongly.
 
     Raises:
-        SamplingError: a number lies above an integer and below the next one (or the other way
-            round), the integer excluded: llguidance would allow the integer itself.
+        SamplingError: an output that llguidance allows could break the schema; names the keyword.
     """
-    for path, one in _schemas(schema):
-        if one.get("type") == "integer":
+    schemas = list(_schemas(schema))
+    for path, one in schemas:
+        if one.keys().isdisjoint(_WATCHED):
             continue
-        for name, others, sign in _EXCLUSIVE:
-            bound = one.get(name)
-            ends = [one[other] for other in others if isinstance(one.get(other), (int, float))]
-            if not isinstance(bound, (int, float)) or bound != int(bound) or not ends:
+        for keyword, reason in _misread(one):
+            raise SamplingError(f"{field}{path}.{keyword}", one[keyword], reason)
+        for place, pattern in _patterns(one):
+            if _is_ambiguous(pattern):
+                reason = "a [ or a doubled &, - or ~ in a class of characters has to be escaped"
+                raise SamplingError(f"{field}{path}.{place}", pattern, reason)
+    schemas = [(path, one) for path, one in schemas if not one.keys().isdisjoint(_JOINED)]
+    for group in [schemas] if _any_joined(schemas) else [[one] for one in schemas]:
+        _check_excluded(group, field)
+        _check_multiples(group, field)
+
+
+# llguidance reads numbers as float64.
+_EXACT = 2**53
+_INT64 = 2**63
+# JSON has no short escape for these, and the long ones are not allowed: see `embedded_schema`.
+_CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_APPLICATORS = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+_EXCLUSIVE = (
+    ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
+    ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
+)
+# Keywords that bound numbers, or hold schemas that may.
+_JOINED = frozenset({
+    *_APPLICATORS, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+    "properties", "patternProperties", "additionalProperties", "items", "prefixItems",
+})  # fmt: skip
+_WATCHED = frozenset({
+    "const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+    "minProperties", "additionalItems", "pattern", "patternProperties",
+})  # fmt: skip
+
+
+def _misread(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keywords of a schema that llguidance follows wrongly, and what of them is not supported."""
+    for name in ("const", "enum"):
+        for value in _leaves(one.get(name)):
+            if _is_number(value) and abs(value) > _EXACT:
+                yield name, f"numbers beyond 2**53, such as {value}, are not supported"
+            if isinstance(value, str) and _CONTROL.search(value):
+                yield name, f"control characters, as in {value!r}, are not supported"
+    beside = ", ".join(sorted(_APPLICATORS & one.keys()))
+    for exclusive, inclusive, _, sign in _EXCLUSIVE:
+        bound, limit = one.get(exclusive), one.get(inclusive)
+        if bound is True and _is_number(limit):
+            bound = limit
+            if beside:
+                yield exclusive, f"true beside {beside} is not supported"
+        if _is_number(bound) and abs(bound) >= _EXACT:
+            yield exclusive, "an excluded number of 2**53 or beyond is not supported"
+        # Those at the ends of int64 and uint64 limit nothing that llguidance allows.
+        if _is_number(limit) and abs(limit) > _EXACT and -sign * limit < _INT64 - 1:
+            yield inclusive, "a limit beyond 2**53 is not supported"
+    least, required = one.get("minProperties"), one.get("required")
+    names = {name for name in required if isinstance(name, str)} if _is_list(required) else set()
+    if _is_number(least) and least - len(names) > 1:
+        reason = (
+            "more than one property beyond those in 'required' is not supported: one name could "
+            "come twice"
+        )
+        yield "minProperties", reason
+    if "additionalItems" in one and _is_list(one.get("items")) and beside:
+        yield "additionalItems", f"is not supported beside {beside}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The values within a JSON value that are no list and no object."""
+    stack = [value]
+    while stack:
+        one = stack.pop()
+        if isinstance(one, (list, dict)):
+            stack += one.values() if isinstance(one, dict) else one
+        else:
+            yield one
+
+
+def _is_ambiguous(pattern: str) -> bool:
+    """Whether a class of characters means another one in Rust's syntax than in ECMA-262's: a class
+    within a class, or an operation of two."""
+    pieces = iter(re.findall(r"\\.|&&|--|~~|.", pattern, re.DOTALL))
+    for piece in pieces:
+        if piece != "[":
+            continue
+        inside = next(pieces, "]")
+        if inside == "^":
+            inside = next(pieces, "]")
+        if inside == "]":  # empty, or with this bracket in it
+            return True
+        while inside != "]":
+            if inside in ("[", "&&", "--", "~~"):
+                return True
+            inside = next(pieces, "]")
+    return False
+
+
+def _any_joined(schemas: Iterable[tuple[str, dict[str, Any]]]) -> bool:
+    """Whether keywords of several of these schemas may apply to one value."""
+    return any(
+        "allOf" in one
+        or (_APPLICATORS & one.keys() and len(_JOINED & one.keys()) > 1)
+        or ("patternProperties" in one and "properties" in one)
+        for _, one in schemas
+    )
+
+
+def _check_excluded(group: list[tuple[str, dict[str, Any]]], field: str) -> None:
+    """Raises SamplingError if an excluded integer lies less than 1 from the other limit:
+    llguidance would allow the integer itself."""
+    numbers = [(path, one) for path, one in group if one.get("type") != "integer"]
+    for exclusive, inclusive, others, sign in _EXCLUSIVE:
+        ends = [one[other] for _, one in numbers for other in others if _is_number(one.get(other))]
+        for path, one in numbers:
+            bound = one.get(exclusive)
+            bound = one.get(inclusive) if bound is True else bound
+            if not _is_number(bound) or bound != int(bound):
                 continue
-            if min(sign * (end - bound) for end in ends) < 1:
+            if any(0 <= sign * (end - bound) < 1 for end in ends):
                 reason = (
                     "an excluded integer with the other limit less than 1 away is not supported"
                 )
-                raise SamplingError(f"{field}{path}.{name}", bound, reason)
+                raise SamplingError(f"{field}{path}.{exclusive}", bound, reason)
 
 
-_EXCLUSIVE = (
-    ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
-    ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
-)
+def _check_multiples(group: list[tuple[str, dict[str, Any]]], field: str) -> None:
+    """Raises SamplingError if the least common multiple of all `multipleOf` may not fit 32 bits,
+    in units of their last decimal place: llguidance would compute another one."""
+    found = {
+        Fraction(str(one["multipleOf"])): f"{field}{path}.multipleOf"
+        for path, one in group
+        if _is_number(one.get("multipleOf"))
+    }
+    if len(found) > 1:
+        unit = math.lcm(*(value.denominator for value in found))
+        if math.prod(int(value * unit) for value in found) >= 2**32:
+            value, place = list(found.items())[-1]
+            reason = "the least common multiple with the other multipleOf is too large"
+            raise SamplingError(place, float(value), reason)
 
 
 def place_of(message: str, schema: Any) -> tuple[str, Any] | None:
@@ -122,8 +313,16 @@ def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
     for path, one in _schemas(schema):
         for name, value in one.items():
             yield f"{path}.{name}", name, value
-            if name == "patternProperties" and isinstance(value, dict):
-                yield from ((f"{path}.{name}.{key}", "pattern", key) for key in value)
+        for place, pattern in _patterns(one):
+            yield f"{path}.{place}", "pattern", pattern
+
+
+def _patterns(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The regular expressions of a schema, each with its place."""
+    if isinstance(one.get("pattern"), str):
+        yield "pattern", one["pattern"]
+    if isinstance(one.get("patternProperties"), dict):
+        yield from ((f"patternProperties.{key}", key) for key in one["patternProperties"])
 
 
 def _schemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:

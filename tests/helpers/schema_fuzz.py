@@ -3,12 +3,14 @@
 By hand, for more schemas than the suite runs:
 
     python -m tests.helpers.schema_fuzz 0 100000
+    python -m tests.helpers.schema_fuzz --walk 0 100000  # no model: more keywords, random bytes
+    python -m tests.helpers.schema_fuzz --files FOLDER   # the same with all *.json below it
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,6 +27,7 @@ from hetero_llm.core.errors import SamplingError
 from hetero_llm.core.structured_outputs import StructuredOutputsParams
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.structured_output.compiler import GrammarCompiler
+from tests.helpers.grammar_walk import byte_compiler, check, random_keywords, walk
 from tests.models.tiny import make_tiny_checkpoint
 
 EOS = 2
@@ -155,7 +158,8 @@ def open_model(folder: Path, **engine_args: Any) -> LLM:
     return LLM(str(path), dtype="float32", device="cpu", max_num_seqs=64, **engine_args)
 
 
-def main(first: int, last: int) -> None:
+def run_model(first: int, last: int) -> Counter[str]:
+    """Schemas of `random_schema`, and the tiny model."""
     torch.set_num_threads(1)
     total: Counter[str] = Counter()
     begun = time.monotonic()
@@ -169,8 +173,49 @@ def main(first: int, last: int) -> None:
                 print(error, flush=True)
             if (begin // _BATCH) % 20 == 19:
                 print(begin + _BATCH, dict(total), f"{time.monotonic() - begun:.0f} s", flush=True)
-    print(dict(total))
+    return total
+
+
+def run_walks(schemas: Iterable[tuple[Any, Any]], walks: int) -> Counter[str]:
+    """Random outputs of schemas, each with a name that seeds its walks."""
+    counts: Counter[str] = Counter()
+    compiler = byte_compiler()
+    for name, schema in schemas:
+        rng = Random(f"walk {name}")
+        params = StructuredOutputsParams(json=schema, disable_any_whitespace=rng.random() < 0.7)
+        try:
+            compiler.grammar(params)
+            counts["compiled"] += 1
+            for _ in range(walks):
+                text = walk(compiler, params, rng, _MOST_TOKENS)
+                counts["length" if text is None else "stop"] += 1
+                if text is not None:
+                    check(schema, text)
+        except SamplingError as error:
+            counts["refused" if error.field.startswith("json") else "failed"] += 1
+        except RecursionError:
+            counts["not validated"] += 1
+        except Exception as error:  # of the validator, the walk or the grammar
+            counts["failed"] += 1
+            print(f"{name}: {json.dumps(schema)[:1000]}\n{error!r:.1000}", flush=True)
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--walk", action="store_true", help="no model: all keywords, random bytes")
+    parser.add_argument("--files", type=Path, help="no model: the schemas in a folder")
+    parser.add_argument("seeds", nargs="*", type=int, help="the first, and the one behind the last")
+    given = parser.parse_args()
+    if given.files:
+        paths = sorted(given.files.rglob("*.json"))
+        print(dict(run_walks(((path.name, json.loads(path.read_text())) for path in paths), 2)))
+    elif given.walk:
+        schemas = ((seed, random_keywords(Random(seed))) for seed in range(*given.seeds))
+        print(dict(run_walks(schemas, 4)))
+    else:
+        print(dict(run_model(*given.seeds)))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main()
