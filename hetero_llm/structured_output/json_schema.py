@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeGuard
 
 from hetero_llm.core.errors import SamplingError
 
@@ -196,11 +196,11 @@ def _misread(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "additionalItems", f"is not supported beside {beside}"
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list)
 
 
