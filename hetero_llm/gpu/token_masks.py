@@ -86,7 +86,7 @@ class DeviceTokenMasks:
         self._thread = ThreadPoolExecutor(1, "token-masks")  # starts with the first task
 
     def fits(self, num_samples: int) -> bool:
-        """Whether there are places for a step of so many samples."""
+        """Whether a step of `num_samples` samples has places for its masks."""
         return num_samples <= self._capacity or not self._masks
 
     def plan(self, step: SchedulerOutput, serves: Callable[[int], bool]) -> StepMasks | None:

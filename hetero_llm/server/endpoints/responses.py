@@ -209,7 +209,7 @@ class ResponsesApi:
 
 
 def _owner(request: Request) -> str:
-    """Who may see a stored response: whoever has the same API key."""
+    """The owner of a stored response: clients with the same API key may see it."""
     key = getattr(request.state, "api_key", None)
     return "" if key is None else sha256(key.encode()).hexdigest()
 
