@@ -540,6 +540,8 @@ NOT_DRAWN = {
     "rooms/engine_overhead.before": "an earlier state, kept for comparison",
     "message_parsing.c": "one number says it: microseconds a token, the same for all formats",
     "rooms/engine_overhead.after": "an earlier state, kept for comparison",
+    "rooms/lookahead_cache.before": "an earlier state, kept for comparison",
+    "rooms/lookahead_cache.after": "an earlier state, kept for comparison",
     "rooms/host_gap.before": "an earlier state, kept for comparison",
     "rooms/host_gap.after": "an earlier state, kept for comparison",
     "rooms/verify.before": "an earlier state, kept for comparison",
