@@ -2,7 +2,7 @@
 
 A step is launched before its masks exist; its sampling kernel waits for each one's flag
 (`kernels.sample`). One thread serves the steps in the order of their launch: it writes a step's
-masks, waits for the tokens that the step samples, shows them to the grammars, and goes on with the
+masks, waits for the tokens that the step samples, shows them to the grammars, and then serves the
 next step. So the masks of a step that was launched ahead of its inputs' values are written while
 its model runs, whatever the engine does meanwhile.
 """

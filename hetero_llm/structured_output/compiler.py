@@ -170,7 +170,7 @@ class Matcher:
         if self._error is not None or self._observe_free(token_id):
             return
         if token_id in self._eos_ids and self._matcher.is_stopped():
-            return  # with ignore_eos a complete output goes on with end tokens
+            return  # with ignore_eos further end tokens follow a complete output
         if not self._matcher.consume_token(token_id):
             reason = _plain(self._matcher.get_error())
             self._error = f"the grammar refuses token {token_id}: {reason}"

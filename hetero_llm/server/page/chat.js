@@ -458,7 +458,7 @@ export class Chat {
     this.ask({ chatting: this.chatting, text, uris, results: null });
   }
 
-  // The model goes on with the results of its tool calls.
+  // Sends the results of tool calls, which the model's next message answers.
   sendResults(results) {
     if (!this.canAsk(true)) return;
     this.tell("");
