@@ -1,8 +1,9 @@
 """Decoders of `hetero_llm.models` as pooling models: hidden states over a paged KV cache.
 
 Inputs are computed in the order of their arrival, a budget of tokens a step. All but the last one
-of a step are computed whole; the rest of that one is computed in later steps, so only it keeps KV between steps.
-The cache therefore holds one longest input and one step, and no input is ever preempted.
+of a step are computed whole; the rest of that one is computed in later steps, so only it keeps KV
+between steps. The cache therefore holds one longest input and one step, and no input is ever
+preempted.
 """
 
 from __future__ import annotations
