@@ -544,6 +544,8 @@ NOT_DRAWN = {
     "rooms/lookahead_cache.after": "an earlier state, kept for comparison",
     "rooms/host_gap.before": "an earlier state, kept for comparison",
     "rooms/host_gap.after": "an earlier state, kept for comparison",
+    "rooms/kernels_pick.masks.before": "an earlier state, kept for comparison",
+    "rooms/guided_decode.masks.before": "an earlier state, kept for comparison",
     "rooms/verify.before": "an earlier state, kept for comparison",
     "rooms/verify.after": "an earlier state, kept for comparison",
 }

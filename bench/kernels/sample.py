@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import bench_parser, numbers, print_table, write_results
 from bench.gpu_timing import call_us, event_ms
 from hetero_llm.gpu.kernels.sample import (
     MASK_PLACE,
@@ -107,10 +107,11 @@ def measure(count: int, vocab: int, spread: float) -> list[dict[str, Any]]:
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--rows", type=numbers, default=list(ROWS))
     args = parser.parse_args()
     torch.manual_seed(0)
     table: list[dict[str, Any]] = []
-    for count in ROWS:
+    for count in args.rows:
         for spread in (1.0, 4.0):
             table += measure(count, args.vocab, spread)
     write_results("kernels_pick", {"vocab": args.vocab, "rows": table}, args.out)

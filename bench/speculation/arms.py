@@ -39,6 +39,7 @@ from hetero_llm.spec_decode.draft_model.on_device import ChainDrafter
 from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from hetero_llm.spec_decode.lookahead.sequence_state import namespace_salt
 from hetero_llm.spec_decode.proposal_account import ProposalAccount
+from hetero_llm.utils.gc_control import prompt_wakeups, serve_promptly
 
 LOOKAHEAD = {"method": "lookahead", "cache_size": 4 << 20, "token_paths_top_k": 2}
 GPU_DRAFT = "gpu draft"
@@ -210,6 +211,7 @@ class Bench:
     def _build(self, args: argparse.Namespace, config: EngineConfig, *, gpu_draft: bool) -> Engine:
         """The engine. With `gpu_draft` it has a draft model on the device, whose drafter is used in
         the arm of that name only."""
+        serve_promptly()  # as `LLM` does, so that garbage is collected as in serving
         if not gpu_draft:
             return build_engine(config, show_progress=False, drafter=self.switch).engine
         on_device = {
@@ -330,7 +332,8 @@ class Bench:
         enough = stats.generation_tokens + len(prompts) * (count + 1) // 2
         begin, half = time.perf_counter(), 0.0
         while engine.has_unfinished:
-            done |= step_outputs(engine)
+            with prompt_wakeups():
+                done |= step_outputs(engine)
             if half == 0.0 and stats.generation_tokens >= enough:
                 half = time.perf_counter() - begin
         seconds = time.perf_counter() - begin

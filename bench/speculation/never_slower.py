@@ -120,6 +120,11 @@ def main() -> None:
     }
     table: list[dict[str, Any]] = []
 
+    profile = [(rows, round(seconds * 1e3, 3)) for rows, seconds in bench.profile]
+    settings = {"model": Path(args.model).name, "device": args.device, "dtype": args.dtype,
+                "prompt": args.prompt, "tokens": args.tokens, "repeats": args.repeats,
+                "profile_ms": profile}  # fmt: skip
+
     def note(name: str, temperature: float, goal: dict[int, float], arm: str) -> None:
         bench.set_temperature(temperature)
         rows = [
@@ -127,7 +132,8 @@ def main() -> None:
             for row in measure(bench, arm, works, args.repeats)
         ]
         print_table(rows)
-        table.extend(rows)
+        table.extend(rows)  # written at once: what was measured is kept if the bench is stopped
+        write_results("never_slower", {**settings, "rows": table}, args.out)
 
     for temperature in map(float, args.temperatures.split(",")):
         for arm in caches:
@@ -139,11 +145,6 @@ def main() -> None:
                 bench.start_draft(args, args.drafts / f"draft-{rate:g}")
                 note(f"draft {rate:g} {overlap}", temperature, goal, "draft")
     bench.close()
-    profile = [(rows, round(seconds * 1e3, 3)) for rows, seconds in bench.profile]
-    settings = {"model": Path(args.model).name, "device": args.device, "dtype": args.dtype,
-                "prompt": args.prompt, "tokens": args.tokens, "repeats": args.repeats,
-                "profile_ms": profile}  # fmt: skip
-    write_results("never_slower", {**settings, "rows": table}, args.out)
 
 
 if __name__ == "__main__":

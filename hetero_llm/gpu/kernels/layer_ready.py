@@ -41,7 +41,7 @@ def _count_missing(pointers, wanted, armed):
 
 
 @triton.jit
-def _see_what_came_before(FENCE: tl.constexpr):
+def see_what_came_before(FENCE: tl.constexpr):
     """Makes the reads before it an acquire: writes ahead of the flags are visible from here on."""
     if FENCE:
         tl.inline_asm_elementwise(
@@ -65,7 +65,7 @@ def _wait(
     while (missing > 0) & (looks < most_looks):
         missing = _count_missing(flag_ptr + place, wanted, armed)
         looks += 1
-    _see_what_came_before(FENCE)
+    see_what_came_before(FENCE)
     let_next_start(PDL)  # not earlier: the next kernel may ask for keys before it waits
     if missing > 0:
         tl.store(armed_ptr + 2 * PLACES + 1, 1)

@@ -486,6 +486,24 @@ def test_a_row_whose_mask_never_comes_says_so(device: torch.device) -> None:
     assert all(0 <= token < vocab for token in tokens)
 
 
+def test_more_rows_than_one_look_takes(device: torch.device) -> None:
+    """Masks of all rows arrive, those that never come are told apart, and one deadline serves."""
+    vocab, count = 40, 300
+    allowed = np.zeros((count, vocab), bool)
+    allowed[np.arange(count), np.arange(count) % vocab] = True
+    places = places_of(device, allowed, most_looks=5)
+    places.ready[[130, 299]] = 0
+    rows = make_rows(device, count, vocab, temperature=0.0, mask_places=np.arange(count)[::-1])
+    logits = random_logits(device, count, vocab)
+    best = logits.argmax(dim=-1).tolist()
+    workspace = make_sample_workspace(count, vocab, device)
+    tokens = sample_tokens(logits, rows, workspace, masks=places).tolist()
+    assert places.gave_up.nonzero().flatten().tolist() == [130, 299]
+    late = {count - 1 - 130, count - 1 - 299}
+    expected = [best[i] if i in late else (count - 1 - i) % vocab for i in range(count)]
+    assert tokens == expected
+
+
 def test_a_row_waits_for_a_mask_that_comes_late(device: torch.device) -> None:
     vocab = 2000
     allowed = np.arange(vocab)[None] == 1234
