@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hetero_llm"
 
 _OF_DRAFTS = ("spec_decode.acceptance_stats", "spec_decode.array_table", "spec_decode.proposals")
-_DEVICE = ("core", "config", "utils", "sampling", "models", "runner", "spec_decode.verify")
+_DEVICE = (
+    "core", "config", "utils", "sampling", "quantization", "models", "runner", "spec_decode.verify",
+)  # fmt: skip
 _ENGINE = (
     "core", "config", "utils", "scheduler", "kv_cache", "spec_decode", "sampling", "models",
     "pooling",
@@ -57,7 +59,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "spec_decode.draft_model": ("core", "config", "utils.jit", "bridge.ipc", *_OF_DRAFTS),
     # A draft model on the target's device has block tables of its own.
     "spec_decode.draft_model.on_device": ("core", "config", "kv_cache"),
-    "models": ("core", "config", "utils"),
+    "models": ("core", "config", "utils", "quantization"),
+    "quantization": ("core",),
     "models.configs": (
         "core", "models.config", "models.config_reader", "models.rope_config", "models.registry",
     ),
@@ -66,7 +69,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cpu": _DEVICE,
     "cpu.draft_worker": (*_DEVICE, "cpu", "spec_decode", "bridge.ipc"),
     "gpu": (*_DEVICE, "bridge.kv_offload"),
-    "gpu.kernels": ("models", "sampling"),
+    "gpu.kernels": ("models", "quantization.matrix", "sampling"),
     "engine": _ENGINE,
     "engine.resolve": (*_ENGINE, "demo_models"),
     "engine.factory": _BUILDER,

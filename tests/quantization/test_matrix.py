@@ -1,0 +1,133 @@
+"""The internal form of quantized matrices, against its definition element by element."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_llm.quantization.matrix import (
+    FP4_VALUES,
+    KINDS,
+    NF4_VALUES,
+    QuantizedMatrix,
+    QuantizedWeight,
+    arrange_rows,
+    concatenate,
+    dequantize,
+    pack_codes,
+    quantized_product,
+    unpack_codes,
+)
+from tests.quantization.matrices import random_matrix
+
+CASES: list[dict[str, Any]] = [
+    *({"kind": kind} for kind in KINDS),
+    {"kind": "fp8", "group": 128, "rows": 128},
+    {"kind": "fp8", "scale_dtype": torch.bfloat16, "row_scale": True},
+    {"kind": "int8", "group": 32, "scale_dtype": torch.float16},
+    {"kind": "int4", "group": 32, "zeros": "zero", "scale_dtype": torch.float16},
+    {"kind": "int4", "group": 64, "zeros": "offset", "order": True},
+    {"kind": "int4", "group": 64, "order": True},
+    {"kind": "fp4", "group": 16, "scale_dtype": torch.float8_e4m3fn, "row_scale": True},
+    {"kind": "nf4", "group": 64},
+]
+
+
+def ids(case: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in case.items())
+
+
+def by_definition(matrix: QuantizedMatrix) -> Tensor:
+    """[N, K] float64 by the formula of `QuantizedMatrix`, one element at a time."""
+    height, width = matrix.shape
+    out = torch.zeros(height, width, dtype=torch.float64)
+    for n in range(height):
+        for k in range(width):
+            group = k // matrix.group
+            if matrix.kind in ("fp8", "int8"):
+                element = float(matrix.data[n, k])
+            else:
+                byte = int(matrix.data[n, k // 2])
+                code = byte >> 4 if k % 2 else byte & 15
+                element = {"int4": float(code), "fp4": FP4_VALUES[code], "nf4": NF4_VALUES[code]}[
+                    matrix.kind
+                ]
+            if matrix.zero is not None:
+                element -= int(matrix.zero[n, group])
+            elif matrix.kind == "int4" and matrix.offset is None:
+                element -= 8
+            value = float(matrix.scale[n // matrix.rows, group]) * element
+            if matrix.offset is not None:
+                value += float(matrix.offset[n, group])
+            if matrix.row_scale is not None:
+                value *= float(matrix.row_scale[n])
+            out[n, k if matrix.order is None else int(matrix.order[k])] = value
+    return out
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_dequantize_is_the_definition(case: dict[str, Any]) -> None:
+    matrix = random_matrix(**case, height=130, width=192)
+    found = dequantize(matrix, torch.float32)
+    torch.testing.assert_close(found.double(), by_definition(matrix), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_products_rows_and_parts(case: dict[str, Any]) -> None:
+    """Products, rows in another order, and parts that become one matrix."""
+    parts = [random_matrix(**case, height=h, width=192, seed=h) for h in (128, 7, 130)]
+    if case.get("order"):
+        parts = [replace(part, order=parts[0].order) for part in parts]
+    dense = [dequantize(part, torch.float32) for part in parts]
+    joined = concatenate(parts)
+    assert torch.equal(dequantize(joined, torch.float32), torch.cat(dense))
+    x = torch.randn(3, 192, generator=torch.Generator().manual_seed(1))
+    bias = torch.randn(265, generator=torch.Generator().manual_seed(2))
+    expected = x @ torch.cat(dense).t() + bias
+    torch.testing.assert_close(quantized_product(x, joined, bias), expected)
+    turned = arrange_rows(joined, lambda rows: rows.flip(0))
+    assert torch.equal(dequantize(turned, torch.float32), torch.cat(dense).flip(0))
+
+
+def test_blocks_stay_blocks_where_parts_end_with_one() -> None:
+    whole, tail = (random_matrix("fp8", h, 256, group=128, rows=128, seed=h) for h in (256, 100))
+    assert concatenate([whole, tail]).rows == 128
+    assert concatenate([tail, whole]).rows == 1
+
+
+def test_parts_may_differ_in_zero_points_and_scale_types() -> None:
+    parts = [
+        random_matrix("int4", 4, 64, group=32, zeros=zeros, scale_dtype=dtype, seed=seed)
+        for seed, (zeros, dtype) in enumerate(
+            [("none", torch.float16), ("zero", torch.float16), ("offset", torch.float32)]
+        )
+    ]
+    for some in (parts[:2], parts):
+        expected = torch.cat([dequantize(part, torch.float32) for part in some])
+        found = dequantize(concatenate(some), torch.float32)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-3)
+
+
+def test_parts_of_different_kinds_are_refused() -> None:
+    parts = [random_matrix("int8", 4, 64), random_matrix("fp8", 4, 64)]
+    with pytest.raises(ValueError, match="kinds"):
+        concatenate(parts)
+    ordered = [random_matrix("int8", 4, 64, order=True, seed=seed) for seed in (1, 2)]
+    with pytest.raises(ValueError, match="order"):
+        concatenate(ordered)
+
+
+def test_codes_round_trip() -> None:
+    codes = torch.arange(32).view(2, 16) % 16
+    assert torch.equal(unpack_codes(pack_codes(codes)).long(), codes)
+
+
+def test_a_weight_moves_and_counts_with_its_module() -> None:
+    weight = QuantizedWeight(random_matrix("int4", 8, 64, group=32, zeros="zero"))
+    assert weight.shape == (8, 64)
+    held = sum(buffer.nbytes for buffer in weight.buffers())
+    assert held == weight.matrix.nbytes == 8 * 32 + 8 * 2 * 4 + 8 * 2
