@@ -1,0 +1,36 @@
+"""From the value of `quantization_config` in config.json to the reader of its format.
+
+Older tools wrote files of their own: quantize_config.json (AutoGPTQ), quant_config.json or
+quantize_config.json (AWQ), hf_quant_config.json (ModelOpt). Their contents have functions here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hetero_llm.quantization.formats import (
+    compressed_tensors,
+    fp8,
+)
+from hetero_llm.quantization.formats.options import Config, first_of, refused
+from hetero_llm.quantization.formats.scheme import CheckpointFormat
+
+_READERS: dict[str, Callable[[Config], CheckpointFormat]] = {
+    "fp8": fp8.read,
+    "compressed-tensors": compressed_tensors.read,
+}
+
+
+def read_format(config: Config) -> CheckpointFormat:
+    """The format that `quantization_config` names.
+
+    Raises:
+        ValueError: its method or one of its options is not supported; the message names the key,
+            its value and what is supported.
+    """
+    method: Any = first_of(config, ("quant_method",))
+    reader = _READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise refused("quant_method", method, _READERS)
+    return reader(config)
