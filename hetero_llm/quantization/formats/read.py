@@ -10,8 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from hetero_llm.quantization.formats import (
+    auto_round,
+    awq,
     compressed_tensors,
     fp8,
+    gptq,
 )
 from hetero_llm.quantization.formats.options import Config, first_of, refused
 from hetero_llm.quantization.formats.scheme import CheckpointFormat
@@ -19,7 +22,24 @@ from hetero_llm.quantization.formats.scheme import CheckpointFormat
 _READERS: dict[str, Callable[[Config], CheckpointFormat]] = {
     "fp8": fp8.read,
     "compressed-tensors": compressed_tensors.read,
+    "gptq": gptq.read,
+    "awq": awq.read,
+    "auto-round": auto_round.read,
+    "intel/auto-round": auto_round.read,
 }
+
+
+def read_quantize_config(content: Config) -> CheckpointFormat:
+    """The format of a folder with the content of quantize_config.json or quant_config.json, which
+    AutoGPTQ and AWQ's tools wrote when config.json named no method.
+
+    Raises:
+        ValueError: see `read_format`.
+    """
+    method = first_of(content, ("quant_method", "method"))
+    if method is None:
+        method = "awq" if "w_bit" in content or "q_group_size" in content else "gptq"
+    return read_format({**content, "quant_method": method})
 
 
 def read_format(config: Config) -> CheckpointFormat:
