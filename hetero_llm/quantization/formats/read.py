@@ -6,26 +6,34 @@ quantize_config.json (AWQ), hf_quant_config.json (ModelOpt). Their contents have
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hetero_llm.quantization.formats import (
     auto_round,
     awq,
+    bitsandbytes,
     compressed_tensors,
     fp8,
     gptq,
+    modelopt,
+    mxfp4,
 )
 from hetero_llm.quantization.formats.options import Config, first_of, refused
 from hetero_llm.quantization.formats.scheme import CheckpointFormat
 
-_READERS: dict[str, Callable[[Config], CheckpointFormat]] = {
+_READERS: Mapping[str, Callable[[Config], CheckpointFormat]] = {
     "fp8": fp8.read,
     "compressed-tensors": compressed_tensors.read,
     "gptq": gptq.read,
     "awq": awq.read,
     "auto-round": auto_round.read,
     "intel/auto-round": auto_round.read,
+    "modelopt": modelopt.read,
+    "modelopt_fp4": modelopt.read,
+    "modelopt_mixed": modelopt.read,
+    "bitsandbytes": bitsandbytes.read,
+    "mxfp4": mxfp4.read,
 }
 
 
@@ -40,6 +48,15 @@ def read_quantize_config(content: Config) -> CheckpointFormat:
     if method is None:
         method = "awq" if "w_bit" in content or "q_group_size" in content else "gptq"
     return read_format({**content, "quant_method": method})
+
+
+def read_hf_quant_config(content: Config) -> CheckpointFormat:
+    """The format of a folder with the content of ModelOpt's hf_quant_config.json.
+
+    Raises:
+        ValueError: see `read_format`.
+    """
+    return read_format({**content, "quant_method": "modelopt"})
 
 
 def read_format(config: Config) -> CheckpointFormat:
