@@ -64,7 +64,7 @@ class MatrixPlan:
     @property
     def names(self) -> dict[str, str]:
         """The suffix of each part by the name of its tensor."""
-        return {f"{self.module}.{part.suffix}": part.suffix for part in self.parts}
+        return {part.name_in(self.module): part.suffix for part in self.parts}
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def _parts_in_files(
         return ()
     found, problems = [], []
     for part in parts:
-        name = f"{module}.{part.suffix}"
+        name = part.name_in(module)
         if name not in stored:
             if not part.optional:
                 problems.append(f"{name} is missing")
@@ -187,7 +187,7 @@ def _parts_in_files(
         tensor = stored[name][1]
         if tensor.dtype is None or tensor.type_name not in part.types:
             problems.append(f"{name} has type {tensor.type_name}, not {' or '.join(part.types)}")
-        elif tensor.shape not in part.shapes:
+        elif not part.admits(tensor.shape):
             wanted = list(part.shapes[0])
             problems.append(f"{name} is {list(tensor.shape)}, its matrix needs {wanted}")
         found.append(part)

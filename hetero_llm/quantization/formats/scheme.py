@@ -35,6 +35,10 @@ class StoredPart:
     optional: bool = False
     joint: str = "."
 
+    def name_in(self, module: str) -> str:
+        """The tensor's name in the files."""
+        return f"{module}{self.joint}{self.suffix}"
+
     def admits(self, shape: tuple[int, ...]) -> bool:
         """Whether it may have this shape."""
         return any(
