@@ -11,7 +11,7 @@ from hetero_llm.cli import main
 from hetero_llm.demo_models import demo_folder
 
 PROMPT = "def add(a, b):\n"
-PARAMS = SamplingParams(temperature=0.0, max_tokens=16)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8)
 
 
 def test_the_copy_gives_the_tokens_of_quantizing_at_start(
@@ -22,14 +22,10 @@ def test_the_copy_gives_the_tokens_of_quantizing_at_start(
     assert main(["quantize", draft, str(out), "--format", "int4"]) == 0
     assert "MiB of weights, compressed-tensors" in capsys.readouterr().out
     texts = []
-    for model, quantization in (
-        (str(out), None),
-        (draft, "int4"),
-        (str(out), "compressed-tensors"),
-    ):
+    for model, quantization in ((str(out), "compressed-tensors"), (draft, "int4")):
         with LLM(model, quantization=quantization, device="cpu", dtype="float32") as llm:
             texts.append(llm.generate(PROMPT, PARAMS, use_tqdm=False)[0].outputs[0].text)
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1]
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

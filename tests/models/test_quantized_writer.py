@@ -14,14 +14,14 @@ from hetero_llm.models.quantized_writer import write_quantized
 from hetero_llm.quantization.compressed import WRITTEN
 from hetero_llm.quantization.matrix import dequantize
 from hetero_llm.quantization.names import OnlineName
-from tests.models.test_quantized_loading import WIDE, greedy, linears, load
+from tests.models.test_quantized_loading import FAMILIES, WIDE, greedy, linears, load
 from tests.models.tiny import make_tiny_checkpoint
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
 def test_what_is_written_is_read_again(tmp_path: Path, name: OnlineName, family: str) -> None:
-    changes = {"hidden_size": 64, "intermediate_size": 192}
+    changes = {**FAMILIES[family], "intermediate_size": 192}
     folder = make_tiny_checkpoint(
         tmp_path / "plain", family, changes=changes, with_tokenizer=True, layers=2
     )
