@@ -195,6 +195,7 @@ _INT4_BF16, _INT4_F16, _FP4_BF16, _FP4_F16, _NF4_BF16, _NF4_F16 = (
 )
 _FP8_WORDS, _INT8_WORDS = tl.constexpr(words_asm("fp8")), tl.constexpr(words_asm("int8"))
 _FP4_VALUES = tl.constexpr(FP4_VALUES)
+_NF4_VALUES = tl.constexpr(NF4_VALUES)
 _NF4_VALUES_BF16, _NF4_VALUES_F16 = (
     tl.constexpr(tuple(_round(value, bits) for value in NF4_VALUES)) for bits in ("bf16", "f16")
 )
@@ -214,7 +215,7 @@ def _float_of_fp8(code):
 @triton.jit
 def plain_part(lanes, J: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Part J of lanes (of any integer type, higher bits unused) in float32, by arithmetic; values
-    of nf4 rounded to DTYPE, codes of int4 as in `parts_asm`."""
+    of nf4 rounded to DTYPE, codes of int4 as in `parts_asm` (plus 128 for float32)."""
     if KIND == FP8:
         return _float_of_fp8((lanes.to(tl.int32) >> (8 * J)) & 255)
     elif KIND == INT8:
@@ -222,13 +223,15 @@ def plain_part(lanes, J: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
     else:
         code = (lanes.to(tl.int32) >> (4 * J)) & 15
         if KIND == INT4:
-            return code.to(tl.float32) + (128.0 if tl.bfloat16 == DTYPE else 1024.0)
+            return code.to(tl.float32) + (1024.0 if tl.float16 == DTYPE else 128.0)
         elif KIND == FP4:
             table: tl.constexpr = _FP4_VALUES
         elif tl.bfloat16 == DTYPE:
             table: tl.constexpr = _NF4_VALUES_BF16
-        else:
+        elif tl.float16 == DTYPE:
             table: tl.constexpr = _NF4_VALUES_F16
+        else:
+            table: tl.constexpr = _NF4_VALUES
         value = tl.zeros(code.shape, tl.float32)
         for entry in tl.static_range(16):
             value = tl.where(code == entry, table[entry], value)
