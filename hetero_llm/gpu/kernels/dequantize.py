@@ -73,7 +73,9 @@ def dequantize_kernel(
             value = plain_part(lanes, part, KIND, DTYPE)
         columns = (tl.program_id(1) * PARTS + part) * LANES + inner
         # Groups past the last one are of columns past the last one.
-        group = tl.minimum((tl.program_id(1) * PARTS + part) * LANES, k - 1) // GROUP if GROUP else 0
+        group = (
+            tl.minimum((tl.program_id(1) * PARTS + part) * LANES, k - 1) // GROUP if GROUP else 0
+        )
         if KIND == INT4:
             value -= 1024.0 if tl.float16 == DTYPE else 128.0
             if zero is not None:

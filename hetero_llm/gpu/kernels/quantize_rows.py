@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hetero_llm.gpu.kernels.launch import (
+    IN_INTERPRETER,
     INTERPRETED,
     let_next_start,
     pdl_options,
@@ -30,10 +31,21 @@ _SMALLEST = 1e-30  # a row of zeros has a scale, too
 
 
 @triton.jit
+def _nearest_fp8(values):
+    """What e4m3 can hold, ties to even: the interpreter's conversion gets carries wrong."""
+    bits = values.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    subnormal = (values + 24576.0) - 24576.0  # 1.5 * 2^14: the last bit is 2^-9
+    return tl.where(tl.abs(values) < 0.015625, subnormal, normal)
+
+
+@triton.jit
 def _quantize(values, inverse, FP8: tl.constexpr):
     """float32 -> codes of 8 bits in int32, the number nearest to each."""
     scaled = values * inverse
     if FP8:
+        if IN_INTERPRETER:
+            scaled = _nearest_fp8(scaled)
         codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
     else:
         codes = tl.floor(tl.minimum(tl.maximum(scaled, -127.0), 127.0) + 0.5).to(tl.int32) & 255
@@ -153,7 +165,8 @@ def quantize_rows_reference(x: Tensor, matrix: PreparedMatrix) -> tuple[Tensor, 
     if matrix.order is not None:
         scaled = scaled[:, matrix.order.long()]
     scaled = torch.nn.functional.pad(scaled, (0, matrix.padded_columns - x.shape[1]))
-    scaled = scaled.view(x.shape[0], -1, 2, matrix.lanes).transpose(2, 3).flatten(1)
+    chunks = matrix.padded_columns // matrix.chunk
+    scaled = scaled.view(-1, chunks, 2, matrix.lanes).transpose(2, 3).flatten(1)
     if matrix.kind == "fp8":
         return scaled.to(torch.float8_e4m3fn), peak / largest
     return (scaled + 0.5).floor().to(torch.int8), peak / largest

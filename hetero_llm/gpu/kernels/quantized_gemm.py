@@ -235,9 +235,7 @@ def _sum_pieces(values, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _load_scales(
-    scale, group, features, groups, stride, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _load_scales(scale, group, features, groups, stride, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Scales (or zero points, offsets) [features, group] in float32; [1, group] for blocks of
     rows, which hold a whole tile of features each."""
     inside = (group < groups)[None, :]

@@ -265,7 +265,9 @@ def vector_product_kernel(
             sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
     sums = tl.sum(sums, axis=1)[:, None]
     rows = tl.arange(0, 1)
-    finish_tile(sums, y, bias, partials, counters, features, rows, 1, n, HAS_BIAS, SPLIT_K, BLOCK_N, 1)
+    finish_tile(
+        sums, y, bias, partials, counters, features, rows, 1, n, HAS_BIAS, SPLIT_K, BLOCK_N, 1
+    )
 
 
 @triton.jit(do_not_specialize=["m", "steps"])
