@@ -65,7 +65,12 @@ def test_bfloat16_differs_at_near_ties_only(
         {"speculative_config": DRAFTERS["hybrid"]},
         {"num_gpu_blocks_override": 40},
         {"enforce_eager": True, "batch_invariant": True},
-        {"enable_prefix_cache_offload": True, "swap_space": 1, "apc_offload_gpu_evictor_limit": 0},
+        {
+            "enable_prefix_cache_offload": True,
+            "cpu_prefill_memory_utilization": 0.02,
+            "apc_offload_background_pin": False,
+            "apc_offload_gpu_evictor_limit": 0,
+        },  # fmt: skip
     ],
     ids=["drafts", "few blocks", "invariant", "offload"],
 )
