@@ -26,7 +26,7 @@ IPEX_STAMP := $(IPEX_VENV)/.installed
 # A published checkpoint and what reads it: 100 MB.
 PUBLISHED := .venv-published
 
-# The tools that quantize, against which readers of their checkpoints are tested: 150 MB.
+# The tools that quantize, against which readers of their checkpoints are tested: 350 MB.
 QUANT_TOOLS := .venv-quant-tools
 
 CLIENT_VENVS := .venv-clients

@@ -1,5 +1,5 @@
 """Matrices that the real tools store, against the readers. Only when asked for by name, as
-`make test-quant-tools` does: the tools are 150 MB beside the tests' environment."""
+`make test-quant-tools` does: the tools are 350 MB beside the tests' environment."""
 
 from __future__ import annotations
 
