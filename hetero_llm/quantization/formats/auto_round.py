@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_llm.quantization.formats import awq, gptq
-from hetero_llm.quantization.formats.modules import is_head
+from hetero_llm.quantization.formats.modules import is_embedding, is_head
 from hetero_llm.quantization.formats.options import (
     Config,
     choice,
@@ -51,7 +51,9 @@ class AutoRoundFormat:
         for one, scheme in self._patterns:
             if one.search(module):
                 return scheme
-        inside = module.startswith(self._blocks) if self._blocks else not is_head(module)
+        inside = not is_head(module) and not is_embedding(module)
+        if self._blocks:
+            inside = module.startswith(self._blocks)
         return self._base if inside else None
 
 

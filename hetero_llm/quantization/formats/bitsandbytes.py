@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hetero_llm.quantization.formats.modules import PlainModules, is_head
+from hetero_llm.quantization.formats.modules import PlainModules, is_embedding, is_head
 from hetero_llm.quantization.formats.options import Config, choice, flag, names
 from hetero_llm.quantization.formats.scheme import ANY_LENGTH, Scheme, StoredPart
 from hetero_llm.quantization.formats.values import check_finite, finite_scale
@@ -38,6 +38,7 @@ _FP4_LARGEST = 12.0
 _INT8_LARGEST = 127.0
 _BLOCKS = (64, 32, 128, 256, 512, 1024, 2048, 4096)
 _MAP_TOLERANCE = 1e-4
+_ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,9 @@ class FourBits:
         codes = torch.stack((data >> 4, data & 15), dim=-1).flatten(1)
         eighths = torch.tensor(_FP4_TIMES_12, device=data.device)
         table = torch.cat((eighths, -eighths)).to(torch.float8_e4m3fn)
-        data = table.view(torch.uint8)[codes.long()].view(torch.float8_e4m3fn)
+        # An index is eight bytes an element, so a part of the rows at a time.
+        looked_up = [table.view(torch.uint8)[part.long()] for part in codes.split(_ROWS_AT_ONCE)]
+        data = torch.cat(looked_up).view(torch.float8_e4m3fn)
         return QuantizedMatrix("fp8", data, scale / _FP4_LARGEST, size)
 
     @property
@@ -161,7 +164,7 @@ class BitsAndBytesFormat:
 
     def scheme(self, module: str) -> Scheme | None:
         """See `CheckpointFormat`."""
-        if module in self._plain or (is_head(module) and not self._head):
+        if module in self._plain or is_embedding(module) or (is_head(module) and not self._head):
             return None
         return self._scheme
 

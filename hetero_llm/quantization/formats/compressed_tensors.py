@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from hetero_llm.quantization.formats.fp8 import Fp8Blocks, Fp8Rows, block_of
+from hetero_llm.quantization.formats.modules import is_embedding
 from hetero_llm.quantization.formats.options import (
     Config,
     choice,
@@ -224,7 +225,6 @@ class _Group:
 
     names: frozenset[str]
     patterns: tuple[re.Pattern[str], ...]
-    classes: bool
     scheme: Scheme
 
     def names_module(self, module: str) -> bool:
@@ -244,7 +244,8 @@ class CompressedTensorsFormat:
         if module in self._ignored:
             return None
         found = [one for one in self._groups if one.names_module(module)]
-        found += [one for one in self._groups if one.classes]
+        kind = "Embedding" if is_embedding(module) else "Linear"
+        found += [one for one in self._groups if kind in one.names]
         return found[0].scheme if found else None
 
 
@@ -282,8 +283,7 @@ def read(config: Config) -> CompressedTensorsFormat:
         targets = _Names(f"{key}.targets", names(group, "targets"))
         form = group.get("format") or config.get("format")
         scheme = _scheme(form, table(group, "weights"), f"{key}.weights")
-        classes = "Linear" in targets.exact
-        groups.append(_Group(targets.exact, targets.patterns, classes, scheme))
+        groups.append(_Group(targets.exact, targets.patterns, scheme))
     if not groups:
         raise refused("config_groups", config.get("config_groups"), "a group with weights")
     return CompressedTensorsFormat(tuple(groups), _Names("ignore", names(config, "ignore")))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetero_llm.quantization.formats.modules import PlainModules, is_head
+from hetero_llm.quantization.formats.modules import PlainModules, is_embedding, is_head
 from hetero_llm.quantization.formats.options import Config, choice, first_of, names, refused
 from hetero_llm.quantization.formats.scheme import FLOATS, Scheme, StoredPart
 from hetero_llm.quantization.formats.values import (
@@ -129,7 +129,8 @@ class Fp8Format:
 
     def scheme(self, module: str) -> Scheme | None:
         """See `CheckpointFormat`."""
-        return None if is_head(module) or module in self._plain else self._scheme
+        kept = is_head(module) or is_embedding(module) or module in self._plain
+        return None if kept else self._scheme
 
 
 def read(config: Config) -> Fp8Format:

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hetero_llm.quantization.formats.modules import PlainModules, is_head
+from hetero_llm.quantization.formats.modules import PlainModules, is_embedding, is_head
 from hetero_llm.quantization.formats.options import (
     Config,
     choice,
@@ -138,7 +138,7 @@ class GptqFormat:
 
     def scheme(self, module: str) -> Scheme | None:
         """See `CheckpointFormat`. The first rule that the module's name begins with counts."""
-        if module in self._plain or (is_head(module) and not self._head):
+        if module in self._plain or is_embedding(module) or (is_head(module) and not self._head):
             return None
         for rule in self._rules:
             if rule.matches.match(module):

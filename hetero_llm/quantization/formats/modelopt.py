@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 
 from hetero_llm.quantization.formats.compressed_tensors import Fp4
 from hetero_llm.quantization.formats.fp8 import Fp8Blocks, Fp8Rows
-from hetero_llm.quantization.formats.modules import PlainModules
+from hetero_llm.quantization.formats.modules import PlainModules, is_embedding
 from hetero_llm.quantization.formats.options import Config, choice, names, refused, table
 from hetero_llm.quantization.formats.scheme import Scheme
 
@@ -51,7 +51,9 @@ class ModelOptFormat:
 
     def scheme(self, module: str) -> Scheme | None:
         """See `CheckpointFormat`."""
-        if module in self._parts or any(fnmatchcase(module, one) for one in self._wildcards):
+        if is_embedding(module) or module in self._parts:
+            return None
+        if any(fnmatchcase(module, one) for one in self._wildcards):
             return None
         return self._layers.get(module, self._base)
 

@@ -8,6 +8,10 @@ from collections.abc import Iterable
 from hetero_llm.quantization.formats.options import pattern
 
 _HEADS = ("lm_head", "embed_out", "output_layer", "output")
+_EMBEDDINGS = (
+    *("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embedding"),
+    *("embeddings", "embed"),
+)
 
 
 def is_head(module: str) -> bool:
@@ -15,6 +19,12 @@ def is_head(module: str) -> bool:
     leave it as it is unless they are asked for it, and then do not list it."""
     last = module.rpartition(".")[2]
     return last in _HEADS and not (last == "output" and ".layers." in f".{module}.")
+
+
+def is_embedding(module: str) -> bool:
+    """Whether a module is the embedding of tokens, which a tied head multiplies with. Tools that
+    quantize `Linear` layers leave it as it is."""
+    return module.rpartition(".")[2] in _EMBEDDINGS
 
 
 class PlainModules:

@@ -66,7 +66,7 @@ def read_format(config: Config) -> CheckpointFormat:
         ValueError: its method or one of its options is not supported; the message names the key,
             its value and what is supported.
     """
-    method: Any = first_of(config, ("quant_method",))
+    method: Any = first_of(config, ("quant_method", "method"))  # the second one: GPTQModel's
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise refused("quant_method", method, _READERS)

@@ -62,7 +62,8 @@ def test_options_of_single_modules() -> None:
 
 
 def test_the_head_is_plain() -> None:
-    assert read_format(config()).scheme("lm_head") is None
+    found = read_format(config())
+    assert found.scheme("lm_head") is None and found.scheme("model.embed_tokens") is None
 
 
 @pytest.mark.parametrize(

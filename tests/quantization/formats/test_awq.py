@@ -76,7 +76,12 @@ def test_the_older_file() -> None:
 
 def test_plain_modules() -> None:
     found = read_format(config(modules_to_not_convert=["gate", "model.layers.7"]))
-    for module in ("lm_head", "model.layers.1.moe.gate", "model.layers.7.mlp.up_proj"):
+    for module in (
+        "lm_head",
+        "model.embed_tokens",
+        "model.layers.1.moe.gate",
+        "model.layers.7.mlp.up_proj",
+    ):
         assert found.scheme(module) is None
     assert found.scheme("model.layers.1.mlp.gate_proj") is not None
 

@@ -121,6 +121,7 @@ def test_plain_modules() -> None:
     assert read_format(config()).scheme("lm_head") is None
     found = read_format(config(llm_int8_skip_modules=["model.layers.0.mlp"]))
     assert found.scheme("model.layers.0.mlp.up_proj") is None
+    assert found.scheme("model.embed_tokens") is None
     assert found.scheme("lm_head") is not None and found.scheme(MODULE) is not None
 
 

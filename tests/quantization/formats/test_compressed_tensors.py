@@ -230,6 +230,7 @@ def test_groups_find_their_modules() -> None:
     assert "weight_packed" in suffixes("model.layers.0.self_attn.q_proj")
     for module in ("model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"):
         assert "weight_packed" not in suffixes(module) and "weight" in suffixes(module)
+    assert not suffixes("model.embed_tokens")
     assert not suffixes("lm_head") and not suffixes("model.layers.0.mlp.router")
 
 
@@ -238,6 +239,9 @@ def test_modules_that_no_target_names_are_plain() -> None:
     options["config_groups"]["group_0"]["targets"] = ["re:model.*"]
     found = read_format(options)
     assert found.scheme("vision.proj") is None and found.scheme(MODULE) is not None
+    options["config_groups"]["group_0"]["targets"] = ["Embedding"]
+    found = read_format(options)
+    assert found.scheme("model.embed_tokens") is not None and found.scheme(MODULE) is None
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def test_plain_modules(key: str) -> None:
     found = read_format(config(**{key: listed}))
     for module in (
         *("lm_head", "model.layers.0.self_attn.q_proj", "model.layers.4.mlp.gate"),
+        *("output", "model.embed_tokens", "transformer.wte"),
         *("vision.blocks.1.proj", "model.layers.1.mlp.shared_expert.up_proj", "layers.3.q_proj"),
     ):
         assert found.scheme(module) is None, module

@@ -142,7 +142,8 @@ def test_options_of_single_modules() -> None:
 
 
 def test_a_quantized_head() -> None:
-    assert read_format(config(lm_head=True)).scheme("lm_head") is not None
+    found = read_format(config(lm_head=True))
+    assert found.scheme("lm_head") is not None and found.scheme("model.embed_tokens") is None
 
 
 def test_the_older_file() -> None:

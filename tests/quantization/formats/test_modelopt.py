@@ -91,7 +91,7 @@ def test_excluded_modules(older: bool) -> None:
     )
     for module in (
         *("lm_head", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.gate"),
-        "model.layers.1.router",
+        *("model.layers.1.router", "model.embed_tokens"),
     ):
         assert found.scheme(module) is None, module
     for module in (MODULE, "model.layers.1.mlp.gate_proj", "model.layers.1.router_proj"):

@@ -27,6 +27,10 @@ def test_methods(method: str, name: str) -> None:
     assert read_format({"quant_method": method, **options}).name == name
 
 
+def test_the_key_of_newer_files() -> None:
+    assert read_format({"method": "gptq", "bits": 4, "group_size": 128}).name == "gptq"
+
+
 @pytest.mark.parametrize("method", ["aqlm", "squeezellm", "quip", "FP8", None, 4, ["fp8"]])
 def test_methods_that_are_not_supported(method: Any) -> None:
     with pytest.raises(ValueError) as error:
