@@ -111,12 +111,13 @@ _MODEL = grouped(
         "and, on the CPU, for float16. 'half' is float16, 'float' is float32.",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     ),
-    not_yet(
+    effective(
         "quantization",
         _STR,
         None,
-        "How the weights are quantized; default: what the checkpoint says.",
-        feature="quantization",
+        "How the weights are quantized; default: what the checkpoint says. Plain weights are "
+        "quantized while they are loaded by 'fp8' (a scale for each row), 'fp8_block' (for each "
+        "128 x 128), 'ifq' (int8), 'ifq_nf4' or 'int4'.",
         short=("-q",),
     ),
     not_yet(

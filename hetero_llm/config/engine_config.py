@@ -23,6 +23,7 @@ _MAX_NUM_SEQS = 256
 class LoadConfig:
     """Where the model and tokenizer come from. `dtype` and `device` may be "auto"; `model_impl` is
     "auto", "native" or "transformers".
+    `quantization` None: weights are served as they are stored.
     `cpu_offload_gb` is GiB of weights that stay in host memory; `hf_overrides` changes
     config.json."""
 
@@ -44,6 +45,7 @@ class LoadConfig:
     disable_sliding_window: bool
     cpu_offload_gb: float
     seed: int
+    quantization: str | None = None
     model_impl: str = "auto"
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
 
@@ -162,6 +164,7 @@ class EngineConfig:
             seed=args["seed"],
             model_impl=args["model_impl"],
             hf_overrides=args["hf_overrides"] or {},
+            quantization=args["quantization"],
         )
         cache = CacheConfig(
             block_size=args["block_size"],

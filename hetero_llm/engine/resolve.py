@@ -78,14 +78,17 @@ def find_model(load: LoadConfig, *, weights: bool = True) -> tuple[Path, ModelCo
         rope_theta=load.rope_theta,
         disable_sliding_window=load.disable_sliding_window,
         hf_overrides=load.hf_overrides,
+        quantization=load.quantization,
     )
     if isinstance(config, ImageModelConfig):
         if load.model_impl == "native":
             reason = f"{config.class_name} has no native implementation; use auto or transformers"
             raise ConfigError("model_impl", load.model_impl, reason)
+        reason = f"needs a native implementation, and {config.class_name} runs on transformers"
         if load.cpu_offload_gb:
-            reason = f"needs a native implementation, and {config.class_name} runs on transformers"
             raise ConfigError("cpu_offload_gb", load.cpu_offload_gb, reason)
+        if config.quantization is not None or config.online_quantization is not None:
+            raise ConfigError("quantization", load.quantization, reason)
     return folder, config
 
 
@@ -123,6 +126,7 @@ def _transformers_config(folder: Path, load: LoadConfig) -> ModelConfig:
         ("rope_scaling", load.rope_scaling),
         ("rope_theta", load.rope_theta),
         ("cpu_offload_gb", load.cpu_offload_gb or None),
+        ("quantization", load.quantization),
     ):
         if value is not None:
             reason = f"needs a native implementation, and {config.class_name} runs on transformers"

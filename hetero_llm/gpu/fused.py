@@ -45,7 +45,7 @@ def speed_up(model: CausalLM) -> None:
             module.function = partial(gated_activation, name=module.name)
         elif isinstance(module, Activation) and module.name is not None:
             module.function = partial(_activation, name=module.name, plain=module.function)
-        elif isinstance(module, Linear) and module.weight.device.type == "cuda":
+        elif isinstance(module, Linear) and _is_plain_on_device(module):
             module.product = linear
     speed_up_experts(model)
 
@@ -64,6 +64,10 @@ def speed_up_experts(model: CausalLM) -> None:
             )
         elif isinstance(module, SparseMixerRouter):
             module.function = partial(route_sparse_mixer, jitter=module.jitter)
+
+
+def _is_plain_on_device(linear: Linear) -> bool:
+    return linear.quantized is None and linear.weight.device.type == "cuda"
 
 
 def _activation(x: Tensor, name: str, plain: Callable[[Tensor], Tensor]) -> Tensor:

@@ -38,8 +38,17 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Stored types that can be loaded; others, such as 8-bit types, would need scales."""
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""Types of plain weights."""
+_QUANTIZED_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,  # the exponents' bits
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+"""Further types of the parts of quantized weights."""
+_NAMES = {dtype: name for name, dtype in (_QUANTIZED_DTYPES | _DTYPES).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,7 @@ class StoredTensor:
 
     Attributes:
         type_name: The type's name in safetensors, or in torch.
-        dtype: None for types that cannot be loaded.
+        dtype: In which its bytes are read; None for types that cannot be loaded.
         start: Sorts the tensors of a file by their bytes; in a safetensors file, the offset of its
             first byte.
     """
@@ -58,6 +67,11 @@ class StoredTensor:
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     start: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it may be a plain weight."""
+        return self.type_name in _DTYPES
 
     @property
     def nbytes(self) -> int:
@@ -180,7 +194,7 @@ class SafetensorsFile:
             StoredTensor(
                 name,
                 about["dtype"],
-                _DTYPES.get(about["dtype"]),
+                (_DTYPES | _QUANTIZED_DTYPES).get(about["dtype"]),
                 tuple(about["shape"]),
                 about["data_offsets"][0],
             )

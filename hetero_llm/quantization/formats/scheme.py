@@ -58,13 +58,12 @@ class Scheme(Protocol):
 
 
 class CheckpointFormat(Protocol):
-    """How a checkpoint stores its matrices.
+    """How a checkpoint stores its matrices."""
 
-    Attributes:
-        name: what users call it: "gptq".
-    """
-
-    name: str
+    @property
+    def name(self) -> str:
+        """What users call it: "gptq"."""
+        ...
 
     def scheme(self, module: str) -> Scheme | None:
         """Of the matrix of a module ("model.layers.0.self_attn.q_proj"); None: it is stored as a

@@ -1,0 +1,89 @@
+"""How a checkpoint's weights are quantized, and how the user wants them to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_llm.core.errors import ConfigError, ModelLoadError
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.config_reader import Reader, read_json
+from hetero_llm.quantization.formats.scheme import CheckpointFormat
+from hetero_llm.quantization.names import CHECKPOINT_NAMES, NOT_BUILT, ONLINE_NAMES, OnlineName
+
+_OTHER_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+"""Files beside config.json in which older tools say the same -> the method if they do not say it.
+"""
+_ONLINE_ALIASES: dict[str, OnlineName] = {"bitsandbytes": "ifq_nf4"}
+"""Names of vLLM for the quantization of plain weights while they are loaded."""
+
+
+def stored_quantization(folder: Path, config: Reader) -> Mapping[str, Any] | None:
+    """`quantization_config` of config.json, or the content of a file beside it that stands for it;
+    None: the weights are plain.
+
+    Raises:
+        ModelLoadError: it is not an object.
+    """
+    raw = config.raw.get("quantization_config")
+    if raw:
+        if not isinstance(raw, Mapping):
+            raise config.bad("quantization_config", "an object is needed")
+        return raw
+    for name, method in _OTHER_FILES.items():
+        path = folder / name
+        if path.exists():
+            found = read_json(path)
+            return {"quant_method": method, **found}
+    return None
+
+
+def online_quantization(wanted: str | None, stored: Mapping[str, Any] | None) -> OnlineName | None:
+    """What the argument `quantization` asks for beyond what the checkpoint says.
+
+    Raises:
+        ConfigError: the checkpoint cannot be served so.
+    """
+    if wanted is None:
+        return None
+    if stored is not None:
+        method = str(stored.get("quant_method"))
+        if CHECKPOINT_NAMES.get(wanted) != method:
+            reason = f"the checkpoint's weights are quantized already, by {method!r}; leave it out"
+            raise ConfigError("quantization", wanted, reason)
+        return None
+    name = _ONLINE_ALIASES.get(wanted, wanted)
+    for known in ONLINE_NAMES:
+        if name == known:
+            return known
+    if wanted in NOT_BUILT:
+        raise ConfigError("quantization", wanted, "this format is not built")
+    if wanted in CHECKPOINT_NAMES:
+        reason = "the checkpoint's weights are plain; of these are made: " + ", ".join(ONLINE_NAMES)
+        raise ConfigError("quantization", wanted, reason)
+    known_names = dict.fromkeys((*ONLINE_NAMES, *CHECKPOINT_NAMES))
+    raise ConfigError("quantization", wanted, "one of " + ", ".join(known_names))
+
+
+def checkpoint_format(config: ModelConfig, folder: Path) -> CheckpointFormat | None:
+    """The format of the weights that are read; None: they are plain and stay so.
+
+    Raises:
+        ModelLoadError: the checkpoint's format, or an option of it, is not supported.
+    """
+    from hetero_llm.quantization.formats.read import read_format
+    from hetero_llm.quantization.online import OnlineFormat
+
+    if config.online_quantization is not None:
+        return OnlineFormat(config.online_quantization)
+    if config.quantization is None:
+        return None
+    try:
+        return read_format(config.quantization)
+    except ValueError as error:
+        raise ModelLoadError(f"{folder}: quantization_config: {error}") from error
