@@ -58,9 +58,9 @@ _MODEL = grouped(
         "load_format",
         _STR,
         "auto",
-        "How weights are stored: 'auto' is safetensors, or a GGUF file if the model is one, 'pt' is "
-        "pickled files (needs allow_pickle_weights), 'gguf' the GGUF file in a folder; 'dummy' makes "
-        "random ones, for profiling.",
+        "How weights are stored: 'auto' is safetensors, or a GGUF file if the model is one, 'pt' "
+        "is pickled files (needs allow_pickle_weights), 'gguf' is the GGUF file in a folder; "
+        "'dummy' makes random ones, for profiling.",
         choices=("auto", "safetensors", "pt", "gguf", "dummy"),
         later_choices=("npcache", "tensorizer", "sharded_state", "bitsandbytes", "mistral"),
     ),

@@ -15,8 +15,8 @@ from hetero_llm.utils.files import MIB, check_regular
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 """How weights are stored: "auto" is a GGUF file if the model is one, else safetensors, or pickled
-files if those are allowed; "pt" is pickled files; "gguf" is one GGUF file, which holds configuration
-and tokenizer, too; "dummy" makes random weights and needs no file."""
+files if those are allowed; "pt" is pickled files; "gguf" is one GGUF file, which holds
+configuration and tokenizer, too; "dummy" makes random weights and needs no file."""
 
 SAFETENSORS = ("*.safetensors",)
 PICKLED = ("*.bin", "*.pt", "*.pth")
@@ -96,7 +96,9 @@ def _gguf_file(folder: Path) -> Path:
         raise ModelLoadError(f"{folder}: no {GGUF} file")
     if len(files) > 1:
         names = ", ".join(path.name for path in files)
-        raise ModelLoadError(f"{folder}: several GGUF files, name one of them as the model: {names}")
+        raise ModelLoadError(
+            f"{folder}: several GGUF files, name one of them as the model: {names}"
+        )
     _check_file(files[0], files[0], None)
     return files[0]
 

@@ -1,8 +1,9 @@
 """The weight files of a model: lists them, and reads their headers and bytes.
 
-Safetensors and GGUF files are read with positioned reads, not mapped: pages of the file do not count as the
-process's memory, several threads read one file, and a failing disk raises an error instead of a
-signal. Pickled files are read by torch with `weights_only`: they may hold tensors only.
+Safetensors and GGUF files are read with positioned reads, not mapped: pages of the file do not
+count as the process's memory, several threads read one file, and a failing disk raises an error
+instead of a signal. Pickled files are read by torch with `weights_only`: they may hold tensors
+only.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
 from hetero_llm.models.config_reader import read_json
 from hetero_llm.models.folders import PICKLED, SAFETENSORS, is_hub_snapshot, weight_files
+from hetero_llm.models.gguf.config import block_types
 from hetero_llm.models.gguf.container import SUFFIX, GgufTensor, is_gguf, read_header
 from hetero_llm.models.gguf.names import ROPE_FACTORS
 from hetero_llm.models.gguf.rows import TensorRows
@@ -102,14 +104,16 @@ class WeightFile(Protocol):
 
 
 def find_weight_files(
-    folder: Path, load_format: str, *, allow_pickle: bool
+    folder: Path, load_format: str, *, allow_pickle: bool, keep_blocks: bool = False
 ) -> tuple[WeightFile, ...]:
     """The files to load, with their headers read.
 
-    A GGUF file stands in `folder` for a folder. In a folder an index lists the files; without one, all files of the format are loaded.
+    A GGUF file stands in `folder` for a folder. In a folder an index lists the files; without one,
+    all files of the format are loaded.
 
     Args:
         load_format: Of `folders.LOAD_FORMATS`, but not "dummy".
+        keep_blocks: See `GgufFile`.
 
     Raises:
         ConfigError: "pt" without `allow_pickle`; "gguf" for a folder, or another format for a GGUF
@@ -120,7 +124,7 @@ def find_weight_files(
     if is_gguf(folder):
         if load_format not in ("auto", "gguf"):
             raise ConfigError("load_format", load_format, f"{folder} is a GGUF file")
-        return (GgufFile(folder),)
+        return (GgufFile(folder, keep_blocks=keep_blocks),)
     if load_format == "gguf":
         raise ConfigError("load_format", load_format, f"{folder} is no *{SUFFIX} file")
     if load_format == "pt" and not allow_pickle:
@@ -214,34 +218,42 @@ class SafetensorsFile:
 
 
 class GgufFile:
-    """See `WeightFile`. Names, order of rows and norms are those of transformers' checkpoints;
-    blocks are read as float32.
+    """See `WeightFile`. Names, order of rows and norms are those of transformers' checkpoints.
 
-    `header` is the file's.
+    Args:
+        keep_blocks: Matrices of `block_types` are [rows, bytes of a row] of their type ("Q4_K");
+            else all blocks are read as float32.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keep_blocks: bool) -> None:
         """Reads the header."""
         self.path = path
         self._bytes = _PositionedReads(path)
-        self.header = read_header(path)
-        self._rows = TensorRows(self.header)
+        header = read_header(path)
+        self._rows = TensorRows(header)
         self._stored: dict[str, GgufTensor] = {}
+        self._kept = block_types(header) if keep_blocks else {}
         found = []
-        for entry in self.header.tensors.values():
-            if entry.name != ROPE_FACTORS:
-                name = self._rows.name(entry)
-                self._stored[name] = entry
-                dtype = _DTYPES.get(entry.type.name, torch.float32)
-                found.append(StoredTensor(name, entry.type.name, dtype, entry.shape, entry.start))
+        for entry in header.tensors.values():
+            if entry.name == ROPE_FACTORS:
+                continue
+            name, kind, shape = self._rows.name(entry), entry.type.name, entry.shape
+            self._stored[name] = entry
+            if entry.name in self._kept:
+                dtype, shape = torch.uint8, (entry.rows, entry.row_bytes)
+            else:
+                kind = kind if entry.type.is_plain else "F32"
+                dtype = _DTYPES[kind]
+            found.append(StoredTensor(name, kind, dtype, shape, entry.start))
         self.tensors = tuple(sorted(found, key=lambda tensor: tensor.start))
 
     def open(self) -> None:
         self._bytes.open()
 
     def read(self, tensor: StoredTensor, offset: int, out: np.ndarray) -> None:
+        entry = self._stored[tensor.name]
         fetch = partial(self._bytes.read, tensor.name)
-        self._rows.fill(self._stored[tensor.name], offset, out, fetch, as_stored=False)
+        self._rows.fill(entry, offset, out, fetch, as_stored=entry.name in self._kept)
 
     def close(self) -> None:
         self._bytes.close()

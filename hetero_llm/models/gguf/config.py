@@ -20,6 +20,7 @@ from hetero_llm.models.gguf.names import (
     ROPE_FACTORS,
     GgufFamily,
 )
+from hetero_llm.quantization.gguf.types import MATRIX_TYPES
 
 _REQUIRED = {
     "block_count": "num_hidden_layers",
@@ -60,6 +61,24 @@ def family_of(header: GgufHeader) -> GgufFamily:
     if (header.integer("split.count") or 1) > 1:
         raise header.bad("split.count", "one file is needed: llama-gguf-split --merge makes it")
     return GGUF_FAMILIES[name]
+
+
+def block_types(header: GgufHeader) -> dict[str, str]:
+    """The matrices that stay quantized: names of their tensors in the file -> type. Others become
+    plain numbers: those of other types, or fused with one of another kind."""
+    family = family_of(header)
+
+    def form(name: str) -> tuple[str, int] | None:
+        tensor = header.tensors.get(name)
+        return None if tensor is None else MATRIX_TYPES.get(tensor.type.name)
+
+    return {
+        name: tensor.type.name
+        for name, tensor in header.tensors.items()
+        if (parts := family.fused_with(name))
+        and form(name) is not None
+        and all(form(part) == form(name) for part in parts)
+    }
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
@@ -104,6 +123,9 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         if kv_heads in header.metadata
         else raw["num_attention_heads"]
     )
+    types = {family.module(name): kind for name, kind in block_types(header).items()}
+    if types:
+        raw["quantization_config"] = {"quant_method": "gguf", "types": types}
     return {**raw, **_heads(header, prefix), **_rope(header, prefix), **_own(header, raw)}
 
 
@@ -242,7 +264,5 @@ def _own(header: GgufHeader, raw: dict[str, Any]) -> dict[str, Any]:
         if raw["num_hidden_layers"] == _GEMMA2_27B_LAYERS and isinstance(heads, int) and heads > 0:
             found["query_pre_attn_scalar"] = raw["hidden_size"] // heads
         else:
-            found["query_pre_attn_scalar"] = header.metadata.get(
-                "gemma2.attention.key_length", 256
-            )
+            found["query_pre_attn_scalar"] = header.metadata.get("gemma2.attention.key_length", 256)
     return found

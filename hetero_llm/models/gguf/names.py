@@ -18,6 +18,8 @@ _OUTSIDE = {
     "output_norm.weight": "model.norm.weight",
     HEAD: "lm_head.weight",
 }
+_FUSED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"))
+"""Matrices of a layer that the engine multiplies with at once."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
@@ -65,6 +67,21 @@ class GgufFamily:
         if match is not None and match[2] in self.layer:
             return f"model.layers.{int(match[1])}.{self.layer[match[2]]}.{match[3]}"
         return _OUTSIDE.get(stored, stored)
+
+    def module(self, stored: str) -> str:
+        """The module of a weight."""
+        return self.name(stored).removesuffix(".weight")
+
+    def fused_with(self, stored: str) -> tuple[str, ...]:
+        """The tensors that the engine fuses with one, itself included; empty if it is none of
+        `Linear` layers."""
+        match = _LAYER.fullmatch(stored)
+        if match is None:
+            return (stored,) if stored == HEAD else ()
+        if match[3] != "weight" or match[2].endswith("norm"):
+            return ()
+        parts = next((parts for parts in _FUSED if match[2] in parts), (match[2],))
+        return tuple(f"blk.{match[1]}.{part}.weight" for part in parts)
 
     def is_rotated(self, stored: str) -> bool:
         """Whether the rows of a tensor are to be reordered, see `rotates_neighbours`."""

@@ -210,7 +210,10 @@ def _split_of(header: GgufHeader) -> _Split:
             raise header.bad(key, f"not known for {family}")
         name = _OF_ARCHITECTURE[family]
         logger.warning(
-            "%s: %s does not say how texts are split into words: taken as %s", header.path, key, name
+            "%s: %s does not say how texts are split into words: taken as %s",
+            header.path,
+            key,
+            name,
         )
     name = _SAME_SPLIT.get(name, name)
     if name not in _SPLITS:

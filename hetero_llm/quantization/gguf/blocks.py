@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hetero_llm.quantization.gguf.types import BLOCK_TYPES, BlockType
-from hetero_llm.quantization.matrix import Kind, QuantizedMatrix, pack_codes
+from hetero_llm.quantization.matrix import QuantizedMatrix, pack_codes
 
 _BY_NAME = {block.name: block for block in BLOCK_TYPES.values()}
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -28,7 +28,7 @@ def to_matrix(name: str, raw: Tensor) -> QuantizedMatrix:
     of two stored numbers, rounded to float16 (float32 where float16 would overflow).
 
     Args:
-        name: of `MATRIX_KINDS`.
+        name: of `MATRIX_TYPES`.
         raw: [N, bytes of a row] uint8.
 
     Raises:
@@ -200,10 +200,3 @@ _MATRICES: dict[str, Callable[[Tensor], QuantizedMatrix]] = {
     "Q6_K": _int8("Q6_K"),
     "Q8_0": _int8("Q8_0"),
 }
-
-MATRIX_KINDS: dict[str, tuple[Kind, int]] = {
-    "Q4_0": ("int4", 32), "Q4_1": ("int4", 32), "Q4_K": ("int4", 32),
-    "Q5_0": ("int8", 32), "Q6_K": ("int8", 16), "Q8_0": ("int8", 32),
-}  # fmt: skip
-"""Types that `to_matrix` converts: kind and group of the result. Others with an offset, of 5 bits,
-have no such form and are dequantized when they are loaded."""

@@ -1,4 +1,4 @@
-"""The types that a tensor of a GGUF file may have (`enum ggml_type` of ggml.h). Imports no torch."""
+"""Types of tensors in GGUF files (`enum ggml_type` of ggml.h). Imports no torch."""
 
 from __future__ import annotations
 
@@ -52,3 +52,12 @@ OTHER_TYPES: Mapping[int, str] = MappingProxyType(
     }
 )  # fmt: skip
 """Names of types that are not read."""
+
+MATRIX_TYPES: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {
+        "Q4_0": ("int4", 32), "Q4_1": ("int4", 32), "Q4_K": ("int4", 32),
+        "Q5_0": ("int8", 32), "Q6_K": ("int8", 16), "Q8_0": ("int8", 32),
+    }
+)  # fmt: skip
+"""Types whose matrices stay quantized: kind and group of their `QuantizedMatrix`. Types of 5 bits
+with an offset have no such form and become plain numbers."""

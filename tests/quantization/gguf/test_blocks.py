@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_llm.quantization.gguf.blocks import MATRIX_KINDS, to_floats, to_matrix
-from hetero_llm.quantization.gguf.types import BLOCK_TYPES
+from hetero_llm.quantization.gguf.blocks import to_floats, to_matrix
+from hetero_llm.quantization.gguf.types import BLOCK_TYPES, MATRIX_TYPES
 from hetero_llm.quantization.matrix import dequantize
 from tests.helpers.gguf_blocks import LAYOUTS, NUMBERS, numbers, random_tensor
 
@@ -31,12 +31,12 @@ def test_floats_are_exact(name: str) -> None:
     assert np.array_equal(to_floats(name, torch.from_numpy(raw)).numpy(), numbers(name, raw))
 
 
-@pytest.mark.parametrize("name", sorted(MATRIX_KINDS))
+@pytest.mark.parametrize("name", sorted(MATRIX_TYPES))
 @pytest.mark.parametrize(("rows", "columns"), [(1, 256), (3, 512), (65, 256)])
 def test_matrices(name: str, rows: int, columns: int) -> None:
     raw = blocks(name, rows, columns, seed=rows)
     matrix = to_matrix(name, torch.from_numpy(raw))
-    assert (matrix.kind, matrix.group) == MATRIX_KINDS[name]
+    assert (matrix.kind, matrix.group) == MATRIX_TYPES[name]
     assert matrix.shape == (rows, columns) and matrix.scale.dtype == torch.float16
     expected = torch.from_numpy(numbers(name, raw))
     found = dequantize(matrix, torch.float32)
@@ -54,15 +54,15 @@ def test_matrices(name: str, rows: int, columns: int) -> None:
 def test_scales_beyond_float16_stay_exact(name: str) -> None:
     raw = blocks(name, 2, 256)
     nbytes, _, halves = LAYOUTS[name]
-    raw.reshape(-1, nbytes)[:, halves[0] : halves[0] + 2] = (
-        np.array([60000], np.float16).view(np.uint8)
+    raw.reshape(-1, nbytes)[:, halves[0] : halves[0] + 2] = np.array([60000], np.float16).view(
+        np.uint8
     )
     matrix = to_matrix(name, torch.from_numpy(raw))
     assert matrix.scale.dtype == torch.float32
     assert torch.equal(dequantize(matrix, torch.float32), torch.from_numpy(numbers(name, raw)))
 
 
-@pytest.mark.parametrize("name", sorted(MATRIX_KINDS))
+@pytest.mark.parametrize("name", sorted(MATRIX_TYPES))
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_scales_that_are_not_finite(name: str, wrong: float) -> None:
     raw = blocks(name, 2, 256)
