@@ -48,7 +48,7 @@ _END_TOKENS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
     "<|eom_id|>", "<EOT>",
 )  # fmt: skip
-_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_ENDS = ("eos", "eot", "eom")
 _CONTROL = 3
 
 
@@ -107,7 +107,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         "vocab_size": _vocab_size(header),
         "torch_dtype": _dtype(header),
         "tie_word_embeddings": HEAD not in header.tensors,
-        "bos_token_id": header.integer("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": header.token_id("bos"),
         "eos_token_id": end_tokens(header),
     }
     for key, name in _REQUIRED.items():
@@ -132,7 +132,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 def end_tokens(header: GgufHeader) -> list[int]:
     """Ids of the tokens that end a text: those that the file names, and control tokens that are
     known to end a turn."""
-    named = [header.integer(f"tokenizer.ggml.{key}") for key in _END_KEYS]
+    named = [header.token_id(name) for name in _ENDS]
     found = [token for token in named if token is not None]
     tokens = header.metadata.get("tokenizer.ggml.tokens", ())
     types = header.metadata.get("tokenizer.ggml.token_type", ())

@@ -36,6 +36,7 @@ _NUMBERS = {
 _LEAST_PAIR = 8 + 4 + 1  # bytes of a pair of metadata: length of the key, type, a value
 _LEAST_TENSOR = 8 + 4 + 8 + 4 + 8
 _MOST_FLOATS = 1 << 16
+_NO_TOKEN = 2**32 - 1
 
 
 class Strings(Sequence[str]):
@@ -134,6 +135,11 @@ class GgufHeader:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self.bad(key, "an integer of 0 or more is needed")
         return value
+
+    def token_id(self, name: str) -> int | None:
+        """`tokenizer.ggml.{name}_token_id`; None if there is none, which some files state as -1."""
+        found = self.integer(f"tokenizer.ggml.{name}_token_id")
+        return None if found == _NO_TOKEN else found
 
     def floats(self, name: str) -> list[float]:
         """The numbers of a small tensor in float32.

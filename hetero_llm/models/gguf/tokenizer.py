@@ -131,12 +131,12 @@ class _Vocabulary:
 
     def special(self, name: str) -> str | None:
         """The token of `tokenizer.ggml.{name}_token_id`; None if the file names none."""
-        key = f"tokenizer.ggml.{name}_token_id"
-        index = self.header.integer(key)
+        index = self.header.token_id(name)
         if index is None:
             return None
         if index >= len(self.tokens):
-            raise self.header.bad(key, f"the vocabulary has {len(self.tokens)} tokens")
+            key, size = f"tokenizer.ggml.{name}_token_id", len(self.tokens)
+            raise self.header.bad(key, f"the vocabulary has {size} tokens")
         return self.tokens[index]
 
     def merges(self) -> list[tuple[str, str]]:
