@@ -299,7 +299,7 @@ def _matches(
     for name, (file, stored) in stored_tensors.items():
         if name in targets or filler.claims(name):
             found[name] = _Match(name, file, stored, targets.get(name))
-        else:
+        elif not filler.skips(name):
             unexpected.append(stored.name)
     _use_tied_head(model, targets, found, skipped)
     problems = {

@@ -13,13 +13,9 @@ from hetero_llm.models.config_reader import Reader, read_json
 from hetero_llm.quantization.formats.scheme import CheckpointFormat
 from hetero_llm.quantization.names import CHECKPOINT_NAMES, NOT_BUILT, ONLINE_NAMES, OnlineName
 
-_OTHER_FILES = {
-    "quantize_config.json": "gptq",
-    "quant_config.json": "awq",
-    "hf_quant_config.json": "modelopt",
-}
-"""Files beside config.json in which older tools say the same -> the method if they do not say it.
-"""
+_OTHER_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Files beside config.json in which older tools said the same: AutoGPTQ, AWQ's, ModelOpt."""
+_KEYS_OF_AWQ = ("w_bit", "q_group_size")
 _ONLINE_ALIASES: dict[str, OnlineName] = {"bitsandbytes": "ifq_nf4"}
 """Names of vLLM for the quantization of plain weights while they are loaded."""
 
@@ -36,12 +32,22 @@ def stored_quantization(folder: Path, config: Reader) -> Mapping[str, Any] | Non
         if not isinstance(raw, Mapping):
             raise config.bad("quantization_config", "an object is needed")
         return raw
-    for name, method in _OTHER_FILES.items():
+    for name in _OTHER_FILES:
         path = folder / name
         if path.exists():
             found = read_json(path)
-            return {"quant_method": method, **found}
+            return {**found, "quant_method": _method_of(name, found)}
     return None
+
+
+def _method_of(file: str, content: Mapping[str, Any]) -> Any:
+    """What `quant_method` would say in a file that need not have it."""
+    said = content.get("quant_method", content.get("method"))
+    if said is not None:
+        return said
+    if file == "hf_quant_config.json":
+        return "modelopt"
+    return "awq" if any(key in content for key in _KEYS_OF_AWQ) else "gptq"
 
 
 def online_quantization(wanted: str | None, stored: Mapping[str, Any] | None) -> OnlineName | None:

@@ -22,6 +22,7 @@ from hetero_llm.models.experts import Experts, Router
 from hetero_llm.models.layers import CausalLM, Linear, RearrangedView
 from hetero_llm.models.linear_weights import on_linear_weight
 from hetero_llm.models.weight_files import StoredTensor, WeightFile
+from hetero_llm.quantization.formats.kv_cache import KV_SCALES
 from hetero_llm.quantization.formats.scheme import CheckpointFormat, Scheme, StoredPart
 from hetero_llm.quantization.matrix import (
     QuantizedMatrix,
@@ -63,7 +64,7 @@ class MatrixPlan:
     @property
     def names(self) -> dict[str, str]:
         """The suffix of each part by the name of its tensor."""
-        return {f"{self.module}.{part.suffix}": part.suffix for part in self.parts}
+        return {part.name_in(self.module): part.suffix for part in self.parts}
 
 
 @contextmanager
@@ -178,7 +179,7 @@ def _parts_in_files(
         return ()
     found, problems = [], []
     for part in parts:
-        name = f"{module}.{part.suffix}"
+        name = part.name_in(module)
         if name not in stored:
             if not part.optional:
                 problems.append(f"{name} is missing")
@@ -186,7 +187,7 @@ def _parts_in_files(
         tensor = stored[name][1]
         if tensor.dtype is None or tensor.type_name not in part.types:
             problems.append(f"{name} has type {tensor.type_name}, not {' or '.join(part.types)}")
-        elif tensor.shape not in part.shapes:
+        elif not part.admits(tensor.shape):
             wanted = list(part.shapes[0])
             problems.append(f"{name} is {list(tensor.shape)}, its matrix needs {wanted}")
         found.append(part)
@@ -229,6 +230,11 @@ class MatrixFiller:
     def claims(self, name: str) -> bool:
         """Whether a stored tensor is part of a quantized matrix."""
         return name in self._plan_of
+
+    def skips(self, name: str) -> bool:
+        """Whether a stored tensor belongs to a quantized checkpoint and is not used: a scale of a
+        KV cache, which is not quantized by it here."""
+        return bool(self._plan_of) and name.rpartition(".")[2] in KV_SCALES
 
     def without_matrices(
         self, targets: Mapping[str, Tensor | RearrangedView]

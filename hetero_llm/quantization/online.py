@@ -5,7 +5,8 @@ Nothing is calibrated: each matrix is rounded by itself, on the device where it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
@@ -69,18 +70,23 @@ def quantize_nf4(weight: Tensor) -> QuantizedMatrix:
     return QuantizedMatrix("nf4", pack_codes(codes.view(height, width)), scale, _NF4_GROUP)
 
 
-def quantize_int4(weight: Tensor) -> QuantizedMatrix:
-    """One scale and zero point for each 128 columns of a row (64 or 32 where 128 do not divide
-    them), which span the share of the group's range with the least squared error."""
-    width = weight.shape[1]
-    group = next(size for size in _INT4_GROUPS if width % size == 0)
+def int4_group(widths: Iterable[int]) -> int:
+    """Columns of a group of int4: 128, or 64 or 32 where 128 do not divide all of these widths."""
+    common = math.gcd(*widths)
+    return next(size for size in _INT4_GROUPS if common % size == 0)
+
+
+def quantize_int4(weight: Tensor, group: int | None = None) -> QuantizedMatrix:
+    """One scale and zero point for each group of columns of a row, which span the share of the
+    group's range with the least squared error. `group` None: that of `int4_group`."""
+    group = group or int4_group([weight.shape[1]])
     parts = [_int4_rows(rows, group) for rows in weight.split(_ROWS_AT_ONCE)]
     codes, scales, zeros = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return QuantizedMatrix("int4", codes, scales, group, zero=zeros)
 
 
 def _int4_rows(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed codes [N, K / 2], scales [N, K / group] float16, zero points alike."""
+    """Packed codes [N, K / 2], scales [N, K / group] bfloat16, zero points alike in uint8."""
     height, width = weight.shape
     groups = weight.float().view(height, -1, group)
     low = groups.amin(2, keepdim=True).clamp_(max=0.0)
@@ -88,9 +94,8 @@ def _int4_rows(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     least = torch.full_like(low, torch.inf)
     best_scale, best_zero = torch.ones_like(low), torch.zeros_like(low)
     for share in _INT4_SHARES:
-        # float16 keeps the scale, so the codes are chosen for it as it is kept.
-        scale = _scale_of((high - low) * share, 15.0).half().float()
-        scale = torch.where(scale == 0.0, 1.0, scale)  # a range below what float16 holds
+        # The codes are chosen for the scale as it is kept.
+        scale = _scale_of((high - low) * share, 15.0).bfloat16().float()
         zero = (-low * share / scale).round_().clamp_(0.0, 15.0)
         codes = (groups / scale + zero).round_().clamp_(0.0, 15.0)
         error = ((codes - zero) * scale - groups).square_().sum(2, keepdim=True)
@@ -101,7 +106,7 @@ def _int4_rows(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     codes = (groups / best_scale + best_zero).round_().clamp_(0.0, 15.0)
     return (
         pack_codes(codes.view(height, width)),
-        best_scale.squeeze(2).half(),
+        best_scale.squeeze(2).bfloat16(),
         best_zero.squeeze(2).to(torch.uint8),
     )
 
@@ -140,14 +145,16 @@ class OnlineFormat:
     name: OnlineName
 
     def scheme(self, module: str) -> OnlineScheme:
+        """See `CheckpointFormat`."""
         return OnlineScheme(self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class OnlineScheme:
-    """See `formats.scheme.Scheme`."""
+    """See `formats.scheme.Scheme`. `group`: columns of a group of int4; None: see `int4_group`."""
 
     name: OnlineName
+    group: int | None = None
 
     def parts(self, rows: int, columns: int) -> tuple[StoredPart, ...]:
         step = _COLUMNS[self.name]
@@ -160,4 +167,6 @@ class OnlineScheme:
         return (StoredPart("weight", FLOATS, ((rows, columns),)),)
 
     def convert(self, stored: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
+        if self.name == "int4":
+            return quantize_int4(stored["weight"], self.group)
         return _QUANTIZERS[self.name](stored["weight"])

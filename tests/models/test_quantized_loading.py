@@ -142,7 +142,7 @@ def test_names_that_do_not_apply(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"quantization='?{name}.*{reason}"):
             load_model_config(folder, quantization=name)
     assert load_model_config(folder, quantization="bitsandbytes").online_quantization == "ifq_nf4"
-    rewrite_config(folder, quantization_config={"quant_method": "awq"})
+    rewrite_config(folder, quantization_config={"quant_method": "awq", "bits": 4})
     with pytest.raises(ConfigError, match="quantized already, by 'awq'"):
         load_model_config(folder, quantization="fp8")
     assert load_model_config(folder, quantization="awq_marlin").quantization is not None

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
+from hetero_llm.quantization.formats.options import Config, refused
 from hetero_llm.quantization.formats.scheme import StoredPart
 from hetero_llm.quantization.gguf.blocks import to_matrix
 from hetero_llm.quantization.gguf.types import BLOCK_TYPES, MATRIX_TYPES, BlockType
@@ -38,24 +38,32 @@ class GgufScheme:
         return to_matrix(self.block.name, stored["weight"])
 
 
+@dataclass(frozen=True, slots=True)
 class GgufFormat:
-    """See `CheckpointFormat`."""
+    """See `CheckpointFormat`.
 
-    name = "gguf"
+    Attributes:
+        types: the block type of each quantized module, by its name.
+    """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        """Args:
-            config: `types`: the block type of each quantized module, by its name.
-
-        Raises:
-            ValueError: a type is unknown.
-        """
-        types = config.get("types", {})
-        for module, name in types.items():
-            if name not in MATRIX_TYPES:
-                raise ValueError(f"the type {name!r} of {module} is not one of blocks that stay")
-        self._types: Mapping[str, str] = types
+    types: Mapping[str, str]
+    name: str = "gguf"
 
     def scheme(self, module: str) -> GgufScheme | None:
-        name = self._types.get(module)
+        name = self.types.get(module)
         return None if name is None else GgufScheme(_BLOCKS[name])
+
+
+def read(config: Config) -> GgufFormat:
+    """The format of a file whose modules have the types that `types` says.
+
+    Raises:
+        ValueError: `types` is no mapping, or names a type that has no quantized form.
+    """
+    types = config.get("types")
+    if not isinstance(types, Mapping):
+        raise refused("types", types, "an object with the type of each module")
+    for name in types.values():
+        if not isinstance(name, str) or name not in MATRIX_TYPES:
+            raise refused("types", name, MATRIX_TYPES)
+    return GgufFormat(types)

@@ -1,20 +1,75 @@
-"""`quantization_config` of a checkpoint -> its format."""
+"""From the value of `quantization_config` in config.json to the reader of its format.
+
+Older tools wrote files of their own: quantize_config.json (AutoGPTQ), quant_config.json or
+quantize_config.json (AWQ), hf_quant_config.json (ModelOpt). Their contents have functions here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from hetero_llm.quantization.formats.gguf import GgufFormat
+from hetero_llm.quantization.formats import (
+    auto_round,
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gguf,
+    gptq,
+    modelopt,
+    mxfp4,
+)
+from hetero_llm.quantization.formats.options import Config, first_of, refused
 from hetero_llm.quantization.formats.scheme import CheckpointFormat
 
+_READERS: Mapping[str, Callable[[Config], CheckpointFormat]] = {
+    "fp8": fp8.read,
+    "compressed-tensors": compressed_tensors.read,
+    "gguf": gguf.read,
+    "gptq": gptq.read,
+    "awq": awq.read,
+    "auto-round": auto_round.read,
+    "intel/auto-round": auto_round.read,
+    "modelopt": modelopt.read,
+    "modelopt_fp4": modelopt.read,
+    "modelopt_mixed": modelopt.read,
+    "bitsandbytes": bitsandbytes.read,
+    "mxfp4": mxfp4.read,
+}
 
-def read_format(config: Mapping[str, Any]) -> CheckpointFormat:
-    """The format that a quantization_config describes.
+
+def read_quantize_config(content: Config) -> CheckpointFormat:
+    """The format of a folder with the content of quantize_config.json or quant_config.json, which
+    AutoGPTQ and AWQ's tools wrote when config.json named no method.
 
     Raises:
-        ValueError: it asks for what is not built; the message names key and value.
+        ValueError: see `read_format`.
     """
-    if config.get("quant_method") == GgufFormat.name:
-        return GgufFormat(config)
-    raise ValueError(f"quant_method={config.get('quant_method')!r} is not supported")
+    method = first_of(content, ("quant_method", "method"))
+    if method is None:
+        method = "awq" if "w_bit" in content or "q_group_size" in content else "gptq"
+    return read_format({**content, "quant_method": method})
+
+
+def read_hf_quant_config(content: Config) -> CheckpointFormat:
+    """The format of a folder with the content of ModelOpt's hf_quant_config.json.
+
+    Raises:
+        ValueError: see `read_format`.
+    """
+    return read_format({**content, "quant_method": "modelopt"})
+
+
+def read_format(config: Config) -> CheckpointFormat:
+    """The format that `quantization_config` names.
+
+    Raises:
+        ValueError: its method or one of its options is not supported; the message names the key,
+            its value and what is supported.
+    """
+    method: Any = first_of(config, ("quant_method",))
+    reader = _READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise refused("quant_method", method, _READERS)
+    return reader(config)

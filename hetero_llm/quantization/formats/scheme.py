@@ -13,22 +13,39 @@ from hetero_llm.quantization.matrix import QuantizedMatrix
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Names of safetensors for the types of plain weights."""
 
+ANY_LENGTH = -1
+
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
     """A tensor that a quantized matrix has in the files.
 
     Attributes:
-        suffix: behind the module's name and a dot: "qweight".
+        suffix: behind the module's name and `joint`: "qweight".
         types: names of safetensors for the types it may have.
-        shapes: that it may have; the first one is what an error says.
+        shapes: that it may have, `ANY_LENGTH` for a length that only the stored values tell; the
+            first one is what an error says.
         optional: the matrix may lack it.
+        joint: between the module's name and the suffix; only banks of experts have another one.
     """
 
     suffix: str
     types: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     optional: bool = False
+    joint: str = "."
+
+    def name_in(self, module: str) -> str:
+        """The tensor's name in the files."""
+        return f"{module}{self.joint}{self.suffix}"
+
+    def admits(self, shape: tuple[int, ...]) -> bool:
+        """Whether it may have this shape."""
+        return any(
+            len(one) == len(shape)
+            and all(length in (ANY_LENGTH, found) for length, found in zip(one, shape, strict=True))
+            for one in self.shapes
+        )
 
 
 class Scheme(Protocol):

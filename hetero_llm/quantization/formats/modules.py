@@ -1,0 +1,47 @@
+"""Names of modules, as lists of modules that are stored as plain weights have them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from hetero_llm.quantization.formats.options import pattern
+
+_HEADS = ("lm_head", "embed_out", "output_layer", "output")
+
+
+def is_head(module: str) -> bool:
+    """Whether a module is the output head, by the names that families store it under. Most tools
+    leave it as it is unless they are asked for it, and then do not list it."""
+    last = module.rpartition(".")[2]
+    return last in _HEADS and not (last == "output" and ".layers." in f".{module}.")
+
+
+class PlainModules:
+    """Modules that a checkpoint stores as plain weights.
+
+    An entry is a part of the name between dots ("mlp.gate" of "model.layers.0.mlp.gate", not of
+    "model.layers.0.mlp.gate_proj"), or a regular expression that the name begins with, up to a dot
+    ("re:" before it is left out), after transformers' `should_convert_module`. Some writers take an
+    entry that stands anywhere in the name, "gate" for "gate_proj" (AutoAWQ): whoever reads the
+    files finds such a matrix plain there.
+
+    Raises:
+        ValueError: an entry is no regular expression.
+    """
+
+    def __init__(self, key: str, entries: Iterable[str]) -> None:
+        self._parts: set[str] = set()
+        self._patterns: list[re.Pattern[str]] = []
+        for entry in entries:
+            text = entry.removeprefix("re:")
+            if entry == text and not set(text) & set("*+?^$()[]{}|\\"):
+                self._parts.add(text)
+            else:
+                self._patterns.append(pattern(key, f"(?:{text})(?:(?<=\\.)|(?=\\.|$))"))
+
+    def __contains__(self, module: str) -> bool:
+        dotted = f".{module}."
+        return any(f".{part.strip('.')}." in dotted for part in self._parts) or any(
+            one.match(module) for one in self._patterns
+        )
