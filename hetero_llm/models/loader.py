@@ -92,7 +92,10 @@ def load_model(
     build = build or model_class(config.architecture)
     files: tuple[WeightFile, ...] | None = None
     if load_format != "dummy":
-        files = find_weight_files(folder, load_format, allow_pickle=allow_pickle)
+        keep_blocks = config.quantization is not None
+        files = find_weight_files(
+            folder, load_format, allow_pickle=allow_pickle, keep_blocks=keep_blocks
+        )
         _check_sizes(folder, config, files)
     wanted = checkpoint_format(config, folder)
     plans = _plan(folder, config, files, dtype, torch.device(device), build, wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,14 @@ def online_quantization(wanted: str | None, stored: Mapping[str, Any] | None) ->
         raise ConfigError("quantization", wanted, reason)
     known_names = dict.fromkeys((*ONLINE_NAMES, *CHECKPOINT_NAMES))
     raise ConfigError("quantization", wanted, "one of " + ", ".join(known_names))
+
+
+def with_plain_weights(config: ModelConfig) -> ModelConfig:
+    """A model of a GGUF file whose blocks become plain weights when they are loaded; others as
+    they are."""
+    if config.quantization is None or config.quantization.get("quant_method") != "gguf":
+        return config
+    return replace(config, quantization=None)
 
 
 def checkpoint_format(config: ModelConfig, folder: Path) -> CheckpointFormat | None:

@@ -21,12 +21,13 @@ CHECKPOINT_NAMES: dict[str, str] = {
     "modelopt_fp4": "modelopt",
     "mxfp4": "mxfp4",
     "bitsandbytes": "bitsandbytes",
+    "gguf": "gguf",
 }
 """What vLLM and TACO-LLM call the formats of checkpoints -> `quant_method` in their files. Names of
 kernels stand for the format: which kernel serves is measured here, not chosen."""
 
 NOT_BUILT = (
     *("aqlm", "squeezellm", "quip", "hqq", "deepspeedfp", "fbgemm_fp8", "tpu_int8", "qqq"),
-    *("gguf", "torchao", "quark", "auto-round", "experts_int8", "ptpc_fp8"),
+    *("torchao", "quark", "auto-round", "experts_int8", "ptpc_fp8"),
 )
 """Named by vLLM or TACO-LLM, refused here."""
