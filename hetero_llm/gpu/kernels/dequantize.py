@@ -19,7 +19,12 @@ from hetero_llm.gpu.kernels.launch import (
     wait_for_inputs,
 )
 from hetero_llm.gpu.kernels.quantized_elements import INT4, KIND_CODES, parts, plain_part
-from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix
+from hetero_llm.gpu.kernels.quantized_gemm import (
+    SCALE_TYPES,
+    PreparedMatrix,
+    of_slot,
+    zero_of_slot,
+)
 from hetero_llm.quantization.matrix import INT4_ZERO
 
 _BLOCK_N = 32
@@ -27,10 +32,10 @@ _INT4_ZERO = tl.constexpr(INT4_ZERO)
 
 
 @triton.jit
-def _of_features(pointer, group, features, n, stride, ROWS: tl.constexpr):
-    """[features, 1] in float32 of one group's scales, zero points or offsets."""
-    values = tl.load(pointer + group * stride + features // ROWS, mask=features < n, other=0.0)
-    return values.to(tl.float32)[:, None]
+def _load_words(pointer, word, features, n, stride, ROWS: tl.constexpr):
+    """[features, 1] of one row of words of scales, zero points or offsets."""
+    pointers = pointer + word * stride + features // ROWS
+    return tl.load(pointers, mask=features < n, other=0)[:, None]
 
 
 @triton.jit
@@ -51,12 +56,17 @@ def dequantize_kernel(
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (tiles of N, chunks); float32 results are computed without the rounding of nf4."""
     PARTS: tl.constexpr = 2 if KIND < INT4 else 4
     DTYPE: tl.constexpr = out.dtype.element_ty
+    # Parts under one scale, groups in a chunk, groups in a word of scales.
+    TOGETHER: tl.constexpr = PARTS if GROUP == 0 or GROUP >= LANES * PARTS else GROUP // LANES
+    GROUPS: tl.constexpr = PARTS // TOGETHER
+    PER_WORD: tl.constexpr = 1 if SCALE == 0 else (4 if SCALE == 3 else 2)
     features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, LANES)
     pointers = data + features.to(tl.int64)[:, None] * width + tl.program_id(1) * LANES
@@ -79,15 +89,18 @@ def dequantize_kernel(
         if KIND == INT4:
             value -= 1024.0 if tl.float16 == DTYPE else 128.0
             if zero is not None:
-                value -= _of_features(zero, group, features, n, zero_stride, 1)
+                words = _load_words(zero, group // GROUPS, features, n, zero_stride, 1)
+                value -= zero_of_slot(words, part // TOGETHER, GROUPS)
             elif offset is None:
                 value -= _INT4_ZERO
         if GROUP > 0:
-            value *= _of_features(scale, group, features, n, scale_stride, ROWS)
+            words = _load_words(scale, group // PER_WORD, features, n, scale_stride, ROWS)
+            value *= of_slot(words, group % PER_WORD, SCALE)
         if offset is not None:
-            value += _of_features(offset, group, features, n, zero_stride, 1)
+            words = _load_words(offset, group // PER_WORD, features, n, zero_stride, 1)
+            value += of_slot(words, group % PER_WORD, SCALE)
         if row_scale is not None:
-            value *= _of_features(row_scale, 0, features, n, 0, 1)
+            value *= tl.load(row_scale + features, mask=features < n, other=0.0)[:, None]
         inside = (features < n)[:, None] & (columns < k)[None, :]
         if order is not None:
             columns = tl.load(order + columns, mask=columns < k, other=0)
@@ -129,6 +142,7 @@ def dequantize_to(matrix: PreparedMatrix, out: Tensor) -> Tensor:
         LANES=matrix.lanes,
         GROUP=matrix.group,
         ROWS=matrix.rows,
+        SCALE=SCALE_TYPES[matrix.scale_dtype],
         BLOCK_N=_BLOCK_N,
         **pdl_options(out.device),
     )

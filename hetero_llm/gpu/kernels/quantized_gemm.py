@@ -70,6 +70,10 @@ _NARROW = 8192  # features up to which a program takes fewer of them
 _MOST_PROGRAMS = 264  # two for each multiprocessor of an H200: K is split up to these
 _INT4_ZERO = tl.constexpr(INT4_ZERO)
 
+SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
+"""Types of scales as kernels have them."""
+_FLOAT32, _FLOAT16, _BFLOAT16 = (tl.constexpr(code) for code in range(3))
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedMatrix:
@@ -83,8 +87,13 @@ class PreparedMatrix:
             K' is K to a multiple of a chunk, and whatever codes are there meet inputs of 0.
         group: columns that share a scale; 0: each row has one scale, which is in `row_scale`.
         rows: rows that share a scale, 1 or `BLOCK_ROWS`.
-        scale: [groups, ceil(N / rows) to a multiple of 16]; None where `group` is 0.
-        zero, offset: [groups, N to a multiple of 16] or None.
+        scale: int32 words, each with the scales of one, two or four groups that follow each other,
+            as many as it has room for, lowest bits first: [groups / those in a word, ceil(N / rows)
+            to a multiple of 16]; None where `group` is 0. Loads of 4 bytes can be asynchronous.
+        scale_dtype: of `scale` and `offset`.
+        offset: as `scale`, with rows 1; or None.
+        zero: the same, words of the zero points of one chunk or, where a group is as long or
+            longer, of one group; or None.
         row_scale: [N] float32 or None.
         order: [K] int32 or None: column k of `data` is column order[k] of the matrix.
     """
@@ -96,6 +105,7 @@ class PreparedMatrix:
     group: int
     rows: int
     scale: Tensor | None
+    scale_dtype: torch.dtype
     zero: Tensor | None
     offset: Tensor | None
     row_scale: Tensor | None
@@ -115,6 +125,11 @@ class PreparedMatrix:
     def padded_columns(self) -> int:
         """K'."""
         return self.data.shape[1] * self.parts
+
+    @property
+    def groups(self) -> int:
+        """0 where each row has one scale."""
+        return -(-self.shape[1] // self.group) if self.group else 0
 
     @property
     def device(self) -> torch.device:
@@ -148,17 +163,19 @@ def prepare(matrix: QuantizedMatrix) -> PreparedMatrix:
         group, rows = 0, 1
     eight_bits = matrix.kind in ("fp8", "int8")
     codes = matrix.data.view(torch.uint8) if eight_bits else unpack_codes(matrix.data)
-    lanes = _lanes_of_chunk(matrix.shape[1], group, 2 if eight_bits else 4)
+    num = 2 if eight_bits else 4
+    lanes = _lanes_of_chunk(matrix.shape[1], group, num)
     return PreparedMatrix(
         matrix.kind,
         matrix.shape,
         lanes,
-        _as_lanes(codes, lanes, 2 if eight_bits else 4),
+        _as_lanes(codes, lanes, num),
         group,
         rows,
-        None if per_row else _transposed(scale),
-        None if matrix.zero is None else _transposed(matrix.zero),
-        None if matrix.offset is None else _transposed(matrix.offset),
+        None if per_row else _in_words(scale),
+        scale.dtype,
+        None if matrix.zero is None else _zero_words(matrix.zero, max(1, lanes * num // group)),
+        None if matrix.offset is None else _in_words(matrix.offset),
         row_scale,
         matrix.order,
     )
@@ -188,11 +205,48 @@ def _as_lanes(codes: Tensor, lanes: int, parts: int) -> Tensor:
     return torch.stack((low, high), dim=-1).flatten(1).view(torch.int16)
 
 
-def _transposed(values: Tensor) -> Tensor:
-    """[rows, groups] -> [groups, rows to a multiple of 16]."""
-    bits = values.view(torch.uint8) if values.dtype.itemsize == 1 else values
-    missing = -bits.shape[0] % _ALIGNED
-    return torch.nn.functional.pad(bits.t(), (0, missing)).contiguous().view(values.dtype)
+def _in_words(values: Tensor) -> Tensor:
+    """[rows, groups] -> [ceil(groups / those in a word), rows to a multiple of 16] int32."""
+    height, groups = values.shape
+    size = values.dtype.itemsize
+    bits = values.contiguous().view(torch.uint8).view(height, groups * size)
+    bits = torch.nn.functional.pad(bits, (0, -groups * size % 4, 0, -height % _ALIGNED))
+    return bits.view(torch.int32).t().contiguous()
+
+
+def _zero_words(zero: Tensor, in_chunk: int) -> Tensor:
+    """The same for zero points, a word for each chunk or, where groups are longer, each group."""
+    wide = zero.to({1: torch.int32, 2: torch.int16, 4: torch.uint8}[in_chunk])
+    return _in_words(wide)
+
+
+@triton.jit
+def of_slot(words, slot, TYPE: tl.constexpr):
+    """Float32 scales from the words that hold them.
+
+    Args:
+        slot: which of the groups in each word.
+        TYPE: of `SCALE_TYPES`.
+    """
+    if TYPE == _FLOAT32:
+        return words.to(tl.float32, bitcast=True)
+    elif TYPE == _FLOAT16:
+        half = (words >> (slot * 16)).to(tl.int16)
+        return half.to(tl.float16, bitcast=True).to(tl.float32)
+    elif TYPE == _BFLOAT16:
+        return (words >> (slot * 16) << 16).to(tl.float32, bitcast=True)
+    else:
+        code = ((words >> (slot * 8)) & 255).to(tl.uint8)
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def zero_of_slot(words, SLOT: tl.constexpr, SLOTS: tl.constexpr):
+    """Float32 zero points from the words that hold those of SLOTS groups each."""
+    if SLOTS == 1:
+        return words.to(tl.float32)
+    else:
+        return ((words >> (SLOT * (32 // SLOTS))) & 255).to(tl.float32)
 
 
 @triton.jit
@@ -235,61 +289,71 @@ def _sum_pieces(values, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _load_scales(scale, group, features, groups, stride, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Scales (or zero points, offsets) [features, group] in float32; [1, group] for blocks of
-    rows, which hold a whole tile of features each."""
-    inside = (group < groups)[None, :]
+def _load_tile(
+    scale, word, features, words, stride, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Words of scales (or zero points, offsets) [features, word]; [1, word] for blocks of rows,
+    which hold a whole tile of features each."""
+    inside = (word < words)[None, :]
     if ROWS > 1:
-        pointers = scale + tl.program_id(0) * BLOCK_N // ROWS + group[None, :] * stride
-        return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        pointers = scale + tl.program_id(0) * BLOCK_N // ROWS + word[None, :] * stride
+        return tl.load(pointers, mask=inside, other=0)
     else:
-        pointers = scale + features[:, None] + group[None, :] * stride
+        pointers = scale + features[:, None] + word[None, :] * stride
         # A row's length is a multiple of 16 and so of a tile: all of a thread's features or none.
-        inside = inside & (features < stride)[:, None]
-        return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        return tl.load(pointers, mask=inside & (features < stride)[:, None], other=0)
 
 
 @triton.jit
 def _add_tile(
     sums, w, place, x, scale, zero, offset, order, features, k, groups, scale_stride, zero_stride,
     KIND: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr, DTYPE: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """sums [BLOCK_N, WORDS / 4] + scaled products of a tile of words, the first one at `place`."""
     PARTS: tl.constexpr = 2 if KIND < INT4 else 4
     CHUNK: tl.constexpr = LANES * PARTS
-    # Parts under one scale.
+    # Parts under one scale, groups in a chunk, groups in a word of scales.
     TOGETHER: tl.constexpr = PARTS if GROUP == 0 or GROUP >= CHUNK else GROUP // LANES
+    GROUPS: tl.constexpr = PARTS // TOGETHER
+    PER_WORD: tl.constexpr = 1 if SCALE == 0 else (4 if SCALE == 3 else 2)
     inner = tl.arange(0, WORDS)
     pairs = place * PARTS + inner // (LANES // 2) * (CHUNK // 2) + inner % (LANES // 2)
     first = place * (2 * PARTS) + tl.arange(0, WORDS // 4) // (LANES // 8) * CHUNK
     unpacked = unpack_words(w, KIND)
-    for at in tl.static_range(0, PARTS, TOGETHER):
+    for i in tl.static_range(GROUPS):
         products = tl.zeros((BLOCK_N, WORDS), tl.float32)
         inputs = tl.zeros((WORDS,), tl.float32)
         for j in tl.static_range(TOGETHER):
-            here = pairs + (at + j) * (LANES // 2)
+            here = pairs + (i * TOGETHER + j) * (LANES // 2)
             even, odd = _load_pairs(x, order, here, k, DTYPE, EVEN_K)
-            low, high = pairs_of_part(unpacked, at + j, KIND)
+            low, high = pairs_of_part(unpacked, i * TOGETHER + j, KIND)
             products += low * even[None, :]
             products += high * odd[None, :]
             inputs += even + odd
         products = _sum_pieces(products, BLOCK_N, WORDS)
         inputs = tl.sum(tl.reshape(inputs, (WORDS // 4, 4)), axis=1)[None, :]
-        group = (first + at * LANES) // GROUP if GROUP > 0 else first
         if KIND == INT4:
             if zero is not None:
-                zeros = _load_scales(zero, group, features, groups, zero_stride, 1, BLOCK_N)
-                products -= (128.0 + zeros) * inputs
+                words = tl.cdiv(groups, GROUPS)
+                zeros = _load_tile(
+                    *(zero, first // GROUP // GROUPS, features, words, zero_stride, 1, BLOCK_N)
+                )
+                products -= (128.0 + zero_of_slot(zeros, i, GROUPS)) * inputs
             elif offset is not None:
                 products -= 128.0 * inputs
             else:
                 products -= (128.0 + _INT4_ZERO) * inputs
         if GROUP > 0:
-            products *= _load_scales(scale, group, features, groups, scale_stride, ROWS, BLOCK_N)
-        if offset is not None:
-            offsets = _load_scales(offset, group, features, groups, zero_stride, 1, BLOCK_N)
-            products += offsets * inputs
+            group = first // GROUP + i
+            word, words = group // PER_WORD, tl.cdiv(groups, PER_WORD)
+            slot = (group % PER_WORD)[None, :]
+            scales = _load_tile(scale, word, features, words, scale_stride, ROWS, BLOCK_N)
+            products *= of_slot(scales, slot, SCALE)
+            if offset is not None:
+                offsets = _load_tile(offset, word, features, words, zero_stride, 1, BLOCK_N)
+                products += of_slot(offsets, slot, SCALE) * inputs
         sums += products
     return sums
 
@@ -298,9 +362,9 @@ def _add_tile(
 def vector_quantized_kernel(
     x,  # [1, k / 2] int32, pairs of neighbours; with an order [1, k]
     data,  # [n, words] int32: two lanes each
-    scale,  # [groups, scale_stride], or None
-    zero,  # [groups, zero_stride] uint8, or None
-    offset,  # [groups, zero_stride], or None
+    scale,  # [words of groups, scale_stride] int32, or None
+    zero,  # the same, [words of groups, zero_stride], or None
+    offset,  # the same, or None
     row_scale,  # [n] float32, or None
     order,  # [k] int32, or None
     bias,  # [n] or None
@@ -318,6 +382,7 @@ def vector_quantized_kernel(
     LANES: tl.constexpr,  # of a chunk
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    SCALE: tl.constexpr,  # of SCALE_TYPES
     BLOCK_N: tl.constexpr,
     WORDS: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -343,7 +408,7 @@ def vector_quantized_kernel(
         sums = _add_tile(
             *(sums, w, place, x, scale, zero, offset, order, features, k),
             *(groups, scale_stride, zero_stride),
-            *(KIND, LANES, GROUP, ROWS, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
+            *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
         )
         place += WORDS
         columns += WORDS
@@ -351,7 +416,7 @@ def vector_quantized_kernel(
     sums = _add_tile(
         *(sums, w, place, x, scale, zero, offset, order, features, k),
         *(groups, scale_stride, zero_stride),
-        *(KIND, LANES, GROUP, ROWS, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
+        *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
     )
     total = _scale_rows(tl.sum(sums, axis=1)[:, None], row_scale, features, n)
     rows = tl.arange(0, 1)
@@ -388,14 +453,13 @@ def _load_inputs(
 
 @triton.jit
 def _load_column(
-    scale, group, features, groups, stride, n, ROWS: tl.constexpr, EVEN_N: tl.constexpr
-):
-    """One group's scales (or zero points, offsets) [features, 1], as they are stored."""
-    pointers = scale + group * stride + features // ROWS
-    inside = group < groups
+    scale, word, features, words, stride, n, ROWS: tl.constexpr, EVEN_N: tl.constexpr
+):  # fmt: skip
+    """One row of words of scales (or zero points, offsets) as [features, 1]."""
+    inside = (features >= 0) & (word < words)
     if not EVEN_N:
         inside = inside & (features < n)
-    return tl.load(pointers, mask=inside, other=0.0)[:, None]
+    return tl.load(scale + word * stride + features // ROWS, mask=inside, other=0)[:, None]
 
 
 @triton.jit
@@ -403,45 +467,59 @@ def _multiply_chunk(
     sums, first, x, data, scale, zero, offset, order, features, rows, m, n, k, width, x_stride,
     groups, scale_stride, zero_stride,
     KIND: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
+    SCALE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """sums + scaled products of the chunk of columns that begins at `first`."""
     PARTS: tl.constexpr = 2 if KIND < INT4 else 4
     CHUNK: tl.constexpr = LANES * PARTS
-    TOGETHER: tl.constexpr = PARTS if GROUP == 0 or GROUP >= CHUNK else GROUP // LANES
     DTYPE: tl.constexpr = x.dtype.element_ty
+    # Parts under one scale; groups in a chunk, in a word of scales, and loaded with it.
+    TOGETHER: tl.constexpr = PARTS if GROUP == 0 or GROUP >= CHUNK else GROUP // LANES
+    GROUPS: tl.constexpr = PARTS // TOGETHER
+    PER_WORD: tl.constexpr = 1 if SCALE == 0 else (4 if SCALE == 3 else 2)
+    LOADED: tl.constexpr = GROUPS if GROUPS < PER_WORD else PER_WORD
     inner = tl.arange(0, LANES)
     lanes = _load_codes(data, features, first // PARTS + inner, n, width, EVEN_N, EVEN_K, EVICT)
     values = parts(lanes, KIND, DTYPE)
-    for at in tl.static_range(0, PARTS, TOGETHER):
-        begin = first + at * LANES
-        group = begin // GROUP if GROUP > 0 else 0
-        of_group = tl.zeros(sums.shape, tl.float32)
-        of_inputs = tl.zeros((sums.shape[1],), tl.float32)
+    group = first // GROUP if GROUP > 0 else 0
+    words = tl.cdiv(groups, PER_WORD)
+    if zero is not None:
+        zero_words = tl.cdiv(groups, GROUPS)
+        zeros = _load_column(zero, group // GROUPS, features, zero_words, zero_stride, n, 1, EVEN_N)
+    for i in tl.static_range(GROUPS):
+        begin = first + i * TOGETHER * LANES
+        of_part = tl.zeros(sums.shape, tl.float32)
+        of_inputs = tl.zeros(sums.shape, tl.float32)
         base = tl.full((sums.shape[0], 1), 128.0 if tl.bfloat16 == DTYPE else 1024.0, tl.float32)
         if KIND == INT4:
             if zero is not None:
-                zeros = _load_column(zero, group, features, groups, zero_stride, n, 1, EVEN_N)
-                base += zeros.to(tl.float32)
+                base += zero_of_slot(zeros, i, GROUPS)
             elif offset is None:
                 base += _INT4_ZERO
         for j in tl.static_range(TOGETHER):
             right = _load_inputs(x, order, begin + j * LANES + inner, rows, m, k, x_stride, EVEN_K)
-            left = values[at + j]
+            left = values[i * TOGETHER + j]
             if KIND == INT4:
                 left = subtract(left, base.to(DTYPE), DTYPE)
             if GROUP == 0:
                 sums = tl.dot(left, right, sums)
             else:
-                of_group = tl.dot(left, right, of_group)
+                of_part = tl.dot(left, right, of_part)
             if offset is not None:
-                of_inputs += tl.sum(right.to(tl.float32), axis=0)
+                # Their sum for each feature: the tensor cores have time, threads have not.
+                of_inputs = tl.dot(tl.full(left.shape, 1.0, right.dtype), right, of_inputs)
         if GROUP > 0:
-            scales = _load_column(scale, group, features, groups, scale_stride, n, ROWS, EVEN_N)
-            sums += of_group * scales.to(tl.float32)
-        if offset is not None:
-            offsets = _load_column(offset, group, features, groups, zero_stride, n, 1, EVEN_N)
-            sums += offsets.to(tl.float32) * of_inputs[None, :]
+            if i % LOADED == 0:
+                word = (group + i) // PER_WORD
+                scales = _load_column(scale, word, features, words, scale_stride, n, ROWS, EVEN_N)
+                if offset is not None:
+                    offsets = _load_column(offset, word, features, words, zero_stride, n, 1, EVEN_N)
+            if LOADED == PER_WORD:
+                sums += of_part * of_slot(scales, i % LOADED, SCALE)
+            else:
+                sums += of_part * of_slot(scales, (group + i) % PER_WORD, SCALE)
+            if offset is not None:
+                sums += of_inputs * of_slot(offsets, (group + i) % PER_WORD, SCALE)
     return sums
 
 
@@ -473,6 +551,7 @@ def matrix_quantized_kernel(
     CHUNKS: tl.constexpr,  # of a tile
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    SCALE: tl.constexpr,  # of SCALE_TYPES
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -498,7 +577,7 @@ def matrix_quantized_kernel(
             sums = _multiply_chunk(
                 *(sums, first, x, data, scale, zero, offset, order, features, rows),
                 *(m, n, k, width, x_stride, groups, scale_stride, zero_stride),
-                *(KIND, LANES, GROUP, ROWS, EVEN_N, EVEN_K, EVICT),
+                *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT),
             )
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
@@ -542,7 +621,8 @@ def plan_launch(
         counters = arrival_counters(x.device)
     steps = steps_per_split(matrix.padded_columns, config)
     scales = (matrix.scale, matrix.zero, matrix.offset, matrix.row_scale, matrix.order)
-    groups, scale_stride = (0, 0) if matrix.scale is None else matrix.scale.shape
+    groups = matrix.groups
+    scale_stride = 0 if matrix.scale is None else matrix.scale.shape[1]
     more = matrix.zero if matrix.offset is None else matrix.offset
     zero_stride = 0 if more is None else more.shape[1]
     options: dict[str, Any] = {
@@ -550,6 +630,7 @@ def plan_launch(
         "LANES": matrix.lanes,
         "GROUP": matrix.group,
         "ROWS": matrix.rows,
+        "SCALE": SCALE_TYPES[matrix.scale_dtype],
         "BLOCK_N": config.block_n,
         "SPLIT_K": config.split_k,
         "EVEN_N": n % config.block_n == 0,

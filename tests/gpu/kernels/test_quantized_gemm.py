@@ -198,9 +198,11 @@ def test_what_prepare_writes():
     lanes = prepared.data.int() & 65535
     for part in range(4):
         assert torch.equal(lanes >> 4 * part & 15, codes[:, 32 * part : 32 * (part + 1)])
-    assert prepared.scale is not None and prepared.scale.shape == (4, 16)
-    assert torch.equal(prepared.scale[:, :2], matrix.scale.t())
-    assert prepared.nbytes == 2 * 64 + 4 * 16 * 2
+    # Two groups in a word, features next to each other.
+    assert prepared.scale is not None and prepared.scale.shape == (2, 16)
+    pairs = prepared.scale[:, :2].t().contiguous().view(torch.float16)
+    assert torch.equal(pairs, matrix.scale)
+    assert prepared.nbytes == 2 * 64 + 2 * 16 * 4
     assert op.prepare(random_matrix("fp8", 4, 1024)).chunk == 256
     assert op.prepare(random_matrix("fp4", 4, 1024, group=16)).chunk == 64
 
