@@ -7,7 +7,7 @@ Names and meanings are vLLM's, today's (`StructuredOutputsParams`) and the TACO-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 from hetero_llm.core.errors import SamplingError
@@ -115,6 +115,37 @@ class StructuredOutputsParams:
             if name not in known:
                 _fail(f"{field}.{name}", value[name], "is not a known field")
         return cls(**value)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedSchema:
+    """A user's JSON schema to which a grammar of ours refers.
+
+    Attributes:
+        field: of the request, in which the schema stands; errors name the place from there.
+        shared: the field whose `$defs` and `definitions` were copied into the schema; empty: none.
+    """
+
+    schema: Mapping[str, Any] | bool
+    field: str
+    shared: str = ""
+
+    def at(self, path: str) -> str:
+        """The place in the request of a path in the schema, such as ".properties.age"."""
+        copied = self.shared and path.startswith((".$defs.", ".definitions."))
+        return (self.shared if copied else self.field) + path
+
+
+@dataclass(slots=True)
+class ToolOutputParams(StructuredOutputsParams):
+    """The constraint of a message that calls tools: a grammar that refers to the tools' schemas.
+    The server makes it; requests cannot give one.
+
+    Args:
+        schemas: by name; `grammar` refers to them as `@name`.
+    """
+
+    schemas: Mapping[str, EmbeddedSchema] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -121,10 +121,7 @@ class MessageParsers:
                     "response_format and the like: not with tools that have to be called, or "
                     "are strict",
                 )
-            constraint = StructuredOutputsParams(
-                grammar=grammar.lark, begins_after=grammar.begins_after
-            )
-            return replace(params, structured_outputs=constraint)
+            return replace(params, structured_outputs=grammar.constraint())
         if own is None or own.begins_after or own.may_begin_with is not None:
             return params
         return replace(params, structured_outputs=self._behind_reasoning(own, prompt))
@@ -186,19 +183,17 @@ class MessageParsers:
         """
         if not tools.needs_grammar:
             return None
-        functions = functions_of(tools)
         try:
             return tool_grammar(
                 self.format,
-                [one for _, one in functions],
+                functions_of(tools),
                 self._written_ids,
                 self.start(prompt),
                 required=tools.choice != "auto",
                 parallel=tools.parallel and tools.choice != "named",
             )
         except SchemaError as error:
-            index = next(i for i, one in functions if one.name == error.function)
-            where = f"tools[{index}].function.parameters.{error.path}"
+            where = error.field
             raise invalid(where, f"{where}: {error}", "unsupported_parameter") from None
 
     def start(self, prompt: Prompt) -> Start:
@@ -223,8 +218,8 @@ class MessageParsers:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-def functions_of(tools: ToolRequest) -> list[tuple[int, GrammarFunction]]:
-    """The functions that the answer may call, each with the index of its tool."""
+def functions_of(tools: ToolRequest) -> list[GrammarFunction]:
+    """The functions that the answer may call."""
     found = []
     for index, tool in enumerate(tools.tools):
         function = tool["function"]
@@ -233,7 +228,8 @@ def functions_of(tools: ToolRequest) -> list[tuple[int, GrammarFunction]]:
         strict = function.get("strict") is True
         schema = function.get("parameters") or {}
         free = tools.choice == "auto" and not strict
-        found.append((index, GrammarFunction(function["name"], None if free else schema, strict)))
+        parameters, field = None if free else schema, f"tools[{index}].function.parameters"
+        found.append(GrammarFunction(function["name"], parameters, field, strict))
     return found
 
 

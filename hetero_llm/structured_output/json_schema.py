@@ -90,7 +90,7 @@ def mended(schema: Any) -> Any:
 def _without_zero(pattern: str) -> str:
     """The pattern without U+0000 in its negated classes. llguidance 1.9 writes a class that has all
     control characters with all escapes of JSON, a quote or a backslash that it excludes, too; and
-    no string has U+0000, see `embedded_schema`."""
+    no string has U+0000, see `grammar_text.py`."""
     found, inside = [], False
     for piece in re.findall(r"\\.|\[\^|.", pattern, re.DOTALL):
         if piece == "[^" and not inside:
@@ -146,7 +146,7 @@ def check_schema(schema: Any, field: str) -> None:
 # llguidance reads numbers as float64.
 _EXACT = 2**53
 _INT64 = 2**63
-# JSON has no short escape for these, and the long ones are not allowed: see `embedded_schema`.
+# JSON has no short escape for these, and the long ones are not allowed: see `grammar_text.py`.
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _APPLICATORS = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 _EXCLUSIVE = (

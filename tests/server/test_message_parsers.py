@@ -166,3 +166,10 @@ def test_grammars(tokenizer: Tokenizer) -> None:
     with pytest.raises(ApiError) as caught:
         found.grammar(strict, prompt)
     assert caught.value.param == "tools[0].function.parameters.properties.a.pattern"
+    counted = {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+    more = [*TOOLS, {"type": "function", "function": {"name": "g", "parameters": counted}}]
+    grammar = found.grammar(checked_tools(more, "required", Limits()), prompt)
+    assert grammar is not None  # a text has tags around it, and needs no schema
+    fields = {one.field for one in grammar.constraint().schemas.values()}
+    assert f"tools[{len(TOOLS)}].function.parameters.properties.a" in fields
+    assert f"tools[{len(TOOLS)}].function.parameters.properties.b" not in fields
