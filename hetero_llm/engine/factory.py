@@ -277,6 +277,7 @@ def _join(
             seed=config.seed,
             images=inputs.images,
             grammars=inputs.grammars,
+            constraints=config.constraints,
         ),
         scheduler,
         runner,

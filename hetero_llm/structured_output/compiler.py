@@ -86,7 +86,7 @@ class GrammarCompiler:
         if reason:
             self._forget(written.text)
             raise self._refused(written, reason)
-        return Grammar(written.text, tuple(params.begins_after), params.may_begin_with)
+        return Grammar(written.text, tuple(params.begins_after or ()), params.may_begin_with)
 
     def _refused(self, written: ConstraintGrammar, reason: str) -> SamplingError:
         """The error of a grammar that cannot be followed, which names the first of its schemas that

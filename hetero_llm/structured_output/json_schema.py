@@ -45,7 +45,8 @@ def read_schema(schema: str | Mapping[str, Any] | bool, field: str) -> dict[str,
 
 
 def close_objects(schema: Any) -> Any:
-    """A copy in which objects that say nothing about additional properties have none."""
+    """A copy in which objects that name properties and say nothing about additional ones have
+    none. An object that names no property stays free: otherwise it could only be empty."""
     if isinstance(schema, list):
         return [close_objects(one) for one in schema]
     if not isinstance(schema, dict):
@@ -55,7 +56,7 @@ def close_objects(schema: Any) -> Any:
         else close_objects(value)
         for name, value in schema.items()
     }  # fmt: skip
-    if closed.get("type") == "object" or "properties" in closed:
+    if "properties" in closed or "patternProperties" in closed:
         closed.setdefault("additionalProperties", False)
     return closed
 

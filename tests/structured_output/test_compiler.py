@@ -90,6 +90,17 @@ def takes(compiler: GrammarCompiler, text: str, **constraint: Any) -> bool:
             '{"a":1,"c":2}',
             False,
         ),
+        (
+            {"json": {"patternProperties": {"a": {}}}, "disable_additional_properties": True},
+            '{"c":2}',
+            False,
+        ),
+        (
+            {"json": {"type": "object"}, "disable_additional_properties": True},
+            '{"a":1,"c":2}',
+            True,
+        ),
+        ({"json_object": True, "disable_additional_properties": True}, '{"a":1}', True),
         ({"json": {"properties": {"a": {"type": "integer"}}}}, '{"\\u0061":"x"}', False),
         ({"json": {"properties": {"\b": {"type": "integer"}}}}, '{"\\u0008":"x"}', False),
         ({"json": {"patternProperties": {"^a": {"type": "integer"}}}}, '{"\\u0061":"x"}', False),

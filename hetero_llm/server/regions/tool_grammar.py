@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hetero_llm.core.reasoning_formats import ReasoningFormat
 from hetero_llm.core.structured_outputs import EmbeddedSchema, ToolOutputParams
 from hetero_llm.server.regions.formats import (
     Channels,
@@ -22,7 +23,6 @@ from hetero_llm.server.regions.formats import (
     JsonCalls,
     MessageFormat,
     PythonCalls,
-    ReasoningFormat,
     TaggedCalls,
     ToolFormat,
 )
