@@ -216,6 +216,7 @@ class _EngineInputs:
     grammars: GrammarCompiler | None
 
 
+# large: each part of an engine is named once.
 def _join(
     config: EngineConfig,
     inputs: _EngineInputs,
