@@ -57,6 +57,9 @@ class BlockWriter:
 
     def write(self, event: MessageEvent) -> Sequence[Event]:
         """Takes in an event of the message."""
+        opened = self._open
+        if opened is not None and type(event) is Content and type(opened.block) is TextBlock:
+            return self._delta(event.text, TextDelta(event.text))  # most events
         match event:
             case Content(text):
                 return [*self._open_as(TextBlock), *self._delta(text, TextDelta(text))]
