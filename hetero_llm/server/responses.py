@@ -57,7 +57,8 @@ class NamedEvents(Framing):
     """Server-sent events that carry the name of their payload, which is its struct's tag."""
 
     def frame(self, payload: Any) -> bytes:
-        head = _head_of(type(payload), self.before)
+        kind: type[msgspec.Struct] = type(payload)
+        head = _head_of(kind, self.before)
         return b"%b%b%b" % (head, _ENCODER.encode(payload), self.after)
 
 

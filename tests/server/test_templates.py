@@ -126,11 +126,12 @@ def test_many_conversations_share_one_worker() -> None:
 
 
 def test_conversations_wait_for_a_worker_that_starts() -> None:
-    """However long that takes, and without starting more of them."""
+    """However long that takes, and without starting one for each: patience may end while the first
+    one, just started, works through them, which starts a second."""
 
     async def run() -> None:
         text = "{{ messages[0].content }}"
-        template = ChatTemplate(text, {}, seconds=60.0, patience=0.01, queue_seconds=5.0)
+        template = ChatTemplate(text, {}, seconds=60.0, patience=0.1, queue_seconds=5.0)
         template.start()
         (worker,) = template.pids
         try:
@@ -141,7 +142,7 @@ def test_conversations_wait_for_a_worker_that_starts() -> None:
                 await asyncio.sleep(0.001)
                 pids.update(template.pids)
             assert rendering.result() == [USER[0]["content"]] * 8
-            assert pids == {worker}
+            assert worker in pids and len(pids) <= 2
         finally:
             template.close()
 
