@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hetero_llm.config.args_features import (
     ADAPTERS,
+    CONSTRAINTS,
     LOOKAHEAD_CACHE,
     OFFLOAD,
     PARALLEL,
@@ -15,7 +16,6 @@ from hetero_llm.config.args_features import (
     SPECULATIVE,
 )
 from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped, not_yet, obsolete
-from hetero_llm.core.structured_outputs import BACKENDS
 
 _BOOL, _INT, _FLOAT, _STR, _JSON = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.JSON
 
@@ -388,14 +388,6 @@ _SCHEDULING = grouped(
         "does not depend on other requests. Not in TACO-LLM.",
     ),
     effective("disable_log_stats", _BOOL, False, "Log no throughput statistics."),
-    effective(
-        "guided_decoding_backend",
-        _STR,
-        None,
-        "Library that constrains the output to a schema or an expression. llguidance does so "
-        "whichever of vLLM's names is given.",
-        choices=BACKENDS,
-    ),
     obsolete(
         "num_scheduler_steps",
         _INT,
@@ -459,6 +451,7 @@ ENGINE_ARGS: tuple[ArgSpec, ...] = (
     *_TOKENIZER,
     *_MEMORY,
     *_SCHEDULING,
+    *CONSTRAINTS,
     *POOLING,
     *OFFLOAD,
     *PARALLEL,

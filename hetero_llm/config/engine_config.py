@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hetero_llm.config.constraints_config import ConstraintsConfig as ConstraintsConfig
+from hetero_llm.config.constraints_config import constraints_from_args
 from hetero_llm.config.offload_config import OffloadConfig as OffloadConfig
 from hetero_llm.config.offload_config import offload_from_args
 from hetero_llm.config.pooling_config import PoolingConfig as PoolingConfig
@@ -134,6 +136,7 @@ class EngineConfig:
     media_domains: tuple[str, ...] = ()
     generation: GenerationDefaults = GenerationDefaults()
     pooling: PoolingConfig = PoolingConfig()
+    constraints: ConstraintsConfig = ConstraintsConfig()
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> EngineConfig:
@@ -199,6 +202,7 @@ class EngineConfig:
                 args["generation_config"], args["override_generation_config"] or {}
             ),
             pooling=pooling_from_args(args),
+            constraints=constraints_from_args(args),
         )
 
 

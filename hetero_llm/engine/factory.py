@@ -219,6 +219,7 @@ class _EngineInputs:
     grammars: GrammarCompiler | None
 
 
+# large: each part of an engine is named once.
 def _join(
     config: EngineConfig,
     inputs: _EngineInputs,
@@ -280,6 +281,7 @@ def _join(
             seed=config.seed,
             images=inputs.images,
             grammars=inputs.grammars,
+            constraints=config.constraints,
         ),
         scheduler,
         runner,
