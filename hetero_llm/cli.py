@@ -40,6 +40,7 @@ _COMMANDS = (
     ("bench", "bench", "add_bench", "measure a server, or the engine here"),
     ("warmup", "warmup", "add_warmup", "compile everything that a first start would compile"),
     ("manifest", "manifest", "add_manifest", "write a model's checksums"),
+    ("quantize", "quantize", "add_quantize", "write a quantized copy of a model"),
     ("completion", "completion", "add_completion", "write a completion script for a shell"),
     ("doctor", "doctor", "add_doctor", "show what this machine offers and what is missing"),
 )

@@ -92,7 +92,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "core", "config", "utils", "bridge.build", "cpu.native",
     ),
     "cli": ("core", "config", "commands"),
-    "demo_models": (),
+    "demo_models": ("core",),
     # vLLM's import paths.
     "sampling_params": ("core",),
     "inputs": ("core",),

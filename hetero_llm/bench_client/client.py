@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 from hetero_llm.bench_client.errors import ServerError
 from hetero_llm.bench_client.sse import SseDecoder
 from hetero_llm.bench_client.wire_format import (
-    CHAT,
     DONE,
     Piece,
     Usage,
@@ -263,7 +262,7 @@ async def measure(
     error: str | None = None
     try:
         async for piece in pieces(session, server, path, body, received=received):
-            usage = piece.usage or usage
+            usage = piece.usage if usage is None else usage.later(piece.usage)
             reason = piece.finish_reason or reason
             if piece.text or piece.num_ids:
                 texts.append(piece.text)
@@ -291,8 +290,3 @@ async def measure(
         finish_reason=reason,
         error=error,
     )
-
-
-def is_chat(path: str) -> bool:
-    """Whether an endpoint takes conversations."""
-    return path.rstrip("/").endswith(CHAT.removeprefix("/v1"))

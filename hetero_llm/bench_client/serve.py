@@ -15,7 +15,6 @@ from hetero_llm.bench_client.client import (
     Server,
     count_tokens,
     first_model,
-    is_chat,
     measure,
     open_session,
 )
@@ -24,7 +23,7 @@ from hetero_llm.bench_client.errors import ServerError
 from hetero_llm.bench_client.load import Load, LoadResult, arrival_times, run_load
 from hetero_llm.bench_client.metrics import Counted, Metrics, count_request, summarise
 from hetero_llm.bench_client.report import Point, Run
-from hetero_llm.bench_client.wire_format import Sample, request_body
+from hetero_llm.bench_client.wire_format import Sample, api_of, request_body
 
 if TYPE_CHECKING:
     import aiohttp
@@ -39,7 +38,7 @@ class ServeBench:
     """Settings of a bench: server, requests and loads.
 
     Attributes:
-        path: the endpoint; one that ends in `/chat/completions` takes conversations.
+        path: the endpoint; `api_of` tells whose API it is.
         backend: name of the server in the report.
         model: None: the first one that the server offers.
         extra: more fields of every request, besides those that the bench needs.
@@ -105,17 +104,17 @@ def _samples(bench: ServeBench, tokenizer: Tokenizer | None) -> list[Sample]:
 
 
 def local_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a folder, a model in the local cache, or a demo model.
+    """The tokenizer of a folder or GGUF file, a model in the local cache, or a demo model.
 
     Raises:
         ModelLoadError: there is no such tokenizer.
     """
     from pathlib import Path
 
-    from hetero_llm.demo_models import ALIASES, demo_folder
+    from hetero_llm.demo_models import ALIASES, alias_path
     from hetero_llm.engine.tokenizer import load_tokenizer
 
-    folder = demo_folder(name) if name in ALIASES else Path(name)
+    folder = alias_path(name) if name in ALIASES else Path(name)
     return load_tokenizer(folder, mode="auto", trust_remote_code=False)
 
 
@@ -143,7 +142,7 @@ class _Sender:
         bench = self._bench
         return request_body(
             sample,
-            chat=is_chat(bench.path),
+            api=api_of(bench.path),
             model=self._model,
             stream=bench.stream,
             extra=bench.extra,

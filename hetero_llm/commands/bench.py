@@ -34,7 +34,12 @@ if TYPE_CHECKING:
 Finish = Callable[[argparse.ArgumentParser, Any], None]
 
 COMPLETION_BACKENDS = ("openai", "vllm", "taco_llm", "hetero_llm")
-CHAT_BACKENDS = ("openai-chat",)
+CHAT_BACKENDS = {
+    "openai-chat": "/v1/chat/completions",
+    "openai-responses": "/v1/responses",
+    "anthropic": "/v1/messages",
+}
+"""Kinds of endpoints that take conversations, and their usual paths."""
 METRIC_NAMES = ("ttft", "tpot", "itl", "e2el")
 FEWEST_RUNS = 3
 EXIT_FAILED_REQUESTS = 1
@@ -84,7 +89,8 @@ _REQUEST_FLAGS: tuple[ArgSpec, ...] = grouped(
     effective("backend", Kind.STR, "openai", "Kind of endpoint, and its name in the report.",
               choices=(*COMPLETION_BACKENDS, *CHAT_BACKENDS)),
     effective("endpoint", Kind.STR, None,
-              "Path of the endpoint (default: /v1/completions, /v1/chat/completions for chat)."),
+              "Path of the endpoint; its end says which API it speaks (default: the backend's: "
+              "/v1/completions, /v1/chat/completions, /v1/responses or /v1/messages)."),
     effective("model", Kind.STR, None, "Model to ask for (default: the first that is offered)."),
     effective("tokenizer", Kind.STR, None,
               "Tokenizer that counts tokens, a folder or name (default: the server's /tokenize)."),
@@ -179,11 +185,10 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def _bench_of(values: Mapping[str, Any], output: _Output) -> ServeBench:
-    from hetero_llm.bench_client.client import is_chat
     from hetero_llm.bench_client.serve import ServeBench
-    from hetero_llm.bench_client.wire_format import CHAT, COMPLETIONS
+    from hetero_llm.bench_client.wire_format import COMPLETIONS, api_of
 
-    path = values["endpoint"] or (CHAT if values["backend"] in CHAT_BACKENDS else COMPLETIONS)
+    path = values["endpoint"] or CHAT_BACKENDS.get(values["backend"], COMPLETIONS)
     if not path.startswith("/"):
         raise ConfigError("endpoint", path, "must start with a slash")
     extra: dict[str, Any] = {}
@@ -196,7 +201,7 @@ def _bench_of(values: Mapping[str, Any], output: _Output) -> ServeBench:
         path=path,
         backend=values["backend"],
         model=values["model"],
-        dataset=dataset_of(values, chat=is_chat(path), seed=values["seed"]),
+        dataset=dataset_of(values, chat=api_of(path).takes_conversations, seed=values["seed"]),
         num_prompts=values["num_prompts"],
         loads=_loads(values),
         num_warmups=values["num_warmups"],

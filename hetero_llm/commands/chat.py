@@ -410,22 +410,26 @@ class ServedModel:
         """Appends each new text and its time to `texts` and `times`. Returns the server's token
         count, None if it sends none."""
         from hetero_llm.bench_client.client import first_model, open_session, pieces
-        from hetero_llm.bench_client.wire_format import CHAT, COMPLETIONS, Sample, request_body
+        from hetero_llm.bench_client.wire_format import (
+            CHAT,
+            COMPLETIONS,
+            Sample,
+            api_of,
+            request_body,
+        )
 
-        chat = not isinstance(request, str)
         if isinstance(request, str):
-            sample = Sample(request, None)
+            path, sample = COMPLETIONS, Sample(request, None)
         else:
-            sample = Sample(None, None, tuple(request))
+            path, sample = CHAT, Sample(None, None, tuple(request))
         tokens = None
         async with open_session(self._server) as session:
             if self._model is None:
                 self._model = await first_model(session, self._server)
                 times[0] = time.perf_counter()
             body = request_body(
-                sample, chat=chat, model=self._model, stream=True, extra=self._sampling
+                sample, api=api_of(path), model=self._model, stream=True, extra=self._sampling
             )
-            path = CHAT if chat else COMPLETIONS
             async with aclosing(pieces(session, self._server, path, body)) as answer:
                 async for piece in answer:
                     if piece.usage is not None:

@@ -17,7 +17,9 @@ def add_manifest(
 ) -> None:
     """Fills the parser of `manifest`."""
     parser.add_argument(
-        "model", metavar="MODEL", help="folder or Hugging Face name of the model, or 'demo'"
+        "model",
+        metavar="MODEL",
+        help="folder, GGUF file or Hugging Face name of the model, or 'demo'",
     )
     parser.add_argument("--revision", default=None, help="branch, tag or commit of the model")
     parser.add_argument("--download-dir", default=None, help="where the hub's cache is")
@@ -37,7 +39,7 @@ def run_manifest(options: argparse.Namespace) -> int:
     """Writes the manifest and shows its SHA-256, which `--model-sha256` also accepts."""
     from hetero_llm.engine.resolve import resolve_alias
     from hetero_llm.models.folders import resolve_model_folder
-    from hetero_llm.models.manifest import MANIFEST_NAME, manifest_of
+    from hetero_llm.models.manifest import MANIFEST_NAME, folder_of, manifest_of
 
     name = resolve_alias(options.model)
     folder = resolve_model_folder(
@@ -53,7 +55,7 @@ def run_manifest(options: argparse.Namespace) -> int:
         sys.stdout.write(text)
         return 0
     # An embedded model's folder is the installed package's, not the user's.
-    default = (folder if name == options.model else Path()) / MANIFEST_NAME
+    default = (folder_of(folder) if name == options.model else Path()) / MANIFEST_NAME
     path = default if options.out is None else Path(options.out).expanduser()
     try:
         path.write_bytes(text.encode())

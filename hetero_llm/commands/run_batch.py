@@ -36,7 +36,7 @@ _ROWS = grouped(
 _WITHOUT_CLIENTS = frozenset(
     ("config", "served_model_name", "chat_template", "response_role",
      "return_tokens_as_token_ids", "allowed_chat_template_kwargs", "strict_fields",
-     "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "request_timeout",
+     "enable_auto_tool_choice", "tool_call_parser", "request_timeout",
      "step_timeout")
 )  # fmt: skip
 """The server's arguments that concern answers, not connections. Others, which a variable or the
@@ -99,15 +99,18 @@ def _answer_all(
     """Starts the engine and the application, answers `most` requests at once, and ends both."""
     from tqdm import tqdm
 
+    from hetero_llm.config.engine_config import EngineConfig
     from hetero_llm.engine.arg_utils import EngineArgs
     from hetero_llm.engine.async_engine import AsyncLLMEngine
     from hetero_llm.server.app import build_app
     from hetero_llm.server.batch import run_batch
     from hetero_llm.server.serving import settings_of
 
-    settings = settings_of(server_args)
+    arguments = EngineArgs(**engine_args)
+    config = EngineConfig.from_args(arguments.resolved())
+    settings = settings_of(server_args, config.constraints)
     engine = AsyncLLMEngine(
-        EngineArgs(**engine_args),
+        arguments,
         served_names=settings.served_names,
         max_queued_requests=most * settings.limits.prompts,
         step_timeout=server_args["step_timeout"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from hetero_llm.config.args_spec import Kind, effective, grouped, not_yet, obsolete
+from hetero_llm.core.reasoning_formats import OFF, REASONING_PARSER_NAMES
+from hetero_llm.core.structured_outputs import BACKENDS
 
 _BOOL, _INT, _FLOAT, _STR, _JSON = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.JSON
 _LARGEST = 2**31 - 1
@@ -11,6 +13,55 @@ _TENSOR_PARALLEL = "tensor parallelism"
 _LORA = "LoRA"
 _PROMPT_ADAPTERS = "prompt adapter support"
 _ONE_DEVICE = "the engine runs on one device, without remote workers."
+
+CONSTRAINTS = grouped(
+    "Structured output and reasoning",
+    effective(
+        "structured_outputs_config",
+        _JSON,
+        None,
+        'What the next arguments say, as {"disable_any_whitespace": true}; the keys are "backend", '
+        '"disable_fallback", "disable_any_whitespace", "disable_additional_properties", '
+        '"reasoning_parser" and "enable_in_reasoning": constraints hold for reasoning, too.',
+    ),
+    effective(
+        "guided_decoding_backend",
+        _STR,
+        None,
+        "Library that constrains the output to a schema or an expression. llguidance does so "
+        "whichever of vLLM's names is given.",
+        choices=BACKENDS,
+    ),
+    obsolete(
+        "guided_decoding_disable_fallback",
+        _BOOL,
+        False,
+        "No other library stands in for one that does not know a schema.",
+        reason="llguidance alone does the work: what it does not know is an error.",
+    ),
+    effective(
+        "guided_decoding_disable_any_whitespace",
+        _BOOL,
+        False,
+        "JSON has no whitespace between its parts, unless a request has a pattern for it.",
+    ),
+    effective(
+        "guided_decoding_disable_additional_properties",
+        _BOOL,
+        False,
+        "Objects of schemas that name properties and say nothing about additional ones have none.",
+    ),
+    effective(
+        "reasoning_parser",
+        _STR,
+        None,
+        "How the model marks its reasoning: constraints of outputs begin behind it (none: they "
+        "begin at once). A server reads it out of messages, too; there the default is what the "
+        "chat template shows, and none: it is not parsed.",
+        choices=(OFF, *REASONING_PARSER_NAMES),
+        harmless=("",),
+    ),
+)
 
 POOLING = grouped(
     "Embeddings and scores",

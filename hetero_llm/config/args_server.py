@@ -36,24 +36,6 @@ TOOL_PARSERS = (
     "qwen3_xml",
 )
 """Names of formats of tool calls; `server/regions/formats.py` describes them."""
-REASONING_PARSERS = (
-    "deepseek_r1",
-    "deepseek_v3",
-    "glm45",
-    "glm47",
-    "granite",
-    "harmony",
-    "kimi_k2",
-    "mimo",
-    "minimax",
-    "minimax_m2",
-    "mistral",
-    "olmo3",
-    "openai",
-    "openai_gptoss",
-    "qwen3",
-)
-"""Names of formats of reasoning, described in the same place."""
 _BOOL, _INT, _FLOAT, _STR, _LIST = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.LIST
 
 _MANUAL: tuple[ArgSpec, ...] = (
@@ -112,14 +94,6 @@ _MANUAL: tuple[ArgSpec, ...] = (
         "How the model writes its tool calls (default: as its chat template shows; none: they "
         "are not parsed).",
         choices=("none", *TOOL_PARSERS),
-    ),
-    _serve(
-        "reasoning_parser",
-        _STR,
-        None,
-        "How the model marks its reasoning (default: as its chat template shows; none: it is "
-        "not parsed).",
-        choices=("none", *REASONING_PARSERS),
     ),
     _later(
         "lora_modules",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hetero_llm.config.args_features import (
     ADAPTERS,
+    CONSTRAINTS,
     LOOKAHEAD_CACHE,
     OFFLOAD,
     PARALLEL,
@@ -15,7 +16,6 @@ from hetero_llm.config.args_features import (
     SPECULATIVE,
 )
 from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped, not_yet, obsolete
-from hetero_llm.core.structured_outputs import BACKENDS
 
 _BOOL, _INT, _FLOAT, _STR, _JSON = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.JSON
 
@@ -58,13 +58,11 @@ _MODEL = grouped(
         "load_format",
         _STR,
         "auto",
-        "How weights are stored: 'auto' is safetensors, 'pt' is pickled files (needs "
-        "allow_pickle_weights); 'dummy' makes random ones, for profiling.",
-        choices=("auto", "safetensors", "pt", "dummy"),
-        later_choices=(
-            *("npcache", "tensorizer", "sharded_state"),
-            *("gguf", "bitsandbytes", "mistral"),
-        ),
+        "How weights are stored: 'auto' is safetensors, or a GGUF file if the model is one, 'pt' "
+        "is pickled files (needs allow_pickle_weights), 'gguf' is the GGUF file in a folder; "
+        "'dummy' makes random ones, for profiling.",
+        choices=("auto", "safetensors", "pt", "gguf", "dummy"),
+        later_choices=("npcache", "tensorizer", "sharded_state", "bitsandbytes", "mistral"),
     ),
     effective(
         "allow_pickle_weights",
@@ -113,12 +111,13 @@ _MODEL = grouped(
         "and, on the CPU, for float16. 'half' is float16, 'float' is float32.",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     ),
-    not_yet(
+    effective(
         "quantization",
         _STR,
         None,
-        "How the weights are quantized; default: what the checkpoint says.",
-        feature="quantization",
+        "How the weights are quantized; default: what the checkpoint says. Plain weights are "
+        "quantized while they are loaded by 'fp8' (a scale for each row), 'fp8_block' (for each "
+        "128 x 128), 'ifq' (int8), 'ifq_nf4' or 'int4'.",
         short=("-q",),
     ),
     not_yet(
@@ -389,14 +388,6 @@ _SCHEDULING = grouped(
         "does not depend on other requests. Not in TACO-LLM.",
     ),
     effective("disable_log_stats", _BOOL, False, "Log no throughput statistics."),
-    effective(
-        "guided_decoding_backend",
-        _STR,
-        None,
-        "Library that constrains the output to a schema or an expression. llguidance does so "
-        "whichever of vLLM's names is given.",
-        choices=BACKENDS,
-    ),
     obsolete(
         "num_scheduler_steps",
         _INT,
@@ -460,6 +451,7 @@ ENGINE_ARGS: tuple[ArgSpec, ...] = (
     *_TOKENIZER,
     *_MEMORY,
     *_SCHEDULING,
+    *CONSTRAINTS,
     *POOLING,
     *OFFLOAD,
     *PARALLEL,

@@ -66,7 +66,6 @@ class EngineArgTypes(TypedDict, total=False):
     enforce_eager: bool | None
     batch_invariant: bool
     disable_log_stats: bool
-    guided_decoding_backend: str | None
     num_scheduler_steps: int
     scheduler_delay_factor: float
     num_lookahead_slots: int
@@ -75,6 +74,12 @@ class EngineArgTypes(TypedDict, total=False):
     max_seq_len_to_capture: int
     max_context_len_to_capture: int | None
     override_neuron_config: Mapping[str, Any] | None
+    structured_outputs_config: Mapping[str, Any] | None
+    guided_decoding_backend: str | None
+    guided_decoding_disable_fallback: bool
+    guided_decoding_disable_any_whitespace: bool
+    guided_decoding_disable_additional_properties: bool
+    reasoning_parser: str | None
     runner: str
     task: str
     convert: str
@@ -199,7 +204,6 @@ class EngineArgFields:
     enforce_eager: bool | None
     batch_invariant: bool
     disable_log_stats: bool
-    guided_decoding_backend: str | None
     num_scheduler_steps: int
     scheduler_delay_factor: float
     num_lookahead_slots: int
@@ -208,6 +212,12 @@ class EngineArgFields:
     max_seq_len_to_capture: int
     max_context_len_to_capture: int | None
     override_neuron_config: Mapping[str, Any] | None
+    structured_outputs_config: Mapping[str, Any] | None
+    guided_decoding_backend: str | None
+    guided_decoding_disable_fallback: bool
+    guided_decoding_disable_any_whitespace: bool
+    guided_decoding_disable_additional_properties: bool
+    reasoning_parser: str | None
     runner: str
     task: str
     convert: str

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hetero_llm.config.constraints_config import ConstraintsConfig as ConstraintsConfig
+from hetero_llm.config.constraints_config import constraints_from_args
 from hetero_llm.config.offload_config import OffloadConfig as OffloadConfig
 from hetero_llm.config.offload_config import offload_from_args
 from hetero_llm.config.pooling_config import PoolingConfig as PoolingConfig
@@ -23,6 +25,7 @@ _MAX_NUM_SEQS = 256
 class LoadConfig:
     """Where the model and tokenizer come from. `dtype` and `device` may be "auto"; `model_impl` is
     "auto", "native" or "transformers".
+    `quantization` None: weights are served as they are stored.
     `cpu_offload_gb` is GiB of weights that stay in host memory; `hf_overrides` changes
     config.json."""
 
@@ -44,6 +47,7 @@ class LoadConfig:
     disable_sliding_window: bool
     cpu_offload_gb: float
     seed: int
+    quantization: str | None = None
     model_impl: str = "auto"
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
 
@@ -132,6 +136,7 @@ class EngineConfig:
     media_domains: tuple[str, ...] = ()
     generation: GenerationDefaults = GenerationDefaults()
     pooling: PoolingConfig = PoolingConfig()
+    constraints: ConstraintsConfig = ConstraintsConfig()
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> EngineConfig:
@@ -162,6 +167,7 @@ class EngineConfig:
             seed=args["seed"],
             model_impl=args["model_impl"],
             hf_overrides=args["hf_overrides"] or {},
+            quantization=args["quantization"],
         )
         cache = CacheConfig(
             block_size=args["block_size"],
@@ -196,6 +202,7 @@ class EngineConfig:
                 args["generation_config"], args["override_generation_config"] or {}
             ),
             pooling=pooling_from_args(args),
+            constraints=constraints_from_args(args),
         )
 
 

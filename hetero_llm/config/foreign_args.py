@@ -14,7 +14,6 @@ from hetero_llm.config.foreign_spec import ForeignArg, Takes
 _SWITCH, _ONE, _MANY = Takes.NOTHING, Takes.ONE, Takes.MANY
 
 _LORA = "LoRA"
-_GUIDED = "guided decoding"
 _REASONING = "separating a model's reasoning from its answer"
 _DATA_PARALLEL = "data parallelism"
 _CONTEXT_PARALLEL = "context parallelism"
@@ -282,11 +281,7 @@ _ADAPTERS = (
 )
 
 _OUTPUT_FORMS = (
-    _feature("structured_outputs_config", _ONE, _GUIDED),
-    _feature("guided_decoding_disable_fallback", _SWITCH, _GUIDED),
-    _feature("guided_decoding_disable_any_whitespace", _SWITCH, _GUIDED),
-    _feature("guided_decoding_disable_additional_properties", _SWITCH, _GUIDED),
-    _feature("enable_reasoning", _SWITCH, _REASONING),
+    _tuning("enable_reasoning", _SWITCH, "reasoning_parser alone decides."),
     _feature("reasoning_parser_plugin", _ONE, _REASONING),
     _feature("reasoning_config", _ONE, _REASONING),
 )

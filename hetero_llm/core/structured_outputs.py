@@ -7,7 +7,7 @@ Names and meanings are vLLM's, today's (`StructuredOutputsParams`) and the TACO-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 from hetero_llm.core.errors import SamplingError
@@ -34,11 +34,12 @@ class StructuredOutputsParams:
             "structures" and "triggers", or with "format".
         disable_any_whitespace: JSON without whitespace between its parts. Otherwise a run of up to
             64 spaces, tabs and line ends may stand there.
-        disable_additional_properties: Objects of the schema that say nothing about additional
-            properties have none.
+        disable_additional_properties: Objects of the schema that name properties and say nothing
+            about additional ones have none.
         whitespace_pattern: Regular expression of the whitespace between parts of JSON.
         begins_after: Token ids behind which the constraint begins, for models that reason first:
             the end of their reasoning. Until then the output is free. Empty: it begins at once.
+            None: as the engine's `reasoning_parser` says, at once without one.
         may_begin_with: The token id with which such a reasoning begins, if the model may leave it
             out: then the constraint begins at once, unless this token comes first.
 
@@ -56,7 +57,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
-    begins_after: Sequence[int] = ()
+    begins_after: Sequence[int] | None = None
     may_begin_with: int | None = None
 
     def __post_init__(self) -> None:
@@ -88,7 +89,7 @@ class StructuredOutputsParams:
             _fail(
                 "whitespace_pattern", self.whitespace_pattern, "contradicts disable_any_whitespace"
             )
-        if not all(type(token) is int and token >= 0 for token in self.begins_after):
+        if not all(type(token) is int and token >= 0 for token in self.begins_after or ()):
             _fail("begins_after", self.begins_after, "must be token ids")
         opens = self.may_begin_with
         if opens is not None and (type(opens) is not int or opens < 0):
@@ -115,6 +116,37 @@ class StructuredOutputsParams:
             if name not in known:
                 _fail(f"{field}.{name}", value[name], "is not a known field")
         return cls(**value)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedSchema:
+    """A user's JSON schema to which a grammar of ours refers.
+
+    Attributes:
+        field: of the request, in which the schema stands; errors name the place from there.
+        shared: the field whose `$defs` and `definitions` were copied into the schema; empty: none.
+    """
+
+    schema: Mapping[str, Any] | bool
+    field: str
+    shared: str = ""
+
+    def at(self, path: str) -> str:
+        """The place in the request of a path in the schema, such as ".properties.age"."""
+        copied = self.shared and path.startswith((".$defs.", ".definitions."))
+        return (self.shared if copied else self.field) + path
+
+
+@dataclass(slots=True)
+class ToolOutputParams(StructuredOutputsParams):
+    """The constraint of a message that calls tools: a grammar that refers to the tools' schemas.
+    The server makes it; requests cannot give one.
+
+    Args:
+        schemas: by name; `grammar` refers to them as `@name`.
+    """
+
+    schemas: Mapping[str, EmbeddedSchema] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ def replace_products(model: CausalLM, pack: Callable[[Linear], Product]) -> None
     for _, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and module.quantized is None:
             module.product = pack(module)
             if owners[id(module.weight)] == 1:
                 module.weight.data = module.weight.data.new_empty(0)

@@ -170,6 +170,7 @@ class AsyncLLMEngine:
             seed=config.seed,
             images=self.images,
             grammars=grammars,
+            constraints=config.constraints,
         )
         self.pooling_inputs = None
         if isinstance(model, PoolingModel):

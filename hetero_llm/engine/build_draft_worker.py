@@ -12,11 +12,12 @@ from hetero_llm.config.engine_config import EngineConfig, SpeculationConfig
 from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.core.drafter import BackgroundDrafter, Drafter
 from hetero_llm.core.errors import ConfigError, ModelLoadError
-from hetero_llm.demo_models import ALIASES, demo_folder
 from hetero_llm.engine.core_plan import CorePlan, plan_cores
+from hetero_llm.engine.resolve import resolve_alias
 from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.folders import resolve_model_folder
+from hetero_llm.models.quantization_config import with_plain_weights
 from hetero_llm.models.read_config import load_model_config
 
 if TYPE_CHECKING:
@@ -208,11 +209,11 @@ def find_draft_model(
             its context.
         ModelLoadError: there is no such model.
     """
-    name = str(demo_folder(config.model)) if config.model in ALIASES else config.model
+    name = resolve_alias(config.model)
     folder = resolve_model_folder(
         name, revision=config.revision, load_format=load_format, allow_pickle=allow_pickle
     )
-    model = load_model_config(folder)
+    model = with_plain_weights(load_model_config(folder))
     longest = config.max_model_len
     if longest is not None and longest > model.max_model_len:
         reason = f"exceeds the draft model's context length ({model.max_model_len})"

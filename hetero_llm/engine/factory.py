@@ -65,6 +65,7 @@ from hetero_llm.kv_cache.block_transfers import BlockTransfers
 from hetero_llm.kv_cache.hit_log import HitCounter, HitLog
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
+from hetero_llm.models.quantization_config import with_plain_weights
 from hetero_llm.pooling.pooling_model import read_pooling_model
 from hetero_llm.scheduler.grammar_drafts import GrammarDrafts
 from hetero_llm.scheduler.kv_loads import KVLoadQueue
@@ -165,6 +166,8 @@ def build_engine(
         triton_cache.prepare()
     _check_offload(config, device)
     folder, model_config = find_model(load)
+    if device.type == "cpu":  # whose executor has no products with blocks
+        model_config = with_plain_weights(model_config)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     check_draft_length(config.speculation, max_model_len)
     model_config = dataclasses.replace(model_config, max_model_len=max_model_len)
@@ -216,6 +219,7 @@ class _EngineInputs:
     grammars: GrammarCompiler | None
 
 
+# large: each part of an engine is named once.
 def _join(
     config: EngineConfig,
     inputs: _EngineInputs,
@@ -277,6 +281,7 @@ def _join(
             seed=config.seed,
             images=inputs.images,
             grammars=inputs.grammars,
+            constraints=config.constraints,
         ),
         scheduler,
         runner,

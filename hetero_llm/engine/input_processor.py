@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hetero_llm.config.engine_config import ConstraintsConfig
 from hetero_llm.core.errors import PromptError, RequestError, SamplingError
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.images import PromptImages
@@ -20,6 +21,7 @@ from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams, is_text
 from hetero_llm.core.structured_outputs import GuidedDecodingRequest
+from hetero_llm.engine.constraint_defaults import ConstraintDefaults
 from hetero_llm.engine.images import FIELD, ImageInputs, given_images
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.kv_cache.prefix_cache import hash_root, token_bytes
@@ -166,6 +168,7 @@ class InputProcessor:
         seed: of the engine; requests without a seed derive theirs from it.
         images: prepares the images of prompts; None if the model takes none.
         grammars: compiles the constraints of outputs; None without a tokenizer.
+        constraints: what holds for all of them.
     """
 
     def __init__(
@@ -179,8 +182,10 @@ class InputProcessor:
         seed: int,
         images: ImageInputs | None = None,
         grammars: GrammarCompiler | None = None,
+        constraints: ConstraintsConfig | None = None,
     ) -> None:
         self._grammars = grammars
+        self._constraints = ConstraintDefaults(tokenizer, constraints or ConstraintsConfig())
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -234,11 +239,11 @@ class InputProcessor:
             num_prompt_logprobs=self._count(params.prompt_logprobs) or 0,
             bad_word_ids=self._bad_word_ids(params),
             images=images,
-            grammar=self._grammar(params),
+            grammar=self._grammar(params, token_ids),
             packed_prompt=packed,
         )
 
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
+    def _grammar(self, params: SamplingParams, prompt_ids: list[int]) -> Grammar | None:
         """The grammar of a request's constraint.
 
         Raises:
@@ -250,8 +255,9 @@ class InputProcessor:
         if self._grammars is None:
             reason = "needs a tokenizer (skip_tokenizer_init is set)"
             raise SamplingError("structured_outputs", constraint, reason)
+        constraint = self._constraints.applied(constraint, prompt_ids)
         opens = constraint.may_begin_with
-        for token in (*constraint.begins_after, *(() if opens is None else (opens,))):
+        for token in (*(constraint.begins_after or ()), *(() if opens is None else (opens,))):
             if token >= self._vocab_size:
                 reason = f"is outside the vocabulary (0 to {self._vocab_size - 1})"
                 raise SamplingError("structured_outputs", token, reason)

@@ -74,7 +74,8 @@ class LLM:
     """A model and everything needed to generate text with it, in this process.
 
     Args:
-        model: a folder in Hugging Face layout, a hub id, or "demo" for the embedded model.
+        model: a folder in Hugging Face layout, a GGUF file, a hub id, or "demo" for the embedded
+            model.
         tokenizer: a folder or hub id; None: the model's.
         engine_args: see docs/flags.md; unknown names are errors.
 

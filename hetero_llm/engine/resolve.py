@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_llm.config.engine_config import EngineConfig, LoadConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
-from hetero_llm.demo_models import ALIASES, demo_folder
+from hetero_llm.demo_models import ALIASES, alias_path
 from hetero_llm.engine.default_sampling import default_sampling
 from hetero_llm.engine.images import ImageInputs, open_images
 from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
+from hetero_llm.models.gguf.container import is_gguf
 from hetero_llm.pooling.pooling_model import PoolingModel, read_pooling_model
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def model_folder(load: LoadConfig, *, weights: bool = True) -> Path:
         resolve_alias(load.model),
         revision=load.revision,
         download_dir=load.download_dir,
-        load_format=load.load_format if weights else "dummy",
+        load_format=load.load_format if weights or load.load_format == "gguf" else "dummy",
         allow_pickle=load.allow_pickle_weights,
         remote_code=load.trust_remote_code,
     )
@@ -77,14 +78,17 @@ def find_model(load: LoadConfig, *, weights: bool = True) -> tuple[Path, ModelCo
         rope_theta=load.rope_theta,
         disable_sliding_window=load.disable_sliding_window,
         hf_overrides=load.hf_overrides,
+        quantization=load.quantization,
     )
     if isinstance(config, ImageModelConfig):
         if load.model_impl == "native":
             reason = f"{config.class_name} has no native implementation; use auto or transformers"
             raise ConfigError("model_impl", load.model_impl, reason)
+        reason = f"needs a native implementation, and {config.class_name} runs on transformers"
         if load.cpu_offload_gb:
-            reason = f"needs a native implementation, and {config.class_name} runs on transformers"
             raise ConfigError("cpu_offload_gb", load.cpu_offload_gb, reason)
+        if config.quantization is not None or config.online_quantization is not None:
+            raise ConfigError("quantization", load.quantization, reason)
     return folder, config
 
 
@@ -109,6 +113,9 @@ def _through_transformers(folder: Path, load: LoadConfig) -> bool:
 def _transformers_config(folder: Path, load: LoadConfig) -> ModelConfig:
     from hetero_llm.models.configs.transformers import load_transformers_config
 
+    if is_gguf(folder):
+        reason = f"{folder} is a GGUF file, which native implementations read; use auto or native"
+        raise ConfigError("model_impl", load.model_impl, reason)
     config = load_transformers_config(
         folder,
         trust_remote_code=load.trust_remote_code,
@@ -119,6 +126,7 @@ def _transformers_config(folder: Path, load: LoadConfig) -> ModelConfig:
         ("rope_scaling", load.rope_scaling),
         ("rope_theta", load.rope_theta),
         ("cpu_offload_gb", load.cpu_offload_gb or None),
+        ("quantization", load.quantization),
     ):
         if value is not None:
             reason = f"needs a native implementation, and {config.class_name} runs on transformers"
@@ -164,8 +172,13 @@ def open_model(config: EngineConfig) -> OpenedModel:
 
 
 def resolve_alias(model: str) -> str:
-    """The folder of an embedded model ("demo", "demo-draft"), else the name itself."""
-    return str(demo_folder(model)) if model in ALIASES else model
+    """The path of a model that is named by one word ("demo", "demo-draft", "smollm2"), else the
+    name itself.
+
+    Raises:
+        ModelLoadError: the package with the model is not installed.
+    """
+    return str(alias_path(model)) if model in ALIASES else model
 
 
 def resolve_device(name: str) -> torch.device:

@@ -23,6 +23,8 @@ from hetero_llm.engine.detokenizer import (
     piece_bytes,
 )
 from hetero_llm.models.config_reader import read_json, short_reason
+from hetero_llm.models.gguf.container import is_gguf
+from hetero_llm.models.gguf.tokenizer import read_gguf_tokenizer
 from hetero_llm.structured_output.compiler import GrammarCompiler, Vocabulary
 
 T = TypeVar("T")
@@ -229,11 +231,13 @@ def open_grammars(
 
 
 def load_tokenizer(folder: Path, *, mode: str, trust_remote_code: bool) -> Tokenizer:
-    """Loads the tokenizer of a model folder.
+    """Loads the tokenizer of a model folder, or of a GGUF file in its place.
 
     Raises:
         ModelLoadError: there is none, or transformers cannot read it.
     """
+    if is_gguf(folder):
+        return Tokenizer(read_gguf_tokenizer(folder))
     from transformers import AutoTokenizer
 
     try:

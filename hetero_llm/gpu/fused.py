@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from hetero_llm.gpu.kernels.norm import (
     add_layer_norm,
     add_rms_norm,
 )
+from hetero_llm.gpu.kernels.quantized_gemm import prepares
+from hetero_llm.gpu.kernels.quantized_product import product_of
 from hetero_llm.gpu.kernels.routing import route_sparse_mixer, route_top_k
 from hetero_llm.gpu.kernels.skinny_gemm import linear
 from hetero_llm.models.experts import Experts, SparseMixerRouter, TopKRouter
@@ -28,6 +31,7 @@ from hetero_llm.models.layers import (
     Linear,
     RMSNorm,
 )
+from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedWeight
 
 
 def speed_up(model: CausalLM) -> None:
@@ -45,6 +49,8 @@ def speed_up(model: CausalLM) -> None:
             module.function = partial(gated_activation, name=module.name)
         elif isinstance(module, Activation) and module.name is not None:
             module.function = partial(_activation, name=module.name, plain=module.function)
+        elif isinstance(module, Linear) and module.quantized is not None:
+            _multiply_by_kernels(module, module.quantized)
         elif isinstance(module, Linear) and module.weight.device.type == "cuda":
             module.product = linear
     speed_up_experts(model)
@@ -64,6 +70,13 @@ def speed_up_experts(model: CausalLM) -> None:
             )
         elif isinstance(module, SparseMixerRouter):
             module.function = partial(route_sparse_mixer, jitter=module.jitter)
+
+
+def _multiply_by_kernels(linear: Linear, matrix: QuantizedMatrix) -> None:
+    """The kernels have the matrix in an order of their own, so the layer's is not kept as well."""
+    linear.product = product_of(matrix)
+    if prepares(matrix):
+        cast(QuantizedWeight, linear.weight).release()
 
 
 def _activation(x: Tensor, name: str, plain: Callable[[Tensor], Tensor]) -> Tensor:

@@ -11,19 +11,18 @@ about 75 times as long as the product (55 GB/s against 4.1 TB/s), so there is no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.experts import Experts
 from hetero_llm.models.layers import CausalLM, Linear, Product
+from hetero_llm.models.linear_weights import on_linear_weight
 from hetero_llm.models.loader import default_dtype
 from hetero_llm.models.registry import model_class
 
@@ -68,7 +67,7 @@ def plan_offload(config: ModelConfig, dtype: torch.dtype, offload_gb: float) -> 
             are no `Linear` and stay on the device.
     """
     created: list[Linear] = []
-    record = _on_linear_weight(lambda linear, _: created.append(linear))
+    record = on_linear_weight(lambda linear, _: created.append(linear))
     with record, default_dtype(dtype), torch.device("meta"):
         model = model_class(config.architecture)(config)
     place = {id(linear): index for index, linear in enumerate(created)}
@@ -144,7 +143,7 @@ def weights_on_host(plan: OffloadPlan, *, pin: bool = True) -> Iterator[list[Lin
             ) from error
         return nn.Parameter(host, requires_grad=False)
 
-    with _on_linear_weight(place):
+    with on_linear_weight(place):
         yield moved
 
 
@@ -186,26 +185,6 @@ def _matrices_of_layers(model: CausalLM) -> Iterator[Linear]:
             for layer in reversed(list(container)):
                 linears = [m for m in layer.modules() if isinstance(m, Linear)]
                 yield from sorted(linears, key=lambda m: -m.weight.nbytes)
-
-
-@contextmanager
-def _on_linear_weight(
-    act: Callable[[Linear, nn.Parameter], nn.Parameter | None],
-) -> Iterator[None]:
-    """Calls `act(layer, weight)` once for each `Linear` that is created. If it returns a parameter,
-    that becomes the weight. A weight that is tied later is no second creation."""
-
-    def hook(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if not isinstance(module, Linear) or name != "weight" or "weight" in module._parameters:
-            return None
-        return act(module, parameter)
-
-    # torch's annotation forgets that a hook may return the parameter to register instead.
-    handle = register_module_parameter_registration_hook(cast(Callable[..., None], hook))
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _first_line(error: Exception) -> str:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from hetero_llm.models.rope_config import RopeConfig
+from hetero_llm.quantization.names import OnlineName
 
 __all__ = ["ModelConfig", "RopeConfig"]
 
@@ -34,6 +37,8 @@ class ModelConfig:
             to the scores ("Train Short, Test Long", Press et al. 2022). None: nothing is added.
         eos_token_ids: Those of config.json, then those of generation_config.json, each once.
         word_embed_size: Width of the embedding table; differs from hidden_size in OPT-350m.
+        quantization: `quantization_config` of the checkpoint; None: its weights are plain.
+        online_quantization: What plain weights become while they are loaded; None: they stay so.
         pre_norm, final_norm, norm_affine: OPT only: norms before attention and MLP (else after), a
             norm after the last layer, norms with weights.
     """
@@ -69,3 +74,5 @@ class ModelConfig:
     norm_affine: bool = True
     attn_softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
+    quantization: Mapping[str, Any] | None = field(default=None, hash=False)
+    online_quantization: OnlineName | None = None

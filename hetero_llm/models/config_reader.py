@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hetero_llm.core.errors import HeteroLLMError, ModelLoadError, shown
+from hetero_llm.models.gguf.config import read_gguf_config
+from hetero_llm.models.gguf.container import is_gguf
 from hetero_llm.models.rope_config import RopeConfig, is_number, parse_rope
 from hetero_llm.utils.files import MIB, read_text
 
@@ -134,9 +136,14 @@ def read_json(path: Path, *, most: int = _MOST_JSON) -> Mapping[str, Any]:
 
 
 def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> Reader:
-    """config.json of a folder, with the user's `hf_overrides`."""
-    path = Path(folder) / "config.json"
-    raw = read_json(path)
+    """config.json of a folder, or what that of a GGUF file would say, with the user's
+    `hf_overrides`."""
+    path = Path(folder)
+    if is_gguf(path):
+        raw: Mapping[str, Any] = read_gguf_config(path)
+    else:
+        path /= "config.json"
+        raw = read_json(path)
     return Reader(merged(raw, overrides), str(path), True) if overrides else Reader(raw, str(path))
 
 

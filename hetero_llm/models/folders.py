@@ -10,14 +10,17 @@ from pathlib import Path
 
 from hetero_llm.core.errors import ModelLoadError, shown
 from hetero_llm.models.config_reader import read_json, short_reason
+from hetero_llm.models.gguf.container import is_gguf
 from hetero_llm.utils.files import MIB, check_regular
 
-LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
-"""How weights are stored: "auto" is safetensors, or pickled files if those are allowed; "pt" is
-pickled files; "dummy" makes random weights and needs no file."""
+LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
+"""How weights are stored: "auto" is a GGUF file if the model is one, else safetensors, or pickled
+files if those are allowed; "pt" is pickled files; "gguf" is one GGUF file, which holds
+configuration and tokenizer, too; "dummy" makes random weights and needs no file."""
 
 SAFETENSORS = ("*.safetensors",)
 PICKLED = ("*.bin", "*.pt", "*.pth")
+GGUF = "*.gguf"
 # What serving reads besides weights: configuration, tokenizer, chat template.
 _PLAIN = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 _CODE = ("*.py",)
@@ -46,12 +49,14 @@ def resolve_model_folder(
     allow_pickle: bool = False,
     remote_code: bool = False,
 ) -> Path:
-    """The local folder of a model, downloaded from the hub if it is not one already.
+    """The local folder of a model, downloaded from the hub if it is not one already; or its GGUF
+    file, which stands for a folder wherever one is read.
 
     Without a connection, or with HF_HUB_OFFLINE=1, a snapshot in the hub's cache is used.
 
     Args:
-        model: A folder, or a hub id such as "org/name".
+        model: A folder, a GGUF file, a folder with one GGUF file and no config.json, or a hub id
+            such as "org/name".
         revision: Branch, tag or commit on the hub; has no meaning for a local folder.
         download_dir: Cache folder of the downloads; None is huggingface_hub's own.
         load_format: Of `LOAD_FORMATS`; "dummy" downloads no weights.
@@ -65,6 +70,12 @@ def resolve_model_folder(
     folder = Path(model).expanduser()
     if model and folder.is_dir():
         _check_files(folder)
+        only_gguf = not (folder / "config.json").exists() and any(folder.glob(GGUF))
+        return _gguf_file(folder) if load_format == "gguf" or only_gguf else folder
+    if is_gguf(folder) or load_format == "gguf":
+        if not (is_gguf(folder) and folder.exists()):
+            raise ModelLoadError(f"model={shown(model)}: no such GGUF file, nor a folder with one")
+        _check_file(folder, folder, None)
         return folder
     if model and folder.exists():
         raise ModelLoadError(f"model={shown(model)}: a file, where a model folder is needed")
@@ -77,6 +88,19 @@ def resolve_model_folder(
         folder = _download(model, revision, download_dir, PICKLED)
     _check_files(folder)
     return folder
+
+
+def _gguf_file(folder: Path) -> Path:
+    files = sorted(folder.glob(GGUF))
+    if not files:
+        raise ModelLoadError(f"{folder}: no {GGUF} file")
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files)
+        raise ModelLoadError(
+            f"{folder}: several GGUF files, name one of them as the model: {names}"
+        )
+    _check_file(files[0], files[0], None)
+    return files[0]
 
 
 def weight_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

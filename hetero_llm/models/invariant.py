@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from hetero_llm.models.experts import Experts
 from hetero_llm.models.layers import Activation, CausalLM, Linear, Product
+from hetero_llm.quantization.matrix import QuantizedWeight, dequantize
 
 TILE_ROWS = 16
 _CHECKED_ORDERS = 3
@@ -40,14 +42,28 @@ def make_batch_invariant(model: CausalLM) -> None:
     Call it once, after loading and before serving; the number of torch threads must not change
     afterwards. The caller's `Attend` must be row-independent too.
     """
+    dtype = next(model.parameters()).dtype
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and module.quantized is not None:
+            tiled = _rows_are_independent(dequantize(module.quantized, dtype), module.bias)
+            module.product = _of_dequantized(product_of_tiles if tiled else product_of_rows)
+        elif isinstance(module, Linear):
             tiled = _rows_are_independent(module.weight, module.bias)
             module.product = product_of_tiles if tiled else product_of_rows
         elif isinstance(module, Experts):
             module.function = partial(module.by_products, product=_product_of_experts(module))
         elif isinstance(module, Activation) and _device_of(model).type == "cpu":
             module.function = _by_row(module.function)
+
+
+def _of_dequantized(product: Product) -> Product:
+    """`product` on the plain weight that a `QuantizedWeight` stands for, made in each call."""
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        matrix = cast(QuantizedWeight, weight).matrix
+        return product(x, dequantize(matrix, x.dtype), bias)
+
+    return multiply
 
 
 def product_of_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

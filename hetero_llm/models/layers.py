@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.rotary import StepRotary, apply_rotary
+from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedWeight, quantized_product
 
 # (x [T, in], weight [out, in], bias [out] or None) -> [T, out]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -168,7 +169,9 @@ class CausalLM(nn.Module):
 
     def parameters_per_token(self) -> int:
         """Approximate number of parameters that one token is multiplied with."""
-        return sum(p.numel() for p in self.parameters())
+        quantized = (m.shape for m in self.modules() if isinstance(m, QuantizedWeight))
+        plain = sum(p.numel() for p in self.parameters())
+        return plain + sum(rows * columns for rows, columns in quantized)
 
     def checkpoint_tensors(self) -> Mapping[str, Tensor | RearrangedView]:
         """Checkpoint name -> view of our parameter to copy the tensor into.
@@ -196,7 +199,8 @@ class CausalLM(nn.Module):
 class Linear(nn.Module):
     """Every matrix product of every family, the head included.
 
-    `product` may be replaced on the instance (quantized, native and row-independent products).
+    `product` may be replaced on the instance (native and row-independent products). A quantized
+    layer's `weight` is a `QuantizedWeight`, and its product one that takes it (`set_quantized`).
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
@@ -209,9 +213,28 @@ class Linear(nn.Module):
         """[T, in] -> [T, out]."""
         return self.product(x, self.weight, self.bias)
 
+    @property
+    def quantized(self) -> QuantizedMatrix | None:
+        """The weight if it is a quantized one."""
+        weight: object = self.weight
+        return weight.matrix if isinstance(weight, QuantizedWeight) else None
+
+    def set_quantized(self, matrix: QuantizedMatrix) -> None:
+        """Puts a quantized matrix into the place of the weight, and its product into that of
+        the plain one."""
+        del self.weight
+        # The parameter's type stays for the readers of plain weights, who are nearly all.
+        self.weight = cast(nn.Parameter, QuantizedWeight(matrix))
+        self.product = _multiply_quantized
+
     def extra_repr(self) -> str:
         out_features, in_features = self.weight.shape
         return f"{in_features}, {out_features}, bias={self.bias is not None}"
+
+
+def _multiply_quantized(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`Product` of a `QuantizedWeight`."""
+    return quantized_product(x, cast(QuantizedWeight, weight).matrix, bias)
 
 
 class _ScaleNorm(nn.Module):

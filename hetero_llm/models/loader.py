@@ -24,9 +24,19 @@ from hetero_llm.models.config_reader import short_reason
 from hetero_llm.models.configs.transformers import TransformersConfig
 from hetero_llm.models.folders import LOAD_FORMATS, resolve_model_folder
 from hetero_llm.models.layers import CausalLM, RearrangedView
+from hetero_llm.models.quantization_config import checkpoint_format
+from hetero_llm.models.quantized_weights import (
+    MatrixFiller,
+    MatrixPlan,
+    linears_of,
+    plan_matrices,
+    quantize_weights,
+    stored_bytes,
+)
 from hetero_llm.models.registry import model_class
 from hetero_llm.models.weight_files import StoredTensor, WeightFile, find_weight_files
 from hetero_llm.models.weight_reader import Piece, ReadAhead, copy_pieces, pieces_of
+from hetero_llm.quantization.formats.scheme import CheckpointFormat
 from hetero_llm.utils.topology import usable_memory_bytes
 
 __all__ = ["LOAD_FORMATS", "default_dtype", "load_model", "resolve_model_folder"]
@@ -82,16 +92,23 @@ def load_model(
     build = build or model_class(config.architecture)
     files: tuple[WeightFile, ...] | None = None
     if load_format != "dummy":
-        files = find_weight_files(folder, load_format, allow_pickle=allow_pickle)
+        keep_blocks = config.quantization is not None
+        files = find_weight_files(
+            folder, load_format, allow_pickle=allow_pickle, keep_blocks=keep_blocks
+        )
         _check_sizes(folder, config, files)
-    _check_without_memory(folder, config, files, dtype, torch.device(device), build)
-    with default_dtype(dtype), torch.device(device):
+    wanted = checkpoint_format(config, folder)
+    plans = _plan(folder, config, files, dtype, torch.device(device), build, wanted)
+    with default_dtype(dtype), torch.device(device), linears_of(plans) as linears:
         model = build(config)
     model.eval().requires_grad_(False)
+    filler = MatrixFiller(plans, linears, dtype=dtype, device=torch.device(device))
     if files is None:
         _fill_randomly(model, seed)
+        if wanted is not None:
+            quantize_weights(model, linears, wanted)
     else:
-        _fill_from_files(model, folder, files, show_progress)
+        _fill_from_files(model, folder, files, filler, show_progress)
     return model
 
 
@@ -115,16 +132,18 @@ def _check_sizes(folder: Path, config: ModelConfig, files: tuple[WeightFile, ...
     raise ModelLoadError(f"{folder}: config.json says {said}, the weight files hold {held}")
 
 
-def _check_without_memory(
+def _plan(
     folder: Path,
     config: ModelConfig,
     files: tuple[WeightFile, ...] | None,
     dtype: torch.dtype,
     device: torch.device,
     build: Callable[[ModelConfig], CausalLM],
-) -> None:
+    wanted: CheckpointFormat | None,
+) -> tuple[MatrixPlan, ...]:
     """Builds the model on torch's meta device and compares it with the weight files and with the
-    free host memory, so that a wrong or hostile config.json costs no memory.
+    free host memory, so that a wrong or hostile config.json costs no memory. Returns the quantized
+    matrices.
 
     Classes of transformers are left out: their code may need real tensors.
 
@@ -135,25 +154,36 @@ def _check_without_memory(
         ModelLoadError: The model cannot be built, differs from the files, or does not fit.
     """
     if isinstance(config, TransformersConfig):
-        return
+        return ()
     try:
-        with default_dtype(dtype), torch.device("meta"):
+        with default_dtype(dtype), torch.device("meta"), linears_of() as linears:
             model = build(config)
     except (ArithmeticError, ValueError, RuntimeError) as error:
         reason = short_reason(error)
         raise ModelLoadError(
             f"{folder}: config.json: no such model can be built: {reason}"
         ) from error
+    plans: tuple[MatrixPlan, ...] = ()
+    stored: dict[str, tuple[WeightFile, StoredTensor]] = {}
     if files is not None:
-        _matches(model, folder, files)
+        stored, _ = _stored_tensors(model, folder, files)
+        try:
+            plans = plan_matrices(model, linears, wanted, stored)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{folder}: {error}") from error
+        filler = MatrixFiller(plans, linears, dtype=dtype, device=device)
+        _matches(model, folder, files, filler)
     if device.type == "cpu":
         needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        needed -= sum(plan.rows * plan.columns * dtype.itemsize for plan in plans)
+        needed += sum(stored_bytes(plan, stored) for plan in plans)
         free = usable_memory_bytes()
         if needed > free:
             raise ModelLoadError(
                 f"{folder}: the model needs {_gib(needed)} of host memory, tables for a context of "
                 f"{config.max_model_len} tokens included, and {_gib(free)} are free"
             )
+    return plans
 
 
 def _gib(size: int) -> str:
@@ -173,31 +203,31 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """A stored tensor and its target."""
+    """A stored tensor under the model's name and its target; None: it is part of a quantized
+    matrix."""
 
+    name: str
     file: WeightFile
     stored: StoredTensor
-    target: Tensor | RearrangedView
+    target: Tensor | RearrangedView | None
 
 
 def _fill_from_files(
-    model: CausalLM, folder: Path, files: tuple[WeightFile, ...], show_progress: bool
+    model: CausalLM,
+    folder: Path,
+    files: tuple[WeightFile, ...],
+    filler: MatrixFiller,
+    show_progress: bool,
 ) -> None:
     """Checks names and shapes of all files first, so that a wrong folder fails at once."""
-    matches = _matches(model, folder, files)
+    matches = _matches(model, folder, files, filler)
     total = sum(match.stored.nbytes for match in matches)
     ahead = ReadAhead.of(total)
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="loading weights", disable=not show_progress
     ) as bar:
         not_finite = copy_pieces(
-            (
-                piece
-                for match in matches
-                for piece in pieces_into(
-                    match.file, match.stored, match.target, piece_bytes=ahead.piece_bytes
-                )
-            ),
+            (piece for match in matches for piece in _pieces(match, filler, ahead.piece_bytes)),
             ahead,
             lambda piece: bar.update(piece.nbytes),
         )
@@ -206,6 +236,19 @@ def _fill_from_files(
             "%s: weights that are no finite numbers (NaN, or infinite as %s): %s",
             folder, str(next(model.parameters()).dtype).removeprefix("torch."), _some(not_finite),
         )  # fmt: skip
+
+
+def _pieces(match: _Match, filler: MatrixFiller, piece_bytes: int) -> Iterator[Piece]:
+    """Cuts a stored tensor into pieces that fill its target, or memory of the filler."""
+    if match.target is not None:
+        yield from pieces_into(match.file, match.stored, match.target, piece_bytes=piece_bytes)
+        return
+    whole, then = filler.take(match.name, match.stored)
+    *pieces, last = pieces_of(
+        match.file, match.stored, whole, dtype=whole.dtype, piece_bytes=piece_bytes
+    )
+    yield from pieces
+    yield replace(last, then=then)
 
 
 def pieces_into(
@@ -224,26 +267,40 @@ def pieces_into(
     yield replace(last, then=partial(target.fill, whole))
 
 
-def _matches(model: CausalLM, folder: Path, files: tuple[WeightFile, ...]) -> list[_Match]:
-    """One match for each tensor of the model, in the order of the files' bytes."""
-    targets = model.checkpoint_tensors()
-    found: dict[str, _Match] = {}
+def _stored_tensors(
+    model: CausalLM, folder: Path, files: tuple[WeightFile, ...]
+) -> tuple[dict[str, tuple[WeightFile, StoredTensor]], list[tuple[WeightFile, StoredTensor]]]:
+    """The stored tensors by the names that the model knows, and those that it skips."""
+    found: dict[str, tuple[WeightFile, StoredTensor]] = {}
     skipped: list[tuple[WeightFile, StoredTensor]] = []
-    unexpected: list[str] = []
     for file in files:
         for stored in file.tensors:
             ours = model.checkpoint_name(stored.name)
             if ours is None:
                 skipped.append((file, stored))
-            elif ours not in targets:
-                unexpected.append(stored.name)
             elif ours in found:
-                first = found[ours].file.path.name
+                first = found[ours][0].path.name
                 raise ModelLoadError(
                     f"{folder}: {ours} is stored twice, in {first} and {file.path.name}"
                 )
             else:
-                found[ours] = _Match(file, stored, targets[ours])
+                found[ours] = (file, stored)
+    return found, skipped
+
+
+def _matches(
+    model: CausalLM, folder: Path, files: tuple[WeightFile, ...], filler: MatrixFiller
+) -> list[_Match]:
+    """One match for each stored tensor of the model, in the order of the files' bytes."""
+    targets = filler.without_matrices(model.checkpoint_tensors())
+    stored_tensors, skipped = _stored_tensors(model, folder, files)
+    found: dict[str, _Match] = {}
+    unexpected: list[str] = []
+    for name, (file, stored) in stored_tensors.items():
+        if name in targets or filler.claims(name):
+            found[name] = _Match(name, file, stored, targets.get(name))
+        elif not filler.skips(name):
+            unexpected.append(stored.name)
     _use_tied_head(model, targets, found, skipped)
     problems = {
         "missing": [name for name in targets if name not in found],
@@ -252,7 +309,7 @@ def _matches(model: CausalLM, folder: Path, files: tuple[WeightFile, ...]) -> li
         "of a type that cannot be loaded": [
             f"{match.stored.name} ({match.stored.type_name})"
             for match in found.values()
-            if match.stored.dtype is None
+            if match.target is not None and not match.stored.is_plain
         ],
     }
     lines = [f"tensors {kind}: {_some(names)}" for kind, names in problems.items() if names]
@@ -283,7 +340,7 @@ def _use_tied_head(
         return
     file, head = heads[0]
     if name not in found:
-        found[name] = _Match(file, head, targets[name])
+        found[name] = _Match(name, file, head, targets[name])
     elif not next(model.parameters()).is_meta and _differ(found[name], file, head):
         logger.warning(
             "%s: %s is not %s, but config.json ties them and the second one serves as both; "
@@ -329,6 +386,8 @@ def _differ(embedding: _Match, file: WeightFile, head: StoredTensor) -> bool:
 def _wrong_shapes(found: Mapping[str, _Match], config: ModelConfig) -> list[str]:
     wrong = []
     for match in found.values():
+        if match.target is None:
+            continue
         stored, needed = match.stored, tuple(match.target.shape)
         if stored.shape == needed:
             continue

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
 from hetero_llm.models.folders import PICKLED, SAFETENSORS, is_served_weight
+from hetero_llm.models.gguf.container import is_gguf
 from hetero_llm.utils.files import MIB, read_bytes
 
 MANIFEST_NAME = "SHA256SUMS"
@@ -32,7 +33,7 @@ _READ = (
 
 
 def check_model(folder: Path, wanted: str, *, weights: bool) -> None:
-    """Compares a folder with its manifest.
+    """Compares a folder, or a GGUF file in its place, with its manifest.
 
     Args:
         wanted: Path of the manifest, or the SHA-256 of the folder's file SHA256SUMS.
@@ -43,8 +44,10 @@ def check_model(folder: Path, wanted: str, *, weights: bool) -> None:
         ModelLoadError: A file differs from the manifest, is missing, or is not listed, or the
             manifest is damaged.
     """
+    files = _files_read(folder, weights=weights)
+    folder = folder_of(folder)
     path, listed = _read_manifest(folder, wanted)
-    served = [_name(folder, file) for file in _files_read(folder, weights=weights)]
+    served = [_name(folder, file) for file in files]
     unlisted = [name for name in served if name not in listed]
     if unlisted:
         raise ModelLoadError(f"{folder}: not in {path}: {', '.join(unlisted)}")
@@ -59,10 +62,18 @@ def check_model(folder: Path, wanted: str, *, weights: bool) -> None:
 
 
 def manifest_of(folder: Path) -> str:
-    """The manifest of a folder in its present state: all files that serving may read, sorted."""
-    names = sorted(_name(folder, file) for file in _files_read(folder, weights=True))
+    """The manifest of a folder, or a GGUF file in its place, in its present state: all files that
+    serving may read, sorted."""
+    files = _files_read(folder, weights=True)
+    folder = folder_of(folder)
+    names = sorted(_name(folder, file) for file in files)
     digests = _digests(folder, names)
     return "".join(f"{digests[name]}  {name}\n" for name in names)
+
+
+def folder_of(model: Path) -> Path:
+    """The folder to which the names in a manifest are relative: that of a GGUF file is its own."""
+    return model.parent if is_gguf(model) else model
 
 
 def _read_manifest(folder: Path, wanted: str) -> tuple[Path, Mapping[str, str]]:
@@ -111,7 +122,10 @@ def _parsed(path: Path, text: str) -> dict[str, str]:
 
 
 def _files_read(folder: Path, *, weights: bool) -> list[Path]:
-    """The files of a folder that serving may read."""
+    """The files of a folder that serving may read. A GGUF file holds the configuration, too:
+    it is read with and without `weights`."""
+    if is_gguf(folder):
+        return [folder]
     patterns = (*_READ, *SAFETENSORS, *PICKLED) if weights else _READ
     files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return sorted(path for path in files if not _is_weight(path.name) or is_served_weight(path))

@@ -7,6 +7,7 @@ family's transformers class. A feature that is not computed is a `ModelLoadError
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hetero_llm.models.config_reader import (
     read_json,
     values_of,
 )
+from hetero_llm.models.quantization_config import online_quantization, stored_quantization
 from hetero_llm.models.registry import FAMILIES, REFUSED, supported_architectures
 
 
@@ -29,6 +31,7 @@ def load_model_config(
     rope_theta: float | None = None,
     disable_sliding_window: bool = False,
     hf_overrides: Mapping[str, Any] | None = None,
+    quantization: str | None = None,
 ) -> ModelConfig:
     """Reads the configuration of a model folder.
 
@@ -39,10 +42,12 @@ def load_model_config(
         disable_sliding_window: Full attention everywhere, with the context capped to the window,
             inside which both are the same.
         hf_overrides: Keys of config.json to add or to replace.
+        quantization: The argument of that name; None: weights are served as they are stored.
 
     Raises:
         ModelLoadError: A file cannot be read, or names something that is not supported.
-        ConfigError: `rope_scaling` or `rope_theta` is wrong, or the model has no rotary embedding.
+        ConfigError: `quantization` does not go with the checkpoint; `rope_scaling` or `rope_theta`
+            is wrong, or the model has no rotary embedding.
     """
     reader = read_config(folder, hf_overrides)
     generation_path = Path(folder) / "generation_config.json"
@@ -53,9 +58,11 @@ def load_model_config(
     source = ConfigSource(
         reader, generation, architecture, rope_scaling, rope_theta, disable_sliding_window
     )
-    source.refuse("quantization_config")
+    stored = stored_quantization(Path(folder), reader)
+    online = online_quantization(quantization, stored)
     with values_of(Path(reader.where)):
         config = FAMILIES[architecture].read(source)
+    config = replace(config, quantization=stored, online_quantization=online)
     if config.rope is None:
         for field, value in (("rope_scaling", rope_scaling), ("rope_theta", rope_theta)):
             if value is not None:

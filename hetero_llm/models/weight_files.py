@@ -1,8 +1,9 @@
-"""The weight files of a model folder: lists them, and reads their headers and bytes.
+"""The weight files of a model: lists them, and reads their headers and bytes.
 
-Safetensors files are read with positioned reads, not mapped: pages of the file do not count as the
-process's memory, several threads read one file, and a failing disk raises an error instead of a
-signal. Pickled files are read by torch with `weights_only`: they may hold tensors only.
+Safetensors and GGUF files are read with positioned reads, not mapped: pages of the file do not
+count as the process's memory, several threads read one file, and a failing disk raises an error
+instead of a signal. Pickled files are read by torch with `weights_only`: they may hold tensors
+only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +23,10 @@ from torch import Tensor
 from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
 from hetero_llm.models.config_reader import read_json
 from hetero_llm.models.folders import PICKLED, SAFETENSORS, is_hub_snapshot, weight_files
+from hetero_llm.models.gguf.config import block_types
+from hetero_llm.models.gguf.container import SUFFIX, GgufTensor, is_gguf, read_header
+from hetero_llm.models.gguf.names import ROPE_FACTORS
+from hetero_llm.models.gguf.rows import TensorRows
 from hetero_llm.utils.files import MIB, check_regular
 
 _SAFETENSORS_INDEX = "model.safetensors.index.json"
@@ -34,8 +40,17 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Stored types that can be loaded; others, such as 8-bit types, would need scales."""
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""Types of plain weights."""
+_QUANTIZED_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,  # the exponents' bits
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+"""Further types of the parts of quantized weights."""
+_NAMES = {dtype: name for name, dtype in (_QUANTIZED_DTYPES | _DTYPES).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +59,7 @@ class StoredTensor:
 
     Attributes:
         type_name: The type's name in safetensors, or in torch.
-        dtype: None for types that cannot be loaded.
+        dtype: In which its bytes are read; None for types that cannot be loaded.
         start: Sorts the tensors of a file by their bytes; in a safetensors file, the offset of its
             first byte.
     """
@@ -54,6 +69,11 @@ class StoredTensor:
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     start: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it may be a plain weight."""
+        return self.type_name in _DTYPES
 
     @property
     def nbytes(self) -> int:
@@ -84,20 +104,29 @@ class WeightFile(Protocol):
 
 
 def find_weight_files(
-    folder: Path, load_format: str, *, allow_pickle: bool
+    folder: Path, load_format: str, *, allow_pickle: bool, keep_blocks: bool = False
 ) -> tuple[WeightFile, ...]:
     """The files to load, with their headers read.
 
-    An index lists the files; without one, all files of the format are loaded.
+    A GGUF file stands in `folder` for a folder. In a folder an index lists the files; without one,
+    all files of the format are loaded.
 
     Args:
         load_format: Of `folders.LOAD_FORMATS`, but not "dummy".
+        keep_blocks: See `GgufFile`.
 
     Raises:
-        ConfigError: "pt" without `allow_pickle`.
+        ConfigError: "pt" without `allow_pickle`; "gguf" for a folder, or another format for a GGUF
+            file.
         ModelLoadError: There is no file, one is missing or damaged, or all are pickled and
             `allow_pickle` is false.
     """
+    if is_gguf(folder):
+        if load_format not in ("auto", "gguf"):
+            raise ConfigError("load_format", load_format, f"{folder} is a GGUF file")
+        return (GgufFile(folder, keep_blocks=keep_blocks),)
+    if load_format == "gguf":
+        raise ConfigError("load_format", load_format, f"{folder} is no *{SUFFIX} file")
     if load_format == "pt" and not allow_pickle:
         raise ConfigError("load_format", load_format, f"pickled weights need {_FLAG}")
     if load_format != "pt":
@@ -153,7 +182,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         """Reads the header, whose sizes the library checks against the file's."""
         self.path = path
-        self._descriptor: int | None = None
+        self._bytes = _PositionedReads(path)
         try:
             with safe_open(path, framework="numpy"):
                 pass
@@ -169,7 +198,7 @@ class SafetensorsFile:
             StoredTensor(
                 name,
                 about["dtype"],
-                _DTYPES.get(about["dtype"]),
+                (_DTYPES | _QUANTIZED_DTYPES).get(about["dtype"]),
                 tuple(about["shape"]),
                 about["data_offsets"][0],
             )
@@ -179,23 +208,87 @@ class SafetensorsFile:
         self.tensors = tuple(sorted(found, key=lambda tensor: tensor.start))
 
     def open(self) -> None:
-        try:
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise ModelLoadError(f"{self.path}: cannot be read: {error.strerror}") from error
+        self._bytes.open()
 
     def read(self, tensor: StoredTensor, offset: int, out: np.ndarray) -> None:
+        self._bytes.read(tensor.name, self._data + tensor.start + offset, out)
+
+    def close(self) -> None:
+        self._bytes.close()
+
+
+class GgufFile:
+    """See `WeightFile`. Names, order of rows and norms are those of transformers' checkpoints.
+
+    Args:
+        keep_blocks: Matrices of `block_types` are [rows, bytes of a row] of their type ("Q4_K");
+            else all blocks are read as float32.
+    """
+
+    def __init__(self, path: Path, *, keep_blocks: bool) -> None:
+        """Reads the header."""
+        self.path = path
+        self._bytes = _PositionedReads(path)
+        header = read_header(path)
+        self._rows = TensorRows(header)
+        self._stored: dict[str, GgufTensor] = {}
+        self._kept = block_types(header) if keep_blocks else {}
+        found = []
+        for entry in header.tensors.values():
+            if entry.name == ROPE_FACTORS:
+                continue
+            name, kind, shape = self._rows.name(entry), entry.type.name, entry.shape
+            self._stored[name] = entry
+            if entry.name in self._kept:
+                dtype, shape = torch.uint8, (entry.rows, entry.row_bytes)
+            else:
+                kind = kind if entry.type.is_plain else "F32"
+                dtype = _DTYPES[kind]
+            found.append(StoredTensor(name, kind, dtype, shape, entry.start))
+        self.tensors = tuple(sorted(found, key=lambda tensor: tensor.start))
+
+    def open(self) -> None:
+        self._bytes.open()
+
+    def read(self, tensor: StoredTensor, offset: int, out: np.ndarray) -> None:
+        entry = self._stored[tensor.name]
+        fetch = partial(self._bytes.read, tensor.name)
+        self._rows.fill(entry, offset, out, fetch, as_stored=entry.name in self._kept)
+
+    def close(self) -> None:
+        self._bytes.close()
+
+
+class _PositionedReads:
+    """Reads runs of bytes of a file from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def open(self) -> None:
+        try:
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ModelLoadError(f"{self._path}: cannot be read: {error.strerror}") from error
+
+    def read(self, name: str, at: int, out: np.ndarray) -> None:
+        """Fills `out` (uint8, one-dimensional) from byte `at` of the file on.
+
+        Raises:
+            ModelLoadError: names the tensor `name`: the disk fails, or the file has become shorter.
+        """
         assert self._descriptor is not None
-        at, done, left = self._data + tensor.start + offset, 0, out.data
+        done, left = 0, out.data
         while done < out.nbytes:
             try:
                 got = os.preadv(self._descriptor, [left[done:]], at + done)
             except OSError as error:
                 raise ModelLoadError(
-                    f"{self.path}: {tensor.name} cannot be read: {error.strerror}"
+                    f"{self._path}: {name} cannot be read: {error.strerror}"
                 ) from error
             if got == 0:
-                raise ModelLoadError(f"{self.path}: {tensor.name}: the file ends inside of it")
+                raise ModelLoadError(f"{self._path}: {name}: the file ends inside of it")
             done += got
 
     def close(self) -> None:

@@ -177,8 +177,17 @@ def _fetch(piece: Piece, buffer: Tensor | None) -> bool:
     stored = out.view(piece.tensor.dtype)
     if buffer is not None and not piece.target.is_cuda:
         piece.target.copy_(stored.view(piece.target.shape))
+    return _is_finite(stored, piece.dtype)
+
+
+def _is_finite(stored: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all are finite numbers in `dtype`."""
+    if not stored.dtype.is_floating_point:
+        return True
+    if stored.dtype.itemsize == 1:  # e4m3fn has no infinities, and two codes of NaN
+        return not bool((stored.view(torch.uint8) & 0x7F == 0x7F).any())
     low, high = torch.aminmax(stored)  # passes NaN on
-    return all(math.isfinite(extreme.to(piece.dtype).item()) for extreme in (low, high))
+    return all(math.isfinite(extreme.to(dtype).item()) for extreme in (low, high))
 
 
 def _start_copy(piece: Piece, buffer: Tensor) -> torch.cuda.Event:

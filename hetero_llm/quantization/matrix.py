@@ -147,6 +147,12 @@ class QuantizedWeight(nn.Module):
         for name, tensor in matrix.tensors().items():
             self.register_buffer(name, tensor)
 
+    def release(self) -> None:
+        """Lets go of the memory; shape and kind stay. For a product with a form of its own."""
+        self.matrix = self.matrix.to("meta")
+        for name, tensor in self.matrix.tensors().items():
+            self.register_buffer(name, tensor)
+
     @property
     def shape(self) -> tuple[int, int]:
         """N, K."""

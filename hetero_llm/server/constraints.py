@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -13,11 +14,30 @@ from hetero_llm.core.structured_outputs import (
     check_backend,
 )
 from hetero_llm.server.errors import invalid
+from hetero_llm.server.field_names import FieldNames
 from hetero_llm.server.protocol import Generation, ResponseFormat
 from hetero_llm.server.settings import Limits
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
+_OF_FORMAT = FieldNames(
+    {"json": "response_format.json_schema.schema", "structural_tag": "response_format"}
+)
+_OF_GUIDED = FieldNames(
+    {name.removeprefix("guided_"): name for name in (*_GUIDED, "guided_whitespace_pattern")}
+)
+_OF_PARAMS = FieldNames(
+    {one.name: f"structured_outputs.{one.name}" for one in fields(StructuredOutputsParams)}
+)
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+
+
+def constraint_names(request: Generation) -> FieldNames:
+    """What a request calls the fields of its constraint."""
+    if request.structured_outputs is not None:
+        return _OF_PARAMS
+    if any(getattr(request, name) is not None for name in _GUIDED):
+        return _OF_GUIDED
+    return _OF_FORMAT
 
 
 def output_constraint(request: Generation, limits: Limits) -> StructuredOutputsParams | None:
@@ -26,8 +46,12 @@ def output_constraint(request: Generation, limits: Limits) -> StructuredOutputsP
     Raises:
         ApiError: several fields give one, a field is not in its form, or the constraint is too
             long.
-        SamplingError: the constraint is not in the form of its kind.
     """
+    with constraint_names(request).in_errors():
+        return _constraint(request, limits)
+
+
+def _constraint(request: Generation, limits: Limits) -> StructuredOutputsParams | None:
     found: list[tuple[str, StructuredOutputsParams]] = []
     if request.response_format is not None:
         constraint = _of_format(request.response_format)

@@ -56,6 +56,7 @@ class Context:
             tool_parser=settings.tool_call_parser,
             reasoning_parser=settings.reasoning_parser,
             needs_tools=settings.enable_auto_tool_choice,
+            in_reasoning=settings.constrained_reasoning,
         )
         self.metrics = Metrics(client, self.names[0], legacy_names=settings.legacy_metric_names)
         self.readings = Readings(client, self.metrics)

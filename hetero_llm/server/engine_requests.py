@@ -100,8 +100,9 @@ class EngineRequests:
         generator early aborts the unfinished ones.
 
         Raises:
-            RequestError, OverloadedError, DuplicateRequestError, EngineDeadError: of the engine.
-            ApiError: a request failed, or the deadline passed before the first token.
+            OverloadedError, DuplicateRequestError, EngineDeadError: of the engine.
+            ApiError: a request was refused or failed, or the deadline passed before the first
+                token.
         """
         held: list[tuple[int, RequestOutput]] = []
         async with self.deadline.limits(self._ids), aclosing(self._all()) as outputs:
@@ -126,7 +127,8 @@ class EngineRequests:
         params = self._request.params[index]
         assert prompt.token_ids is not None
         stream = self._client.generate(prompt, params, request_id)
-        with self._metrics.begin(request_id, len(prompt.token_ids), params) as times:
+        named = self._request.constraint_names.in_errors()
+        with named, self._metrics.begin(request_id, len(prompt.token_ids), params) as times:
             async with aclosing(stream):
                 async for output in stream:
                     if output.error is not None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.core.reasoning_formats import HARMONY_ANSWER, OFF
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.structured_outputs import StructuredOutputsParams
 from hetero_llm.engine.input_processor import Prompt
@@ -34,10 +35,6 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST_MARKER = 4
 """Characters; shorter added tokens, such as runs of spaces, are text."""
-_ANSWER = "final"
-"""Harmony's channel of the answer."""
-OFF = "none"
-"""The name of a parser that parses nothing."""
 
 
 class MessageParsers:
@@ -47,6 +44,7 @@ class MessageParsers:
         tool_parser: name of the format of tool calls; None: that of the chat template.
         reasoning_parser: name of the format of reasoning; None: that of the chat template.
         needs_tools: --enable-auto-tool-choice was given.
+        in_reasoning: constraints hold for reasoning, too.
 
     Attributes:
         tokenizer: of the model.
@@ -63,7 +61,9 @@ class MessageParsers:
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         needs_tools: bool = False,
+        in_reasoning: bool = False,
     ) -> None:
+        self._in_reasoning = in_reasoning
         self.tokenizer = tokenizer
         self.format = _format(tokenizer, tool_parser, reasoning_parser)
         if needs_tools and not self.format.calls_tools:
@@ -121,11 +121,8 @@ class MessageParsers:
                     "response_format and the like: not with tools that have to be called, or "
                     "are strict",
                 )
-            constraint = StructuredOutputsParams(
-                grammar=grammar.lark, begins_after=grammar.begins_after
-            )
-            return replace(params, structured_outputs=constraint)
-        if own is None or own.begins_after or own.may_begin_with is not None:
+            return replace(params, structured_outputs=grammar.constraint())
+        if own is None or own.begins_after is not None:
             return params
         return replace(params, structured_outputs=self._behind_reasoning(own, prompt))
 
@@ -134,21 +131,16 @@ class MessageParsers:
     ) -> StructuredOutputsParams:
         """The constraint of an answer before which the model may reason. Only reasoning between
         tokens of its own can be told from the answer."""
-        channels, reasoning = self.format.channels, self.format.reasoning
-        if channels is not None:
-            answer = f"{channels.channel}{_ANSWER}{channels.message}"
-            return replace(constraint, begins_after=self.tokenizer.token_ids(answer))
-        if reasoning is None:
-            return constraint
-        closes = self._marker_ids.get(reasoning.closes[0])
-        opens = self._marker_ids.get(reasoning.opens[0]) if reasoning.opens else None
-        if closes is None:
-            return constraint
-        if self.start(prompt) == "reasoning":
-            return replace(constraint, begins_after=(closes,))
-        if opens is None or (prompt.text or "").rstrip().endswith(reasoning.closes):
-            return constraint
-        return replace(constraint, begins_after=(closes,), may_begin_with=opens)
+        if self._in_reasoning:
+            return replace(constraint, begins_after=())
+        if self.format.channels is not None:
+            return replace(constraint, begins_after=self.tokenizer.token_ids(HARMONY_ANSWER))
+        if self.format.reasoning is None:
+            return replace(constraint, begins_after=())
+        start = self.format.reasoning.answer_start(prompt.text or "", self._marker_ids)
+        return replace(
+            constraint, begins_after=start.begins_after, may_begin_with=start.may_begin_with
+        )
 
     def sampling(self, params: SamplingParams, tools: ToolRequest) -> SamplingParams:
         """The parameters for the engine: a parser needs special tokens in its text."""
@@ -186,35 +178,28 @@ class MessageParsers:
         """
         if not tools.needs_grammar:
             return None
-        functions = functions_of(tools)
         try:
             return tool_grammar(
                 self.format,
-                [one for _, one in functions],
+                functions_of(tools),
                 self._written_ids,
                 self.start(prompt),
                 required=tools.choice != "auto",
                 parallel=tools.parallel and tools.choice != "named",
             )
         except SchemaError as error:
-            index = next(i for i, one in functions if one.name == error.function)
-            where = f"tools[{index}].function.parameters.{error.path}"
+            where = error.field
             raise invalid(where, f"{where}: {error}", "unsupported_parameter") from None
 
     def start(self, prompt: Prompt) -> Start:
-        """The region that the prompt leaves open. Only its end counts: a marker further up may be
-        a user's text."""
+        """The region that the prompt leaves open."""
         text = (prompt.text or "").rstrip()
         channels, reasoning = self.format.channels, self.format.reasoning
         if channels is not None:
             return "header" if text.endswith(f"{channels.part}assistant") else "content"
         if reasoning is None:
             return "content"
-        if text.endswith(reasoning.opens):
-            return "reasoning"
-        if reasoning.always and not text.endswith(reasoning.closes):
-            return "reasoning"
-        return "content"
+        return "reasoning" if reasoning.is_open_behind(text) else "content"
 
     def _parses(self, tools: ToolRequest) -> bool:
         return self.format.reasons or tools.is_on
@@ -223,8 +208,8 @@ class MessageParsers:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-def functions_of(tools: ToolRequest) -> list[tuple[int, GrammarFunction]]:
-    """The functions that the answer may call, each with the index of its tool."""
+def functions_of(tools: ToolRequest) -> list[GrammarFunction]:
+    """The functions that the answer may call."""
     found = []
     for index, tool in enumerate(tools.tools):
         function = tool["function"]
@@ -233,7 +218,8 @@ def functions_of(tools: ToolRequest) -> list[tuple[int, GrammarFunction]]:
         strict = function.get("strict") is True
         schema = function.get("parameters") or {}
         free = tools.choice == "auto" and not strict
-        found.append((index, GrammarFunction(function["name"], None if free else schema, strict)))
+        parameters, field = None if free else schema, f"tools[{index}].function.parameters"
+        found.append(GrammarFunction(function["name"], parameters, field, strict))
     return found
 
 

@@ -47,6 +47,8 @@ class MessageReader:
 
     def __init__(self, parser: MessageParser) -> None:
         self._parser = parser
+        # Once: asking a protocol's isinstance takes longer than all else that is done for a token.
+        self._counter = parser if isinstance(parser, CountsReasoning) else None
         self._held_ids: list[int] = []
         self._held_logprobs: list[TokenLogprobs] = []
         self.num_tokens = self.reasoning_tokens = 0
@@ -60,17 +62,21 @@ class MessageReader:
         events = self._parser.feed(delta.text, delta.token_ids)
         if delta.finish_reason is not None:
             events = [*events, *self._parser.finish()]
-        if isinstance(self._parser, CountsReasoning):
-            self.reasoning_tokens = self._parser.reasoning_tokens
+        if self._counter is not None:
+            self.reasoning_tokens = self._counter.reasoning_tokens
         return self._pieces(events)
 
     def _pieces(self, events: Sequence[MessageEvent]) -> list[Piece]:
         """Tokens without events wait for the next event: their text lags behind."""
+        if len(events) == 1 and type(events[0]) is Content:  # most deltas
+            piece = Piece(events[0], self._held_ids, self._held_logprobs)
+            self._held_ids, self._held_logprobs = [], []
+            return [piece]
         pieces = [Piece(event) for event in events]
         if not pieces:
             return pieces
         self.has_calls = self.has_calls or any(isinstance(event, CallStart) for event in events)
-        if not isinstance(self._parser, CountsReasoning):
+        if self._counter is None:
             self.reasoning_tokens += _share_of_reasoning(events, len(self._held_ids))
         for piece in pieces:
             if isinstance(piece.event, Content):

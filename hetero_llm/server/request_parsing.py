@@ -31,9 +31,10 @@ from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.engine.default_sampling import with_defaults
 from hetero_llm.engine.engine_client import EngineInfo
 from hetero_llm.engine.input_processor import Prompt
-from hetero_llm.server.constraints import output_constraint
+from hetero_llm.server.constraints import constraint_names, output_constraint
 from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.errors import ApiError, context_exceeded, invalid, unsupported
+from hetero_llm.server.field_names import FieldNames
 from hetero_llm.server.protocol import (
     UNAVAILABLE,
     ChatRequest,
@@ -113,6 +114,7 @@ class CheckedRequest:
         created: Unix time in seconds.
         params: one per prompt; they differ in max_tokens at most.
         seconds: until the deadline, None without one.
+        constraint_names: what the request calls the fields of its constraint.
     """
 
     id: str
@@ -122,6 +124,7 @@ class CheckedRequest:
     prompts: Sequence[Prompt]
     params: Sequence[SamplingParams]
     seconds: float | None
+    constraint_names: FieldNames
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -217,6 +220,7 @@ def checked_request(
         prompts=[replace(prompt, cache_salt=salt) for prompt in prompts] if salt else prompts,
         params=each,
         seconds=deadline_seconds(request, context.settings.request_timeout),
+        constraint_names=constraint_names(body),
     )
 
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,8 +57,15 @@ class NamedEvents(Framing):
     """Server-sent events that carry the name of their payload, which is its struct's tag."""
 
     def frame(self, payload: Any) -> bytes:
-        name: str = payload.__struct_config__.tag
-        return b"event: %b\n%b" % (name.encode(), super().frame(payload))
+        kind: type[msgspec.Struct] = type(payload)
+        head = _head_of(kind, self.before)
+        return b"%b%b%b" % (head, _ENCODER.encode(payload), self.after)
+
+
+@cache
+def _head_of(kind: type[msgspec.Struct], before: bytes) -> bytes:
+    """What stands before a payload of this kind."""
+    return b"event: %b\n%b" % (str(kind.__struct_config__.tag).encode(), before)
 
 
 # JSON has no raw line ends, so one data line is enough.

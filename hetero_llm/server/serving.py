@@ -27,7 +27,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from hetero_llm import __version__
-from hetero_llm.config.engine_config import EngineConfig
+from hetero_llm.config.engine_config import ConstraintsConfig, EngineConfig
 from hetero_llm.core.errors import ConfigError, EngineDeadError, EngineHungError
 from hetero_llm.engine.async_engine import AsyncEngineArgs, AsyncLLMEngine
 from hetero_llm.engine.engine_client import EngineClient
@@ -74,7 +74,8 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
         ModelLoadError: the model cannot be loaded.
     """
     arguments = AsyncEngineArgs(**engine_args)
-    settings = settings_of(server_args)
+    config = EngineConfig.from_args(arguments.resolved())
+    settings = settings_of(server_args, config.constraints)
     middleware = [import_middleware(path) for path in server_args["middleware"]]
     check_tls(server_args)
     collector = server_args["otlp_traces_endpoint"]
@@ -100,7 +101,6 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
         if traces is not None:
             context.metrics.tracer = Tracer(traces, context.names[0])
             app.add_middleware(TraceHeaders)
-        config = EngineConfig.from_args(arguments.resolved())
         context.plan = plan_table(engine.info, config, parsers=context.parsers.format.words)
         console.say(context.plan)
         address = listener.getsockname()[:2]
@@ -137,15 +137,23 @@ def freeze_collector() -> None:
     gc.set_threshold(*_COLLECT_AFTER)
 
 
-def settings_of(args: Mapping[str, Any]) -> ServerSettings:
-    """The settings of the HTTP server from the arguments of the command."""
+def settings_of(
+    args: Mapping[str, Any], constraints: ConstraintsConfig | None = None
+) -> ServerSettings:
+    """The settings of the HTTP server from the arguments of the command.
+
+    Args:
+        constraints: the engine's; None: the defaults.
+    """
+    constraints = constraints or ConstraintsConfig()
     return ServerSettings(
         api_keys=tuple(args["api_key"]),
         served_names=tuple(args["served_model_name"]),
         chat_template=read_template(args["chat_template"]),
         response_role=args["response_role"],
         tool_call_parser=args["tool_call_parser"],
-        reasoning_parser=args["reasoning_parser"],
+        reasoning_parser=constraints.reasoning_parser,
+        constrained_reasoning=constraints.enable_in_reasoning,
         enable_auto_tool_choice=args["enable_auto_tool_choice"],
         return_tokens_as_token_ids=args["return_tokens_as_token_ids"],
         root_path=args["root_path"] or "",

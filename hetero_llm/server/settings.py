@@ -94,6 +94,7 @@ class ServerSettings:
         response_role: role of a chat answer.
         tool_call_parser, reasoning_parser: formats of the model's tool calls and reasoning; None:
             those that the chat template shows; "none": neither is looked for.
+        constrained_reasoning: constraints of answers hold for reasoning, too.
         enable_auto_tool_choice: the server needs a format of tool calls.
         return_tokens_as_token_ids: show tokens as "token_id:5" in log-probabilities.
         root_path: path prefix when behind a proxy.
@@ -126,6 +127,7 @@ class ServerSettings:
     response_role: str = "assistant"
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    constrained_reasoning: bool = False
     enable_auto_tool_choice: bool = False
     return_tokens_as_token_ids: bool = False
     root_path: str = ""

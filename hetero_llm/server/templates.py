@@ -118,27 +118,31 @@ class ChatTemplate:
         return rendered
 
     async def _take(self) -> _Worker:
-        """An idle worker, or a new one: a slow conversation must not block all others."""
+        """An idle worker, or a new one: a slow conversation must not block all others. A worker
+        that is starting is waited for: on a machine with much to do others would only delay it."""
         if not self._idle.empty():
             return self._idle.get_nowait()
         if not self._workers:
             return self._new_worker()
         self._waiting += 1
         try:
-            if len(self._workers) < self._most_workers:
+            while True:
+                may_start = len(self._workers) < self._most_workers
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._patience):
+                    async with asyncio.timeout(
+                        self._patience if may_start else self._queue_seconds
+                    ):
                         return await self._idle.get()
+                if not all(worker.is_ready for worker in self._workers):
+                    continue  # a start has a time limit of its own
                 if len(self._workers) < self._most_workers:
                     return self._new_worker()
-            async with asyncio.timeout(self._queue_seconds):
-                return await self._idle.get()
-        except TimeoutError:
-            raise busy(
-                "overloaded",
-                "all processes that render chat templates are busy; try again later",
-                _RETRY_SECONDS,
-            ) from None
+                if not may_start:
+                    raise busy(
+                        "overloaded",
+                        "all processes that render chat templates are busy; try again later",
+                        _RETRY_SECONDS,
+                    )
         finally:
             self._waiting -= 1
 
@@ -162,10 +166,15 @@ class ChatTemplate:
 
 
 class _Worker:
-    """One process. It renders one conversation at a time: the one that took it from the queue."""
+    """One process. It renders one conversation at a time: the one that took it from the queue.
+
+    Attributes:
+        is_ready: the process has started.
+    """
 
     def __init__(self, setup: bytes) -> None:
         self._setup = setup
+        self.is_ready = False
         self._socket, theirs = socket.socketpair()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         with theirs:
@@ -186,13 +195,14 @@ class _Worker:
         Raises:
             RuntimeError: the process does not start.
         """
-        if self._streams is not None:
+        if self.is_ready:
             return
         self._streams = await asyncio.open_connection(sock=self._socket)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 self._write(self._setup)
                 assert await self._read() == READY
+            self.is_ready = True
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             raise RuntimeError("the process that renders chat templates does not start") from None
 

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from hetero_llm.core.errors import ConfigError, SamplingError
 from hetero_llm.core.grammar import Grammar
-from hetero_llm.core.structured_outputs import CONSTRAINTS, StructuredOutputsParams
-from hetero_llm.structured_output.grammar_text import grammar_text
-from hetero_llm.structured_output.json_schema import place_of, read_schema
+from hetero_llm.core.structured_outputs import StructuredOutputsParams
+from hetero_llm.structured_output.grammar_text import ConstraintGrammar, constraint_grammar
+from hetero_llm.structured_output.json_schema import place_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -80,23 +80,24 @@ class GrammarCompiler:
             SamplingError: it cannot be followed; names the field, and the place within a schema.
             ConfigError: llguidance is not installed.
         """
-        field = next((name for name in CONSTRAINTS if getattr(params, name)), "json")
         self._tokenizer()
-        grammar = Grammar(
-            grammar_text(params, self._vocabulary.special),
-            tuple(params.begins_after),
-            params.may_begin_with,
-        )
-        matcher = self._compiled(grammar.text)
-        reason = _why_useless(matcher)
+        written = constraint_grammar(params, self._vocabulary.special)
+        reason = _why_useless(self._compiled(written.text))
         if reason:
-            self._forget(grammar.text)
-            value = getattr(params, field)
-            if params.json is not None:
-                place, value = place_of(reason, read_schema(params.json, field)) or ("", value)
-                field += place
-            raise SamplingError(field, value, _plain(reason))
-        return grammar
+            self._forget(written.text)
+            raise self._refused(written, reason)
+        return Grammar(written.text, tuple(params.begins_after or ()), params.may_begin_with)
+
+    def _refused(self, written: ConstraintGrammar, reason: str) -> SamplingError:
+        """The error of a grammar that cannot be followed, which names the first of its schemas that
+        cannot be followed alone."""
+        for one in written.schemas:
+            why = reason if one.text == written.text else _why_useless(self._made(one.text))
+            if why:
+                schema = one.source.schema
+                path, value = place_of(why, schema) or ("", schema)
+                return SamplingError(one.source.at(path), value, _plain(why))
+        return SamplingError(written.field, written.value, _plain(reason))
 
     def knows(self, grammar: Grammar) -> bool:
         """Whether the grammar is compiled, so that `open` takes microseconds."""
@@ -120,20 +121,24 @@ class GrammarCompiler:
 
     def _compiled(self, text: str) -> LLMatcher:
         """A matcher at the beginning of a grammar, not to be changed. It may be in error."""
-        from llguidance import LLMatcher, LLParserLimits
-
         with self._lock:
             found = self._pristine.get(text)
             if found is not None:
                 self._pristine.move_to_end(text)
                 return found
-        limits = LLParserLimits(verbose_errors=False)
-        made = LLMatcher(self._tokenizer(), text, log_level=0, limits=limits)
+        made = self._made(text)
         with self._lock:
             self._pristine[text] = made
             if len(self._pristine) > _KEPT_GRAMMARS:
                 self._pristine.popitem(last=False)
         return made
+
+    def _made(self, text: str) -> LLMatcher:
+        """A new matcher at the beginning of a grammar. It may be in error."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(verbose_errors=False)
+        return LLMatcher(self._tokenizer(), text, log_level=0, limits=limits)
 
     def _forget(self, text: str) -> None:
         with self._lock:

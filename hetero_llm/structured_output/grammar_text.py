@@ -6,11 +6,16 @@ The forms of the text are those of llguidance's documentation (docs/syntax.md, d
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hetero_llm.core.errors import SamplingError
-from hetero_llm.core.structured_outputs import StructuredOutputsParams
+from hetero_llm.core.structured_outputs import (
+    EmbeddedSchema,
+    StructuredOutputsParams,
+    ToolOutputParams,
+)
 from hetero_llm.structured_output.json_schema import (
     check_schema,
     close_objects,
@@ -24,55 +29,138 @@ WHITESPACE = r"[ \t\n\r]{1,64}"
 
 # Without u: the name of a property could be spelled with \\u, past the schema of that property.
 _ESCAPES = 'nrbtf\\"'
+# Calls of tools are written as chat templates write them: one space behind commas and colons.
+_TOOL_OPTIONS = {
+    "json_allowed_escapes": _ESCAPES,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+}
 
 
-def grammar_text(params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
-    """The grammar of a constraint. Whether llguidance takes it is not checked here.
+@dataclass(frozen=True, slots=True)
+class SchemaGrammar:
+    """The grammar of one of a constraint's schemas alone.
+
+    Attributes:
+        source: the schema as the user gave it, and where.
+    """
+
+    source: EmbeddedSchema
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConstraintGrammar:
+    """The grammar of a constraint. Whether llguidance takes it is not known yet.
+
+    Attributes:
+        text: in llguidance's form.
+        field: that gives the constraint.
+        value: of the field, for errors.
+        schemas: the user's schemas in it.
+    """
+
+    text: str
+    field: str
+    value: Any
+    schemas: Sequence[SchemaGrammar] = ()
+
+
+def constraint_grammar(
+    params: StructuredOutputsParams, special: Mapping[str, int]
+) -> ConstraintGrammar:
+    """The grammar of a constraint.
 
     Args:
         special: the tokenizer's special tokens and their ids.
 
     Raises:
-        SamplingError: the constraint is not in the form of its kind.
+        SamplingError: the constraint is not in the form of its kind, or a schema in it has a
+            keyword that llguidance follows wrongly; names the place.
     """
     from llguidance import LLMatcher
 
-    if params.json is not None:
-        return _json(read_schema(params.json, "json"), params)
-    if params.json_object:
-        return _json({"type": "object"}, params)
+    if params.json is not None or params.json_object:
+        field = "json_object" if params.json is None else "json"
+        given = {"type": "object"} if params.json is None else params.json
+        schema = read_schema(given, field)
+        text = _alone(_embedded(schema, field, params))
+        alone = SchemaGrammar(EmbeddedSchema(schema, field), text)
+        return ConstraintGrammar(text, field, given, (alone,))
     if params.regex is not None:
-        return LLMatcher.grammar_from_regex(params.regex)
+        text = LLMatcher.grammar_from_regex(params.regex)
+        return ConstraintGrammar(text, "regex", params.regex)
     if params.choice is not None:
-        return _choice(params.choice)
+        return ConstraintGrammar(_choice(params.choice), "choice", params.choice)
+    if isinstance(params, ToolOutputParams):
+        return _tools(params)
     if params.grammar is not None:
-        return _user_grammar(params.grammar)
+        return ConstraintGrammar(_user_grammar(params.grammar), "grammar", params.grammar)
     assert params.structural_tag is not None
-    return structural_tag_grammar(
-        params.structural_tag, lambda schema: embedded_schema(schema, params), special
-    )
+    found: list[SchemaGrammar] = []
+
+    def embed(schema: Mapping[str, Any] | bool, field: str) -> dict[str, Any] | bool:
+        made = _embedded(schema, field, params)
+        found.append(SchemaGrammar(EmbeddedSchema(schema, field), _alone(made)))
+        return made
+
+    text = structural_tag_grammar(params.structural_tag, embed, special)
+    return ConstraintGrammar(text, "structural_tag", params.structural_tag, found)
 
 
-def _json(schema: dict[str, Any] | bool, params: StructuredOutputsParams) -> str:
-    return json.dumps({"grammars": [{"json_schema": embedded_schema(schema, params)}]})
+def _tools(params: ToolOutputParams) -> ConstraintGrammar:
+    """A message that calls tools: the grammars of the tools' schemas beside its own."""
+    grammars: list[dict[str, Any]] = [{"lark_grammar": params.grammar}]
+    found = []
+    for name, source in params.schemas.items():
+        made = _with_options(source.schema, source.at, params, _TOOL_OPTIONS)
+        grammars.append({"name": name, "json_schema": made})
+        found.append(SchemaGrammar(source, _alone(made)))
+    fields = list(dict.fromkeys(source.field for source in params.schemas.values()))
+    return ConstraintGrammar(json.dumps({"grammars": grammars}), "tools", fields, found)
 
 
-def embedded_schema(
-    schema: Mapping[str, Any] | bool, params: StructuredOutputsParams
+def _alone(schema: dict[str, Any] | bool) -> str:
+    return json.dumps({"grammars": [{"json_schema": schema}]})
+
+
+def _embedded(
+    schema: Mapping[str, Any] | bool, field: str, params: StructuredOutputsParams
 ) -> dict[str, Any] | bool:
-    """A schema with llguidance's options in it, for a grammar of its own or a part of one."""
-    if params.disable_additional_properties:
-        schema = close_objects(schema)
+    """A schema that stands in `field`, for a grammar of its own or a part of one."""
     options: dict[str, Any] = {"json_allowed_escapes": _ESCAPES}
     if params.disable_any_whitespace:
         options["whitespace_flexible"] = False
     else:
         options["whitespace_pattern"] = params.whitespace_pattern or WHITESPACE
-    check_schema(schema, "json")
+    return _with_options(schema, lambda path: field + path, params, options)
+
+
+def _with_options(
+    schema: Mapping[str, Any] | bool,
+    at: Callable[[str], str],
+    params: StructuredOutputsParams,
+    options: Mapping[str, Any],
+) -> dict[str, Any] | bool:
+    """A schema with llguidance's options in it.
+
+    Args:
+        at: the field of a path in the schema.
+
+    Raises:
+        SamplingError: see `check_schema`.
+    """
+    if params.disable_additional_properties:
+        schema = close_objects(schema)
+    try:
+        check_schema(schema, "")
+    except SamplingError as error:
+        raise SamplingError(at(error.field), error.value, error.reason) from None
     schema = mended(schema)
     if schema is False:  # allows nothing, which llguidance says
         return False
-    return {**({} if schema is True else schema), "x-guidance": options}
+    return {**({} if schema is True else schema), "x-guidance": dict(options)}
 
 
 def _choice(choice: Sequence[str]) -> str:

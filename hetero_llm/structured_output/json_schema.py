@@ -45,7 +45,8 @@ def read_schema(schema: str | Mapping[str, Any] | bool, field: str) -> dict[str,
 
 
 def close_objects(schema: Any) -> Any:
-    """A copy in which objects that say nothing about additional properties have none."""
+    """A copy in which objects that name properties and say nothing about additional ones have
+    none. An object that names no property stays free: otherwise it could only be empty."""
     if isinstance(schema, list):
         return [close_objects(one) for one in schema]
     if not isinstance(schema, dict):
@@ -55,7 +56,7 @@ def close_objects(schema: Any) -> Any:
         else close_objects(value)
         for name, value in schema.items()
     }  # fmt: skip
-    if closed.get("type") == "object" or "properties" in closed:
+    if "properties" in closed or "patternProperties" in closed:
         closed.setdefault("additionalProperties", False)
     return closed
 
@@ -90,7 +91,7 @@ def mended(schema: Any) -> Any:
 def _without_zero(pattern: str) -> str:
     """The pattern without U+0000 in its negated classes. llguidance 1.9 writes a class that has all
     control characters with all escapes of JSON, a quote or a backslash that it excludes, too; and
-    no string has U+0000, see `embedded_schema`."""
+    no string has U+0000, see `grammar_text.py`."""
     found, inside = [], False
     for piece in re.findall(r"\\.|\[\^|.", pattern, re.DOTALL):
         if piece == "[^" and not inside:
@@ -146,7 +147,7 @@ def check_schema(schema: Any, field: str) -> None:
 # llguidance reads numbers as float64.
 _EXACT = 2**53
 _INT64 = 2**63
-# JSON has no short escape for these, and the long ones are not allowed: see `embedded_schema`.
+# JSON has no short escape for these, and the long ones are not allowed: see `grammar_text.py`.
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _APPLICATORS = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 _EXCLUSIVE = (

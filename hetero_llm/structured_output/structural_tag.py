@@ -16,8 +16,8 @@ from hetero_llm.core.errors import SamplingError
 FIELD = "structural_tag"
 _TEXT = r"TEXT: /(.|\n)*/"
 
-Embed = Callable[[Any], Any]
-"""A user's JSON schema to the one that the grammar embeds."""
+Embed = Callable[[Any, str], Any]
+"""A user's JSON schema, and the field that it stands in, to the one that the grammar embeds."""
 
 
 class Lark:
@@ -52,9 +52,11 @@ class Lark:
             pieces.append(json.dumps(text[end:], ensure_ascii=False))
         return " ".join(pieces)
 
-    def schema(self, schema: Any) -> str:
-        """An expression of JSON that follows a schema."""
-        return f"%json {json.dumps(self._embed(schema))}"
+    def schema(self, schema: Any, field: str) -> str:
+        """An expression of JSON that follows a schema, which stands in this field."""
+        if not isinstance(schema, (Mapping, bool)):
+            _fail(field, schema, "must be a JSON schema")
+        return f"%json {json.dumps(self._embed(schema, field))}"
 
     def nested(self, lark: str) -> str:
         """An expression of a grammar with a `start` of its own."""
@@ -101,13 +103,7 @@ def structural_tag_grammar(
     lark = Lark(special, embed)
     if "format" in tag:
         return lark.finished(_expression(lark, tag["format"], f"{FIELD}.format"))
-    structures = _objects(tag, "structures", FIELD)
-    tags = [
-        {"begin": one.get("begin"), "end": one.get("end"),
-         "content": {"type": "json_schema", "json_schema": one.get("schema", True)}}
-        for one in structures
-    ]  # fmt: skip
-    return lark.finished(_triggered(lark, {"triggers": tag.get("triggers"), "tags": tags}, FIELD))
+    return lark.finished(_triggered(lark, tag, FIELD, tags="structures", body_of=_structure))
 
 
 def _expression(lark: Lark, form: Any, at: str) -> str:
@@ -125,10 +121,7 @@ def _const_string(lark: Lark, form: Mapping[str, Any], at: str) -> str:
 
 
 def _json_schema(lark: Lark, form: Mapping[str, Any], at: str) -> str:
-    schema = form.get("json_schema")
-    if not isinstance(schema, (Mapping, bool)):
-        _fail(f"{at}.json_schema", schema, "must be a JSON schema")
-    return lark.schema(schema)
+    return lark.schema(form.get("json_schema"), f"{at}.json_schema")
 
 
 def _regex(lark: Lark, form: Mapping[str, Any], at: str) -> str:
@@ -176,25 +169,44 @@ def _tag(lark: Lark, form: Mapping[str, Any], at: str, *, begun: str = "") -> st
     return f"{lark.literal(begin[len(begun) :])} ({body}) {lark.literal(end)}"
 
 
-def _triggered(lark: Lark, form: Mapping[str, Any], at: str) -> str:
-    """Free text in which a trigger begins one of the tags."""
-    triggers = form.get("triggers")
+def _structure(lark: Lark, form: Mapping[str, Any], at: str, *, begun: str) -> str:
+    """The older form of a tag with a schema; see `_tag`."""
+    begin, end = _text(form, "begin", at), _text(form, "end", at)
+    body = lark.schema(form.get("schema", True), f"{at}.schema")
+    return f"{lark.literal(begin[len(begun) :])} ({body}) {lark.literal(end)}"
+
+
+def _triggered(
+    lark: Lark,
+    form: Mapping[str, Any],
+    at: str,
+    *,
+    tags: str = "tags",
+    body_of: Callable[..., str] = _tag,
+) -> str:
+    """Free text in which a trigger begins one of the tags.
+
+    Args:
+        tags: the key that the tags have in `form`.
+        body_of: one tag's expression, as `_tag` makes it.
+    """
+    objects, triggers = _objects(form, tags, at), form.get("triggers")
     if not isinstance(triggers, list) or not triggers or not all(triggers):
         _fail(f"{at}.triggers", triggers, "must be a list of texts, at least one")
     found = []
-    for index, tag in enumerate(_objects(form, "tags", at)):
-        where = f"{at}.tags[{index}]"
+    for index, tag in enumerate(objects):
+        where = f"{at}.{tags}[{index}]"
         begin = _text(tag, "begin", where)
         trigger = next((one for one in triggers if begin.startswith(str(one))), None)
         if trigger is None:
             _fail(f"{where}.begin", begin, f"must begin with one of {triggers}")
-        body = _tag(lark, tag, where, begun=trigger)
+        body = body_of(lark, tag, where, begun=trigger)
         found.append(f"({lark.text_until(trigger)} {body})")
-    tags = lark.rule(" | ".join(found))
+    rule = lark.rule(" | ".join(found))
     once, first = form.get("at_least_one", False), form.get("stop_after_first", False)
     if first:
-        return tags if once else f"{tags} | TEXT"
-    return f"{tags}{'+' if once else '*'} TEXT"
+        return rule if once else f"{rule} | TEXT"
+    return f"{rule}{'+' if once else '*'} TEXT"
 
 
 def _with_separator(lark: Lark, form: Mapping[str, Any], at: str) -> str:

@@ -163,6 +163,9 @@ def serving_beside(script: Script) -> Iterator[str]:
         thread.join()
 
 
+GENERATION = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+
+
 def model_script(
     answer: Script, *, seen: list[Request] | None = None, tokenize: bool = True
 ) -> Script:
@@ -175,7 +178,7 @@ def model_script(
             reply.json({"object": "list", "data": [{"id": "org/name"}]})
         elif request.path == "/tokenize" and tokenize:
             reply.json({"count": len(request.body["prompt"].split())})
-        elif request.path in ("/v1/completions", "/v1/chat/completions"):
+        elif request.path in GENERATION:
             await answer(request, reply)
         else:
             reply.json({"detail": "Not Found"}, 404)
@@ -185,8 +188,13 @@ def model_script(
 
 async def words(request: Request, reply: Reply) -> None:
     """Answers with as many words as tokens were asked for, streamed or not."""
-    count = request.body.get("max_tokens", 3)
+    limit = "max_output_tokens" if request.path.endswith("/responses") else "max_tokens"
+    count = request.body.get(limit, 3)
     parts = [f"w{number} " for number in range(count)]
+    if request.path.endswith("/responses"):
+        return say_response(request, reply, parts)
+    if request.path.endswith("/messages"):
+        return say_message(request, reply, parts)
     usage = {"prompt_tokens": 5, "completion_tokens": count}
     name = "delta" if "messages" in request.body else "text"
     if not request.body["stream"]:
@@ -197,6 +205,44 @@ async def words(request: Request, reply: Reply) -> None:
         reply.event({"choices": [choice(name, part, "length" if number == count - 1 else None)]})
     reply.event({"choices": [], "usage": usage})
     reply.event("[DONE]")
+    reply.end()
+
+
+def say_response(request: Request, reply: Reply, parts: list[str]) -> None:
+    """As OpenAI's Responses API."""
+    usage = {"input_tokens": 5, "output_tokens": len(parts)}
+    cut = {"reason": "max_output_tokens"}
+    whole: dict[str, Any] = {"object": "response", "usage": usage, "incomplete_details": cut}
+    if not request.body["stream"]:
+        content = [{"type": "output_text", "text": "".join(parts)}]
+        reply.json({**whole, "output": [{"type": "message", "content": content}]})
+        return
+    reply.head()
+    reply.event({"type": "response.created", "response": {}})
+    for part in parts:
+        reply.event({"type": "response.output_text.delta", "delta": part})
+    reply.event({"type": "response.output_text.done", "text": "".join(parts)})
+    reply.event({"type": "response.incomplete", "response": whole})
+    reply.end()
+
+
+def say_message(request: Request, reply: Reply, parts: list[str]) -> None:
+    """As Anthropic's Messages API."""
+    made = {"output_tokens": len(parts)}
+    if not request.body["stream"]:
+        content = [{"type": "text", "text": "".join(parts)}]
+        usage = {"input_tokens": 5, **made}
+        reply.json(
+            {"type": "message", "stop_reason": "max_tokens", "content": content, "usage": usage}
+        )
+        return
+    reply.head()
+    start = {"usage": {"input_tokens": 1, "cache_read_input_tokens": 4, "output_tokens": 0}}
+    reply.event({"type": "message_start", "message": start})
+    for part in parts:
+        reply.event({"type": "content_block_delta", "delta": {"type": "text_delta", "text": part}})
+    reply.event({"type": "message_delta", "delta": {"stop_reason": "max_tokens"}, "usage": made})
+    reply.event({"type": "message_stop"})
     reply.end()
 
 

@@ -98,6 +98,67 @@ def test_times_are_those_of_the_events() -> None:
     )
 
 
+def test_times_of_a_response() -> None:
+    """As those of a completion: what begins and ends parts is no output."""
+
+    def make(clock: FakeClock) -> Script:
+        async def script(request: Request, reply: Reply) -> None:
+            def delta(text: str) -> Any:
+                return {"type": "response.output_text.delta", "delta": text}
+
+            usage = {"input_tokens": 7, "output_tokens": 2}
+            ended = {"type": "response.completed", "response": {"usage": usage}}
+            reply.head()
+            await clock.advance(0.25, lambda: reply.event({"type": "response.created"}))
+            await clock.advance(0.5, lambda: reply.event(delta("a")))
+            await clock.advance(0.75, lambda: reply.event(delta("b")))
+            await clock.advance(1.0, lambda: reply.event({"type": "response.output_text.done"}))
+            await clock.advance(2.0, lambda: reply.event(ended))
+            reply.end()
+
+        return script
+
+    result = measured(make)
+    assert (result.first, result.last, result.itls) == (0.5, 2.0, (0.25,))
+    assert (result.text, result.usage, result.finish_reason) == ("ab", Usage(7, 2), "stop")
+    assert result.ok
+
+
+def test_times_and_counts_of_a_message() -> None:
+    def make(clock: FakeClock) -> Script:
+        async def script(request: Request, reply: Reply) -> None:
+            def delta(text: str) -> Any:
+                return {"type": "content_block_delta", "delta": {"text": text}}
+
+            usage = {"input_tokens": 7, "output_tokens": 0}
+            start = {"type": "message_start", "message": {"usage": usage}}
+            stopped = {"type": "message_delta", "delta": {"stop_reason": "end_turn"}}
+            reply.head()
+            await clock.advance(0.25, lambda: reply.event(start))
+            await clock.advance(0.5, lambda: reply.event(delta("a")))
+            await clock.advance(0.75, lambda: reply.event(delta("b")))
+            await clock.advance(
+                2.0, lambda: reply.event({**stopped, "usage": {"output_tokens": 2}})
+            )
+            reply.end()
+
+        return script
+
+    result = measured(make)
+    assert (result.first, result.last, result.itls) == (0.5, 2.0, (0.25,))
+    assert (result.text, result.usage, result.finish_reason) == ("ab", Usage(7, 2), "stop")
+
+
+def test_a_message_that_breaks_off_is_no_answer() -> None:
+    def act(reply: Reply) -> None:
+        reply.head()
+        reply.event({"type": "content_block_delta", "delta": {"text": "a"}})
+        reply.end()
+
+    result = scripted(act)
+    assert not result.ok and "ended before the answer did" in (result.error or "")
+
+
 def test_events_in_one_piece_come_at_one_time() -> None:
     def make(clock: FakeClock) -> Script:
         async def script(request: Request, reply: Reply) -> None:

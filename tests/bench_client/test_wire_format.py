@@ -7,9 +7,11 @@ import pytest
 
 from hetero_llm.bench_client.errors import ServerError
 from hetero_llm.bench_client.wire_format import (
+    Api,
     Piece,
     Sample,
     Usage,
+    api_of,
     read_event,
     refusal,
     request_body,
@@ -18,7 +20,7 @@ from hetero_llm.core.errors import ConfigError
 
 
 def body(sample: Sample, **changes: Any) -> dict[str, Any]:
-    options: dict[str, Any] = {"chat": False, "model": "m", "stream": True, "extra": {}}
+    options: dict[str, Any] = {"api": Api.COMPLETIONS, "model": "m", "stream": True, "extra": {}}
     return request_body(sample, **(options | changes))
 
 
@@ -40,14 +42,53 @@ def test_completion_bodies() -> None:
 
 def test_chat_bodies() -> None:
     user = {"role": "user", "content": "hi"}
-    assert body(Sample("hi", None), chat=True)["messages"] == [user]
-    assert body(Sample(None, None, (user, user)), chat=True)["messages"] == [user, user]
-    assert "prompt" not in body(Sample("hi", None), chat=True)
+    assert body(Sample("hi", None), api=Api.CHAT)["messages"] == [user]
+    assert body(Sample(None, None, (user, user)), api=Api.CHAT)["messages"] == [user, user]
+    assert "prompt" not in body(Sample("hi", None), api=Api.CHAT)
+
+
+def test_bodies_of_responses() -> None:
+    user = {"role": "user", "content": "hi"}
+    assert body(Sample("hi", 4), api=Api.RESPONSES) == {
+        "model": "m",
+        "stream": True,
+        "input": [user],
+        "max_output_tokens": 4,
+    }
+    assert "max_output_tokens" not in body(Sample("hi", None), api=Api.RESPONSES)
+
+
+def test_bodies_of_messages() -> None:
+    system, user = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}
+    assert body(Sample(None, 4, (system, user)), api=Api.MESSAGES) == {
+        "model": "m",
+        "stream": True,
+        "system": [{"type": "text", "text": "be brief"}],
+        "messages": [user],
+        "max_tokens": 4,
+    }
+    limit = body(Sample("hi", None), api=Api.MESSAGES)["max_tokens"]
+    assert limit >= 1  # this API has no default
+
+
+@pytest.mark.parametrize(
+    ("path", "api"),
+    [
+        ("/v1/completions", Api.COMPLETIONS),
+        ("/v1/chat/completions/", Api.CHAT),
+        ("/x/v1/responses", Api.RESPONSES),
+        ("/v1/messages", Api.MESSAGES),
+        ("/generate", Api.COMPLETIONS),
+    ],
+)
+def test_the_path_tells_the_api(path: str, api: Api) -> None:
+    assert api_of(path) is api
+    assert api.takes_conversations == (api is not Api.COMPLETIONS)
 
 
 def test_samples_that_do_not_fit_the_endpoint() -> None:
     with pytest.raises(ConfigError, match="prompt_as='ids': a chat endpoint takes text only"):
-        body(Sample((1, 2), 4), chat=True)
+        body(Sample((1, 2), 4), api=Api.CHAT)
     with pytest.raises(ConfigError, match="conversations need --backend openai-chat"):
         body(Sample(None, 4, ({"role": "user", "content": "x"},)))
 
@@ -78,9 +119,71 @@ def test_events(event: dict[str, Any], piece: Piece) -> None:
     assert read_event(json.dumps(event)) == piece
 
 
+MADE = {"input_tokens": 3, "output_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("event", "piece"),
+    [
+        ({"type": "response.created", "response": {}}, Piece()),
+        ({"type": "response.output_text.delta", "delta": "a", "logprobs": []}, Piece("a")),
+        ({"type": "response.reasoning_text.delta", "delta": "r"}, Piece("r")),
+        ({"type": "response.output_text.done", "text": "ab"}, Piece()),
+        ({"type": "response.completed", "response": {"usage": MADE}},
+         Piece("", 0, "stop", Usage(3, 4))),
+        ({"type": "response.incomplete", "response": {
+            "usage": MADE, "incomplete_details": {"reason": "max_output_tokens"}}},
+         Piece("", 0, "length", Usage(3, 4))),
+        ({"object": "response", "error": None, "usage": MADE, "output": [
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "r"}]},
+            {"type": "function_call", "arguments": "{}"},
+            {"type": "message", "content": [{"type": "output_text", "text": "c"}]}]},
+         Piece("rc", 0, "stop", Usage(3, 4))),
+    ],
+)  # fmt: skip
+def test_events_of_responses(event: dict[str, Any], piece: Piece) -> None:
+    assert read_event(json.dumps(event)) == piece
+
+
+@pytest.mark.parametrize(
+    ("event", "piece"),
+    [
+        ({"type": "message_start", "message": {"usage": {
+            "input_tokens": 1, "cache_read_input_tokens": 2, "output_tokens": 0}}},
+         Piece(usage=Usage(3, 0))),
+        ({"type": "ping"}, Piece()),
+        ({"type": "content_block_start", "content_block": {"type": "text", "text": ""}}, Piece()),
+        ({"type": "content_block_delta", "delta": {"type": "text_delta", "text": "a"}}, Piece("a")),
+        ({"type": "content_block_delta", "delta": {"thinking": "t"}}, Piece("t")),
+        ({"type": "content_block_delta", "delta": {"partial_json": "{"}}, Piece()),
+        ({"type": "message_delta", "delta": {"stop_reason": "max_tokens"},
+          "usage": {"output_tokens": 4}}, Piece("", 0, "length", Usage(0, 4))),
+        ({"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": MADE},
+         Piece("", 0, "stop", Usage(3, 4))),
+        ({"type": "message_delta", "delta": {"stop_reason": "tool_use"}}, Piece("", 0, "tool_use")),
+        ({"type": "message_stop"}, Piece()),
+        ({"type": "message", "stop_reason": "end_turn", "usage": MADE, "content": [
+            {"type": "thinking", "thinking": "t"}, {"type": "text", "text": "c"}]},
+         Piece("tc", 0, "stop", Usage(3, 4))),
+    ],
+)  # fmt: skip
+def test_events_of_messages(event: dict[str, Any], piece: Piece) -> None:
+    assert read_event(json.dumps(event)) == piece
+
+
+def test_later_counts_replace_earlier_ones() -> None:
+    assert Usage(3, 0).later(Usage(0, 4)) == Usage(3, 4)
+    assert Usage(3, 0).later(None) == Usage(3, 0)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        ('{"type": "error", "code": "x", "message": "no more room"}', "answer: no more room"),
+        ('{"type": "error", "error": {"message": "overloaded"}}', "answer: overloaded"),
+        ('{"type": "response.failed", "response": {"error": {"message": "died"}}}', "died"),
+        ('{"type": "response.completed"}', "response=None of an event is not an object"),
+        ('{"type": "message_delta", "delta": {"stop_reason": 5}}', "stands where text should be"),
         ('{"error": {"message": "out\\nof memory", "code": 500}}', "answer: out of memory"),
         ('{"error": "plain words"}', "plain words"),
         ('{"error": {"code": 7}}', '{"code": 7}'),

@@ -18,6 +18,7 @@ from hetero_llm.commands import bench
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from tests.bench_client.scripted_server import (
+    GENERATION,
     Reply,
     Request,
     Script,
@@ -47,7 +48,7 @@ def lines(text: str) -> dict[str, str]:
 
 
 def generations(seen: Sequence[Request]) -> list[Request]:
-    return [request for request in seen if "completions" in request.path]
+    return [request for request in seen if request.path in GENERATION]
 
 
 def test_completions(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,6 +80,39 @@ def test_chat(capsys: pytest.CaptureFixture[str]) -> None:
     for request in generations(seen):
         assert request.body["model"] == "mine"
         assert len(request.body["messages"][0]["content"].split()) == 6
+
+
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+@pytest.mark.parametrize(
+    ("backend", "path", "texts", "limit"),
+    [
+        ("openai-responses", "/v1/responses", "input", "max_output_tokens"),
+        ("anthropic", "/v1/messages", "messages", "max_tokens"),
+    ],
+)
+def test_other_apis(
+    capsys: pytest.CaptureFixture[str],
+    backend: str,
+    path: str,
+    texts: str,
+    limit: str,
+    stream: str,
+) -> None:
+    with server() as (seen, command):
+        assert cli.main([*command, *SHORT, "--backend", backend, "--ignore-eos", stream]) == 0
+    found = lines(capsys.readouterr().out)
+    assert found["Backend"] == backend
+    assert found["Successful requests"] == "4"
+    assert found["Total input tokens"] == "20"
+    assert found["Total generated tokens"] == "12"
+    assert found["Total generated tokens (retokenized)"] == "12"
+    assert found["Token counts from"] == "usage 4"
+    assert (found["Mean ITL (ms)"] == "n/a") == (stream == "--no-stream")
+    sent = generations(seen)
+    assert len(sent) == 4 and {request.path for request in sent} == {path}
+    for request in sent:
+        assert request.body[limit] == 3 and request.body["ignore_eos"] is True
+        assert len(request.body[texts][0]["content"].split()) == 6
 
 
 def test_another_endpoint_and_no_stream(capsys: pytest.CaptureFixture[str]) -> None:

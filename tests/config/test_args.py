@@ -191,7 +191,7 @@ class TestResolve:
             ("dtype", "int8", "must be 'auto', 'half',"),
             ("dtype", "", "must not be empty"),
             ("device", "tpu", "must be 'auto', 'cpu' or 'cuda'"),
-            ("load_format", "gguf", "is not available yet; use 'auto', 'safetensors', 'pt' or"),
+            ("load_format", "mistral", "is not available yet; use 'auto', 'safetensors', 'pt'"),
             ("tokenizer_mode", "mistral", "is not available yet; use 'auto' or 'slow'"),
             ("config_format", "mistral", "is not available yet"),
             ("rope_scaling", "linear", "must be a mapping"),

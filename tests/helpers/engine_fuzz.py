@@ -171,7 +171,7 @@ class Reference:
         after; min_tokens gives way where only end tokens are left."""
         assert params.structured_outputs is not None
         begin = 0
-        if after := list(params.structured_outputs.begins_after):
+        if after := list(params.structured_outputs.begins_after or ()):
             if after[0] not in tokens:
                 return logits
             begin = tokens.index(after[0]) + 1

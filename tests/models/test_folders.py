@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -28,10 +29,46 @@ def test_looks_local_but_is_missing(model: str) -> None:
 
 
 def test_file(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
+    path = tmp_path / "model.safetensors"
     path.touch()
     with pytest.raises(ModelLoadError, match="a model folder is needed"):
         resolve_model_folder(str(path))
+
+
+class TestGguf:
+    def test_a_file_is_a_model(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.gguf"
+        path.touch()
+        for load_format in ("auto", "gguf", "dummy"):
+            assert resolve_model_folder(str(path), load_format=load_format) == path
+        with pytest.raises(ModelLoadError, match=r"other\.gguf': no such GGUF file"):
+            resolve_model_folder(str(tmp_path / "other.gguf"))
+
+    def test_a_folder_with_one(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.gguf"
+        path.touch()
+        assert resolve_model_folder(str(tmp_path)) == path
+        (tmp_path / "config.json").write_text("{}")
+        assert resolve_model_folder(str(tmp_path)) == tmp_path
+        assert resolve_model_folder(str(tmp_path), load_format="gguf") == path
+
+    def test_a_folder_with_several(self, tmp_path: Path) -> None:
+        for name in ("b.gguf", "a.gguf"):
+            (tmp_path / name).touch()
+        with pytest.raises(ModelLoadError, match=r"name one of them as the model: a\.gguf, b"):
+            resolve_model_folder(str(tmp_path))
+
+    def test_a_folder_with_none(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelLoadError, match=r"no \*\.gguf file"):
+            resolve_model_folder(str(tmp_path), load_format="gguf")
+        with pytest.raises(ModelLoadError, match="no such GGUF file, nor a folder with one"):
+            resolve_model_folder("org/name", load_format="gguf")
+
+    def test_pipes(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "model.gguf")
+        for model in (tmp_path / "model.gguf", tmp_path):
+            with pytest.raises(ModelLoadError, match="is a pipe, where a regular file is needed"):
+                resolve_model_folder(str(model))
 
 
 def test_weight_files(tmp_path: Path) -> None:

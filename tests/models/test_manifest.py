@@ -143,3 +143,22 @@ def test_an_unreadable_file(folder: Path, manifest: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(hashlib, "file_digest", fails)
     with pytest.raises(ModelLoadError, match="cannot be read: Input/output error"):
         check_model(folder, manifest, weights=True)
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    """Other files of its folder are not part of the model."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    (tmp_path / "config.json").write_text("{}")
+    text = manifest_of(path)
+    assert text == f"{hashlib.sha256(b'GGUF').hexdigest()}  model.gguf\n"
+    (tmp_path / "SHA256SUMS").write_text(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    check_model(path, digest, weights=True)
+    path.write_bytes(b"other")
+    for weights in (False, True):  # it holds the configuration, too
+        with pytest.raises(ModelLoadError, match=r"says: model\.gguf$"):
+            check_model(path, digest, weights=weights)
+    (tmp_path / "SHA256SUMS").write_text(text.replace("model.gguf", "config.json"))
+    with pytest.raises(ModelLoadError, match=r"not in .*: model\.gguf$"):
+        check_model(path, str(tmp_path / "SHA256SUMS"), weights=True)

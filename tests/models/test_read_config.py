@@ -218,7 +218,7 @@ MIXED_LAYERS = ["sliding_attention"] + ["full_attention"] * 3
         ({**LLAMA, "torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({**LLAMA, "tie_word_embeddings": "no"}, "tie_word_embeddings"),
         ({**LLAMA, "eos_token_id": "</s>"}, "eos_token_id"),
-        ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({**LLAMA, "quantization_config": "fp8"}, "quantization_config"),
         ({**LLAMA, "sliding_window": 16}, "sliding_window"),
         ({**LLAMA, "layer_types": MIXED_LAYERS}, "layer_types"),
         ({**MISTRAL, "layer_types": MIXED_LAYERS}, "layer_types"),

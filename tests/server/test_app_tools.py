@@ -435,6 +435,97 @@ def test_what_needs_a_grammar_has_one(speaker: Speaker, fields: Any) -> None:
     assert speaker.served.engine.seen[-1][2].structured_outputs is None
 
 
+BAD = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
+WRONG_SCHEMAS = [
+    (BAD, ".properties.tags.uniqueItems", 'True: Unimplemented keys: ["uniqueItems"]'),
+    ({"properties": {"a": {"$ref": "#/$defs/b"}}}, ".properties.a.$ref",
+     "'#/$defs/b': Pointer '/$defs/b' does not exist"),
+    ({"$defs": {"d": {"type": "foo"}}, "properties": {"a": {"$ref": "#/$defs/d"}}}, ".$defs.d.type",
+     "'foo': Invalid type: foo"),
+    ({"properties": {"a": {"const": 2**53 + 1}}}, ".properties.a.const",
+     "9007199254740993: numbers beyond 2**53, such as 9007199254740993, are not supported"),
+    ({"properties": {"a": {"pattern": "[^[]"}}}, ".properties.a.pattern",
+     "'[^[]': a [ or a doubled &, - or ~ in a class of characters has to be escaped"),
+    ({"properties": {"a": False}, "required": ["a"]}, "",
+     "Unsatisfiable schema: required property 'a' is unsatisfiable"),
+]  # fmt: skip
+"""A function's parameters, the path of the mistake, and its value with the reason."""
+
+
+@pytest.mark.parametrize(("schema", "path", "reason"), WRONG_SCHEMAS)
+@pytest.mark.parametrize("route", ["chat", "responses", "messages"])
+def test_a_mistake_in_a_tools_schema_is_named_as_the_client_wrote_it(
+    tokens: Speaker, route: str, schema: Any, path: str, reason: str
+) -> None:
+    """The second tool has it; the keyword also stands, rightly used, in the first one."""
+    good = {"properties": {"b": {"$ref": "#/$defs/b"}, "uniqueItems": {"const": 1}},
+            "$defs": {"b": {"type": "integer"}}}  # fmt: skip
+    functions = [{"name": "f", "parameters": good}, {"name": "g", "parameters": schema}]
+    match route:
+        case "chat":
+            tools: list[Any] = [{"type": "function", "function": one} for one in functions]
+            body = {**BODY, "tools": tools, "tool_choice": "required"}
+            target, where = CHAT, "tools[1].function.parameters"
+        case "responses":
+            tools = [{"type": "function", **one} for one in functions]
+            body = {"input": "Rain?", "tools": tools, "tool_choice": "required"}
+            target, where = "/v1/responses", "tools[1].parameters"
+        case _:
+            tools = [{"name": one["name"], "input_schema": one["parameters"]} for one in functions]
+            messages = [{"role": "user", "content": "Rain?"}]
+            body = {"messages": messages, "tools": tools, "max_tokens": 9}
+            body["tool_choice"] = {"type": "any"}
+            target, where = "/v1/messages", "tools[1].input_schema"
+    response = tokens.served.post(target, body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["message"].startswith(f"{where}{path}=")
+    assert error["message"].endswith(reason)
+    assert route == "messages" or error["param"] == f"{where}{path}"
+
+
+def test_a_mistake_in_an_allowed_tool_has_the_index_in_the_request(tokens: Speaker) -> None:
+    tools = [{"type": "function", "name": name, "parameters": BAD} for name in ("f", "g")]
+    choice = {
+        "type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]
+    }  # fmt: skip
+    body = {"input": "Rain?", "tools": tools, "tool_choice": choice}
+    error = tokens.served.post("/v1/responses", body).json()["error"]
+    assert error["param"] == "tools[1].parameters.properties.tags.uniqueItems"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "where"),
+    [
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": BAD}}},
+         "response_format.json_schema.schema"),
+        (CHAT, {"structured_outputs": {"json": BAD}}, "structured_outputs.json"),
+        (CHAT, {"guided_json": BAD}, "guided_json"),
+        ("/v1/responses",
+         {"text": {"format": {"type": "json_schema", "name": "n", "schema": BAD}}},
+         "text.format.schema"),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": BAD}}},
+         "output_config.format.schema"),
+        ("/v1/messages", {"output_format": {"type": "json_schema", "schema": BAD}},
+         "output_format.schema"),
+        ("/v1/completions", {"guided_json": BAD, "prompt": "a", "messages": None}, "guided_json"),
+        ("/generate", {"structured_outputs": {"json": BAD}, "prompt": "a", "messages": None},
+         "structured_outputs.json"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_schema_of_the_answer_is_named_as_the_client_wrote_it(
+    tokens: Speaker, path: str, body: dict[str, Any], where: str
+) -> None:
+    said = {"input": "a"} if path == "/v1/responses" else {"messages": BODY["messages"]}
+    limit = {} if path == "/v1/responses" else {"max_tokens": 9}
+    sent = {name: value for name, value in {**said, **limit, **body}.items() if value is not None}
+    response = tokens.served.post(path, sent)
+    place = f"{where}.properties.tags.uniqueItems"
+    message = f'{place}=True: Unimplemented keys: ["uniqueItems"]'
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == message
+
+
 def test_a_schema_applies_behind_reasoning(speaker: Speaker) -> None:
     """Where the model may reason first, in tokens of its own, its reasoning is free."""
     form = {"response_format": {"type": "json_object"}, "tools": None}

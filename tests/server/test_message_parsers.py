@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from hetero_llm.core.reasoning_formats import REASONING_FORMATS
 from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.core.structured_outputs import StructuredOutputsParams
 from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
 from hetero_llm.server.errors import ApiError
 from hetero_llm.server.message_events import PlainParser
 from hetero_llm.server.message_parsers import MessageParsers
-from hetero_llm.server.regions.formats import HARMONY, REASONING_FORMATS, TOOL_FORMATS
+from hetero_llm.server.regions.formats import HARMONY, TOOL_FORMATS
 from hetero_llm.server.regions.tool_grammar import written_texts
 from hetero_llm.server.settings import Limits
 from hetero_llm.server.tokenization import ApiTokenizer
@@ -166,3 +168,26 @@ def test_grammars(tokenizer: Tokenizer) -> None:
     with pytest.raises(ApiError) as caught:
         found.grammar(strict, prompt)
     assert caught.value.param == "tools[0].function.parameters.properties.a.pattern"
+    counted = {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+    more = [*TOOLS, {"type": "function", "function": {"name": "g", "parameters": counted}}]
+    grammar = found.grammar(checked_tools(more, "required", Limits()), prompt)
+    assert grammar is not None  # a text has tags around it, and needs no schema
+    fields = {one.field for one in grammar.constraint().schemas.values()}
+    assert f"tools[{len(TOOLS)}].function.parameters.properties.a" in fields
+    assert f"tools[{len(TOOLS)}].function.parameters.properties.b" not in fields
+
+
+@pytest.mark.parametrize("in_reasoning", [False, True])
+def test_constraints_may_hold_for_reasoning_too(tokenizer: Tokenizer, in_reasoning: bool) -> None:
+    found = parsers(
+        tokenizer,
+        special=("<think>", "</think>"),
+        reasoning_parser="deepseek_r1",
+        in_reasoning=in_reasoning,
+    )
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    constraint = found.constrained(params, NO_TOOLS, Prompt("a", [5])).structured_outputs
+    assert constraint is not None
+    closes = found.tokenizer.added_tokens["</think>"]
+    assert tuple(constraint.begins_after or ()) == (() if in_reasoning else (closes,))
+    assert constraint.begins_after is not None  # the engine has nothing left to decide

@@ -66,3 +66,22 @@ def test_a_parser_that_counts_is_believed() -> None:
     for tokens in ((1, 2, 3), (4, 5), (6,)):
         reader.read(delta(*tokens))
     assert (reader.num_tokens, reader.reasoning_tokens) == (6, 3)
+
+
+def test_a_token_costs_one_question_to_its_parser() -> None:
+    """What kind of parser it is does not change, and asking for that is slow."""
+
+    class Asked(PlainParser):
+        asked = 0
+
+        @property
+        def reasoning_tokens(self) -> int:
+            self.asked += 1
+            return 0
+
+    parser = Asked()
+    reader = MessageReader(parser)
+    before = parser.asked
+    for token in range(20):
+        reader.read(delta(token))
+    assert parser.asked == before + 20

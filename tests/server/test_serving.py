@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from hetero_llm.config.args import resolve_engine_args, resolve_server_args
-from hetero_llm.config.engine_config import EngineConfig
+from hetero_llm.config.engine_config import ConstraintsConfig, EngineConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.engine.engine_client import PoolingInfo
 from hetero_llm.server.app import build_app
@@ -154,6 +154,12 @@ def test_prompts_are_logged_with_the_requests() -> None:
     for given in ({"max_log_len": 5}, {"log_prompts": True}):
         with pytest.raises(ConfigError, match="contradicts --disable-log-requests"):
             settings(disable_log_requests=True, **given)
+
+
+def test_reasoning_is_the_engines_setting() -> None:
+    config = ConstraintsConfig(reasoning_parser="qwen3", enable_in_reasoning=True)
+    found = settings_of(resolve_server_args({}), config)
+    assert (found.reasoning_parser, found.constrained_reasoning) == ("qwen3", True)
 
 
 def test_cors_without_origins_is_refused() -> None:

@@ -125,6 +125,30 @@ def test_many_conversations_share_one_worker() -> None:
     asyncio.run(run())
 
 
+def test_conversations_wait_for_a_worker_that_starts() -> None:
+    """However long that takes, and without starting one for each: patience may end while the first
+    one, just started, works through them, which starts a second."""
+
+    async def run() -> None:
+        text = "{{ messages[0].content }}"
+        template = ChatTemplate(text, {}, seconds=60.0, patience=0.1, queue_seconds=5.0)
+        template.start()
+        (worker,) = template.pids
+        try:
+            jobs = [template.render(USER, PLAIN, most_chars=9) for _ in range(8)]
+            rendering = asyncio.ensure_future(asyncio.gather(*jobs))
+            pids = set()
+            while not rendering.done():
+                await asyncio.sleep(0.001)
+                pids.update(template.pids)
+            assert rendering.result() == [USER[0]["content"]] * 8
+            assert worker in pids and len(pids) <= 2
+        finally:
+            template.close()
+
+    asyncio.run(run())
+
+
 def test_all_workers_busy_is_a_503() -> None:
     async def run() -> None:
         template = ChatTemplate(LOOP, {}, seconds=60.0, most_workers=1, queue_seconds=0.05)

@@ -9,7 +9,11 @@ import pytest
 
 from hetero_llm.core.errors import SamplingError
 from hetero_llm.core.grammar import Grammar
-from hetero_llm.core.structured_outputs import StructuredOutputsParams
+from hetero_llm.core.structured_outputs import (
+    EmbeddedSchema,
+    StructuredOutputsParams,
+    ToolOutputParams,
+)
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.structured_output.compiler import GrammarCompiler, Matcher
 from tests.helpers.tokenizers import byte_level, get
@@ -23,7 +27,7 @@ OBJECT = {
 }
 CYCLE: dict[str, Any] = {}
 CYCLE["a"] = {"properties": CYCLE}
-TAG = {
+TAG: dict[str, Any] = {
     "structures": [{"begin": "<f=a>", "schema": OBJECT, "end": "</f>"}],
     "triggers": ["<f="],
 }
@@ -86,6 +90,17 @@ def takes(compiler: GrammarCompiler, text: str, **constraint: Any) -> bool:
             '{"a":1,"c":2}',
             False,
         ),
+        (
+            {"json": {"patternProperties": {"a": {}}}, "disable_additional_properties": True},
+            '{"c":2}',
+            False,
+        ),
+        (
+            {"json": {"type": "object"}, "disable_additional_properties": True},
+            '{"a":1,"c":2}',
+            True,
+        ),
+        ({"json_object": True, "disable_additional_properties": True}, '{"a":1}', True),
         ({"json": {"properties": {"a": {"type": "integer"}}}}, '{"\\u0061":"x"}', False),
         ({"json": {"properties": {"\b": {"type": "integer"}}}}, '{"\\u0008":"x"}', False),
         ({"json": {"patternProperties": {"^a": {"type": "integer"}}}}, '{"\\u0061":"x"}', False),
@@ -237,7 +252,7 @@ def test_special_tokens_in_tags_are_tokens(compiler: GrammarCompiler) -> None:
         ({"structural_tag": {"structures": [], "triggers": []}}, "structural_tag.structures", ""),
         (
             {"structural_tag": {**TAG, "triggers": ["<g"]}},
-            "structural_tag.tags[0].begin",
+            "structural_tag.structures[0].begin",
             "must begin with",
         ),
     ],
@@ -248,6 +263,79 @@ def test_what_cannot_be_followed_is_refused(
     with pytest.raises(SamplingError) as caught:
         compiler.grammar(StructuredOutputsParams(**constraint))
     assert caught.value.field.startswith(field) and reason in caught.value.reason
+
+
+PERSON = {"properties": {"b": {"uniqueItems": True}}}
+
+
+@pytest.mark.parametrize(
+    ("tag", "field"),
+    [
+        ({"structures": [TAG["structures"][0], {"begin": "<f=b>", "schema": PERSON, "end": "</f>"}],
+          "triggers": ["<f="]}, "structural_tag.structures[1].schema"),
+        ({"format": {"type": "sequence", "elements": [CALL, {**CALL, "content":
+          {"type": "json_schema", "json_schema": PERSON}}]}},
+         "structural_tag.format.elements[1].content.json_schema"),
+    ],
+)  # fmt: skip
+def test_the_schema_of_a_tag_is_named(
+    compiler: GrammarCompiler, tag: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(SamplingError) as caught:
+        compiler.grammar(StructuredOutputsParams(structural_tag=tag))
+    assert caught.value.field == f"{field}.properties.b.uniqueItems"
+    assert caught.value.reason == 'Unimplemented keys: ["uniqueItems"]'
+
+
+def tool_params(lark: str, **schemas: EmbeddedSchema) -> ToolOutputParams:
+    return ToolOutputParams(grammar=f"%llguidance {{}}\n{lark}", schemas=schemas)
+
+
+def test_schemas_beside_a_grammar_are_written_as_templates_write_json(
+    compiler: GrammarCompiler,
+) -> None:
+    both = {"a": EmbeddedSchema(OBJECT, "x"), "b": EmbeddedSchema({"type": "integer"}, "y")}
+    params = tool_params('start: "<" @a ">" @b', **both)
+    grammar = compiler.grammar(params)
+    for text, good in (
+        ('<{"a": 1, "b": "x"}>7', True),
+        ('<{"a":1,"b":"x"}>7', False),
+        ('<{"a": 1, "b": "z"}>7', False),
+        ('<{"a": 1, "b": "x"}>x', False),
+    ):
+        matcher = compiler.open(grammar, ids(text))
+        assert (matcher.error is None and EOS in (allowed(matcher) or ())) == good, text
+
+
+def test_no_escape_hides_a_property_of_a_tool(compiler: GrammarCompiler) -> None:
+    """As everywhere: "\\u0061" is "a", and would not have to follow its schema."""
+    schema = {"properties": {"a": {"type": "integer"}}}
+    grammar = compiler.grammar(tool_params("start: @a", a=EmbeddedSchema(schema, "x")))
+    assert compiler.open(grammar, ids('{"\\u0061": "x"}')).error is not None
+
+
+@pytest.mark.parametrize(
+    ("schema", "field", "reason"),
+    [
+        ({"$defs": {"d": {"format": "poem"}}, "$ref": "#/$defs/d"}, "x.$defs.d.format", "Unknown"),
+        ({"$defs": {"d": {"const": 2**60}}, "items": {}}, "x.$defs.d.const", "2**53"),
+        ({"items": {"const": 2**60}}, "x.properties.a.items.const", "2**53"),
+        ({"items": {"not": {}}}, "x.properties.a.items.not", "Unimplemented"),
+    ],
+)
+def test_the_place_in_a_schema_with_definitions_of_another(
+    compiler: GrammarCompiler, schema: dict[str, Any], field: str, reason: str
+) -> None:
+    source = EmbeddedSchema(schema, "x.properties.a", shared="x")
+    with pytest.raises(SamplingError) as caught:
+        compiler.grammar(tool_params("start: @n @a", n=EmbeddedSchema(OBJECT, "y"), a=source))
+    assert caught.value.field == field and reason in caught.value.reason
+
+
+def test_a_mistake_in_no_schema_is_the_tools(compiler: GrammarCompiler) -> None:
+    with pytest.raises(SamplingError) as caught:
+        compiler.grammar(tool_params("start: @a other", a=EmbeddedSchema(OBJECT, "y")))
+    assert (caught.value.field, caught.value.value) == ("tools", ["y"])
 
 
 def test_a_grammar_begins_behind_its_tokens(compiler: GrammarCompiler) -> None:

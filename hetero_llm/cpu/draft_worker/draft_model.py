@@ -46,6 +46,7 @@ from hetero_llm.cpu.fused import speed_up
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.models.loader import load_model
+from hetero_llm.models.quantization_config import with_plain_weights
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import model_class
 from hetero_llm.runner.kv_cache import KVCacheShape
@@ -259,7 +260,7 @@ def _check_threads(threads: int, cpus: tuple[int, ...] | None) -> None:
 
 def _config(folder: Path, sizes: DraftSizes) -> ModelConfig:
     """The model's configuration, its context limited to `sizes.max_model_len`."""
-    config = load_model_config(folder)
+    config = with_plain_weights(load_model_config(folder))
     if sizes.candidates > config.vocab_size:
         reason = f"the draft model knows only {config.vocab_size} tokens"
         raise ConfigError("candidates", sizes.candidates, reason)

@@ -45,7 +45,7 @@ MAX_ROWS = 64
 """Products of more rows go to the library."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_MAX_TILES = 1 << 16  # tiles of a product with split K: the length of the counters
+MAX_TILES = 1 << 16  # tiles of a product with split K: the length of the counters
 _GROUP = 8  # elements of 16 bits in one 16-byte load
 
 
@@ -82,18 +82,18 @@ class SkinnyConfig:
 
     def fits(self, m: int, n: int, k: int) -> bool:
         """Whether an [m, k] x [n, k] product can be launched so."""
-        last_share = k - _steps_per_split(k, self) * self.block_k * (self.split_k - 1)
+        last_share = k - steps_per_split(k, self) * self.block_k * (self.split_k - 1)
         loaded = self.block_k if self.loads_early else 0
         return (
             0 < m <= self.block_m
             and k % 16 == 0
             and last_share > 0
             and (self.prefetch == 0 or loaded + self.prefetch <= last_share)
-            and (self.split_k == 1 or triton.cdiv(n, self.block_n) <= _MAX_TILES)
+            and (self.split_k == 1 or triton.cdiv(n, self.block_n) <= MAX_TILES)
         )
 
 
-def _steps_per_split(k: int, config: SkinnyConfig) -> int:
+def steps_per_split(k: int, config: SkinnyConfig) -> int:
     return triton.cdiv(triton.cdiv(k, config.block_k), config.split_k)
 
 
@@ -137,7 +137,7 @@ def _store_output(y, sums, bias, features, rows, m, n, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def _finish(
+def finish_tile(
     sums,
     y,
     bias,
@@ -173,7 +173,7 @@ def _finish(
 
 
 @triton.jit
-def _unpack(pairs, DTYPE: tl.constexpr):
+def unpack_pairs(pairs, DTYPE: tl.constexpr):
     """fp32 values of the even and of the odd neighbours, packed two by two in int32."""
     if tl.bfloat16 == DTYPE:
         even = (pairs << 16).to(tl.float32, bitcast=True)
@@ -190,8 +190,8 @@ def add_products(sums, w, x, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr, DTYPE: 
 
     Eight neighbours lie in one thread; sums are added across threads once, at the end.
     """
-    w_even, w_odd = _unpack(w, DTYPE)
-    x_even, x_odd = _unpack(x, DTYPE)
+    w_even, w_odd = unpack_pairs(w, DTYPE)
+    x_even, x_odd = unpack_pairs(x, DTYPE)
     products = w_even * x_even[None, :] + w_odd * x_odd[None, :]
     return sums + tl.sum(tl.reshape(products, (BLOCK_N, PAIRS // 4, 4)), axis=2)
 
@@ -265,7 +265,9 @@ def vector_product_kernel(
             sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
     sums = tl.sum(sums, axis=1)[:, None]
     rows = tl.arange(0, 1)
-    _finish(sums, y, bias, partials, counters, features, rows, 1, n, HAS_BIAS, SPLIT_K, BLOCK_N, 1)
+    finish_tile(
+        sums, y, bias, partials, counters, features, rows, 1, n, HAS_BIAS, SPLIT_K, BLOCK_N, 1
+    )
 
 
 @triton.jit(do_not_specialize=["m", "steps"])
@@ -319,18 +321,18 @@ def matrix_product_kernel(
         sums = tl.dot(w, right, sums)
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
-    _finish(
+    finish_tile(
         *(sums, y, bias, partials, counters, features, rows, m, n),
         *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M),
     )
 
 
 @functools.cache
-def _counters(device: torch.device) -> Tensor:
+def arrival_counters(device: torch.device) -> Tensor:
     """Arrivals at each tile of the product that runs now; each product leaves zeros behind."""
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "run a product once before capturing"
-    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
 def plan_launch(
@@ -344,8 +346,8 @@ def plan_launch(
     if config.split_k > 1:
         size = tiles * config.split_k * config.block_n * config.block_m
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
-        counters = _counters(x.device)
-    steps = _steps_per_split(k, config)
+        counters = arrival_counters(x.device)
+    steps = steps_per_split(k, config)
     overlap = pdl_options(x.device)
     prefetch = config.prefetch if overlap["PDL"] else 0  # useful before a wait only; needs sm_90
     # One request of at least 128 bytes per thread.

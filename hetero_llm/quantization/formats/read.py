@@ -15,6 +15,7 @@ from hetero_llm.quantization.formats import (
     bitsandbytes,
     compressed_tensors,
     fp8,
+    gguf,
     gptq,
     modelopt,
     mxfp4,
@@ -25,6 +26,7 @@ from hetero_llm.quantization.formats.scheme import CheckpointFormat
 _READERS: Mapping[str, Callable[[Config], CheckpointFormat]] = {
     "fp8": fp8.read,
     "compressed-tensors": compressed_tensors.read,
+    "gguf": gguf.read,
     "gptq": gptq.read,
     "awq": awq.read,
     "auto-round": auto_round.read,

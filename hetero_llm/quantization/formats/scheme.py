@@ -35,6 +35,10 @@ class StoredPart:
     optional: bool = False
     joint: str = "."
 
+    def name_in(self, module: str) -> str:
+        """The tensor's name in the files."""
+        return f"{module}{self.joint}{self.suffix}"
+
     def admits(self, shape: tuple[int, ...]) -> bool:
         """Whether it may have this shape."""
         return any(
@@ -71,13 +75,12 @@ class Scheme(Protocol):
 
 
 class CheckpointFormat(Protocol):
-    """How a checkpoint stores its matrices.
+    """How a checkpoint stores its matrices."""
 
-    Attributes:
-        name: what users call it: "gptq".
-    """
-
-    name: str
+    @property
+    def name(self) -> str:
+        """What users call it: "gptq"."""
+        ...
 
     def scheme(self, module: str) -> Scheme | None:
         """Of the matrix of a module ("model.layers.0.self_attn.q_proj"); None: it is stored as a

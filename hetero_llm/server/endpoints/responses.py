@@ -20,6 +20,7 @@ from hetero_llm.server.chat_requests import checked_chat, read_by_deltas
 from hetero_llm.server.context import Context
 from hetero_llm.server.endpoints.info import json_response
 from hetero_llm.server.errors import ApiError, invalid, unsupported
+from hetero_llm.server.field_names import FieldNames
 from hetero_llm.server.logprobs import chat_logprobs
 from hetero_llm.server.message_reader import MessageReader, Piece
 from hetero_llm.server.protocol import ChatLogprob, ChatRequest
@@ -55,7 +56,7 @@ from hetero_llm.server.responses_api.protocol import (
     TextSettings,
 )
 from hetero_llm.server.responses_api.store import ResponseStore, StoredResponse
-from hetero_llm.server.translation import FieldNames, required
+from hetero_llm.server.translation import required
 
 logger = logging.getLogger(__name__)
 

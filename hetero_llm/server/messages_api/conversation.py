@@ -7,6 +7,7 @@ from typing import Any
 
 from hetero_llm.core.errors import shown
 from hetero_llm.server.errors import ApiError, invalid, unsupported
+from hetero_llm.server.field_names import FieldNames
 from hetero_llm.server.messages_api.protocol import (
     PASSED_ON,
     UNAVAILABLE,
@@ -24,7 +25,6 @@ from hetero_llm.server.settings import Limits
 from hetero_llm.server.templates import ChatTemplate
 from hetero_llm.server.translation import (
     Conversation,
-    FieldNames,
     chat_request,
     part_of,
     required,
@@ -38,7 +38,6 @@ _EFFORTS = {"max": "xhigh"}
 _NAMES = {
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
-    "response_format": "output_config.format",
     "prompt": "messages",
     "tool_choice.function": "tool_choice",
 }
@@ -76,10 +75,13 @@ def translated(
     config = body.output_config
     if config is not None and config.effort is not None:
         fields["reasoning_effort"] = _EFFORTS.get(config.effort, config.effort)
-    form = body.output_format if config is None or config.format is None else config.format
-    if form is not None:
-        fields["response_format"] = _response_format(form)
     names = _NAMES | conversation.names
+    form, where = (config.format if config else None), "output_config.format"
+    if form is None:
+        form, where = body.output_format, "output_format"
+    if form is not None:
+        fields["response_format"] = _response_format(form, where)
+        names["response_format"] = names["response_format.json_schema"] = where
     tools = _tools(body.tools or ())
     if tools:
         fields |= {"tools": tools, **_tool_choice(body.tool_choice)}
@@ -325,14 +327,11 @@ def _check_thinking(thinking: Thinking) -> None:
         )
 
 
-def _response_format(form: OutputFormat) -> dict[str, Any]:
+def _response_format(form: OutputFormat, where: str) -> dict[str, Any]:
     if form.type != "json_schema":
-        raise invalid(
-            "output_config.format.type",
-            f"output_config.format.type={shown(form.type)}: must be 'json_schema'",
-        )
+        raise invalid(f"{where}.type", f"{where}.type={shown(form.type)}: must be 'json_schema'")
     if form.schema is None:
-        raise required("output_config.format.schema")
+        raise required(f"{where}.schema")
     schema = {"name": "answer", "schema": form.schema, "strict": True}
     return {"type": "json_schema", "json_schema": schema}
 

@@ -57,6 +57,9 @@ class BlockWriter:
 
     def write(self, event: MessageEvent) -> Sequence[Event]:
         """Takes in an event of the message."""
+        block = None if self._open is None else self._open.block
+        if type(event) is Content and type(block) is TextBlock:  # most events
+            return self._delta(event.text, TextDelta(event.text))
         match event:
             case Content(text):
                 return [*self._open_as(TextBlock), *self._delta(text, TextDelta(text))]

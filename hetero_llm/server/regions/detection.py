@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from hetero_llm.server.regions.formats import (
-    HARMONY,
-    REASONING_FORMATS,
-    TOOL_FORMATS,
-    MessageFormat,
-    ReasoningFormat,
-    ToolFormat,
-)
+from hetero_llm.core.reasoning_formats import REASONING_FORMATS, ReasoningFormat
+from hetero_llm.server.regions.formats import HARMONY, TOOL_FORMATS, MessageFormat, ToolFormat
 
 _TOOL_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|tool_calls_section_begin|>",), "kimi_k2"),

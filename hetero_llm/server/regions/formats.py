@@ -9,6 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from hetero_llm.core.reasoning_formats import (
+    HARMONY_NAMES,
+    ReasoningFormat,
+    reasoning_format,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
@@ -118,22 +124,6 @@ class ToolFormat:
     written: tuple[str, str, str] = ("", "", "")
     id_form: str = "call"
     example: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningFormat:
-    """How a model marks its reasoning.
-
-    Attributes:
-        opens: markers before it; the first is the usual one.
-        closes: markers after it.
-        always: a message begins with reasoning, whether or not the prompt or the model opens it.
-    """
-
-    name: str
-    opens: tuple[str, ...] = ("<think>",)
-    closes: tuple[str, ...] = ("</think>",)
-    always: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,34 +376,6 @@ TOOL_ALIASES = {
 }
 TOOL_PARSER_NAMES = tuple(sorted((*TOOL_FORMATS, *TOOL_ALIASES, HARMONY.name)))
 
-REASONING_FORMATS: dict[str, ReasoningFormat] = {
-    one.name: one
-    for one in (
-        ReasoningFormat("qwen3"),
-        ReasoningFormat("deepseek_r1", always=True),
-        ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",)),
-        ReasoningFormat("minimax_m2", always=True),
-        ReasoningFormat(
-            "granite",
-            ("Here is my thought process:", "Here's my thought process:"),
-            ("Here is my response:", "Here's my response:"),
-        ),
-    )
-}
-REASONING_ALIASES = {
-    "deepseek_v3": "qwen3",
-    "glm45": "qwen3",
-    "glm47": "qwen3",
-    "kimi_k2": "qwen3",
-    "mimo": "qwen3",
-    "minimax": "qwen3",
-    "olmo3": "deepseek_r1",
-}
-HARMONY_REASONING_NAMES = ("openai_gptoss", "harmony", "openai")
-REASONING_PARSER_NAMES = tuple(
-    sorted((*REASONING_FORMATS, *REASONING_ALIASES, *HARMONY_REASONING_NAMES))
-)
-
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
@@ -447,11 +409,9 @@ class MessageFormat:
 
 def named_format(tools: str | None, reasoning: str | None) -> MessageFormat:
     """The format of these names, which have to be known; None: without."""
-    if tools == HARMONY.name or reasoning in HARMONY_REASONING_NAMES:
+    if tools == HARMONY.name or reasoning in HARMONY_NAMES:
         return MessageFormat(channels=HARMONY)
     return MessageFormat(
         None if tools is None else TOOL_FORMATS[TOOL_ALIASES.get(tools, tools)],
-        None
-        if reasoning is None
-        else REASONING_FORMATS[REASONING_ALIASES.get(reasoning, reasoning)],
+        None if reasoning is None else reasoning_format(reasoning),
     )

@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from hetero_llm.core.reasoning_formats import ReasoningFormat
 from hetero_llm.server.message_events import Content, MessageEvent, Reasoning
 from hetero_llm.server.regions.call_readers import CallReader
-from hetero_llm.server.regions.formats import Channels, MessageFormat, ReasoningFormat, ToolFormat
+from hetero_llm.server.regions.formats import Channels, MessageFormat, ToolFormat
 from hetero_llm.server.regions.message_writer import (
     MessageWriter,
     new_call_id,

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hetero_llm.core.reasoning_formats import ReasoningFormat
 from hetero_llm.server.regions.formats import (
     HARMONY,
     CallBody,
     HeadedCalls,
     JsonCalls,
     MessageFormat,
-    ReasoningFormat,
     TaggedCalls,
     ToolFormat,
 )

@@ -3,8 +3,8 @@
 A message has to call a function (tool_choice "required", or a named one), or may (strict tools);
 arguments match the schemas of the tools either way. What a grammar accepts, `RegionParser` reads.
 
-Markers that are tokens are written as `<[id]>`, so that no other tokens spell them. JSON is written
-with one space behind commas and colons and none elsewhere, as chat templates write it.
+Markers that are tokens are written as `<[id]>`, so that no other tokens spell them. A schema stands
+beside the grammar, which refers to it as `@name`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hetero_llm.core.reasoning_formats import ReasoningFormat
+from hetero_llm.core.structured_outputs import EmbeddedSchema, ToolOutputParams
 from hetero_llm.server.regions.formats import (
     Channels,
     HeadedCalls,
     JsonCalls,
     MessageFormat,
     PythonCalls,
-    ReasoningFormat,
     TaggedCalls,
     ToolFormat,
 )
 from hetero_llm.server.regions.special_tokens import Start
 
-_GUIDANCE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _TEXT_LIMITS = ("pattern", "minLength", "maxLength", "format")
 _LITERALS = {"true": "True", "false": "False", "null": "None"}
@@ -37,13 +37,12 @@ class SchemaError(ValueError):
     """A schema that the format cannot guarantee.
 
     Attributes:
-        function: its name.
-        path: of the part of its parameters.
+        field: the part of the function's parameters.
     """
 
-    def __init__(self, function: str, path: str, reason: str) -> None:
+    def __init__(self, field: str, reason: str) -> None:
         super().__init__(reason)
-        self.function, self.path = function, path
+        self.field = field
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +51,13 @@ class GrammarFunction:
 
     Attributes:
         parameters: the schema of its arguments; None: any object.
+        field: of the request, in which the schema stands.
         strict: the arguments have to match the schema whatever it says.
     """
 
     name: str
     parameters: Mapping[str, Any] | None
+    field: str
     strict: bool = False
 
 
@@ -64,12 +65,20 @@ class GrammarFunction:
 class ToolGrammar:
     """Attributes:
     lark: of the whole message, or of what follows reasoning.
+    schemas: those that it refers to, by name.
     begins_after: tokens behind which the grammar begins, if the message begins with reasoning
         and a token ends that.
     """
 
     lark: str
+    schemas: Mapping[str, EmbeddedSchema]
     begins_after: tuple[int, ...] = ()
+
+    def constraint(self) -> ToolOutputParams:
+        """The same for a request."""
+        return ToolOutputParams(
+            grammar=self.lark, schemas=self.schemas, begins_after=self.begins_after
+        )
 
 
 def tool_grammar(
@@ -108,7 +117,7 @@ def tool_grammar(
             before = writer.reasoning(reasoning, start)
     body = writer.calls(message_format.tools, functions, required=required, parallel=parallel)
     writer.rules["start"] = before + body
-    return ToolGrammar(writer.lark(), begins_after)
+    return ToolGrammar(writer.lark(), writer.schemas, begins_after)
 
 
 def written_texts(message_format: MessageFormat) -> str:
@@ -143,6 +152,7 @@ class _Writer:
         longest_first = sorted(token_ids, key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, longest_first))) if token_ids else None
         self.rules: dict[str, str] = {"start": ""}
+        self.schemas: dict[str, EmbeddedSchema] = {}
         self._untils: dict[str, str] = {}
 
     def lark(self) -> str:
@@ -232,8 +242,15 @@ class _Writer:
         return self._python(name, function)
 
     def _json(self, name: str, function: GrammarFunction) -> str:
-        self.rules[f"{name}_arguments"] = _json_of(_schema(function))
-        return f"{name}_arguments"
+        """The term of a function's arguments as a JSON object."""
+        self.schemas[f"{name}_arguments"] = EmbeddedSchema(_schema(function), function.field)
+        return f"@{name}_arguments"
+
+    def _value(self, name: str, function: GrammarFunction, key: str, schema: Any) -> str:
+        """The term of one argument as JSON."""
+        field = f"{function.field}.properties.{key}"
+        self.schemas[f"{name}_value"] = EmbeddedSchema(schema, field, shared=function.field)
+        return f"@{name}_value"
 
     def _tagged(self, body: TaggedCalls, name: str, function: GrammarFunction) -> str:
         head = self._literal(f"{body.opens}{function.name}{body.name_ends}\n")
@@ -249,15 +266,15 @@ class _Writer:
                 self.rules[rule] = f"{opens} ({choice}) {closes}"
             elif _may_be_text(schema):
                 if function.strict:
-                    _refuse_limits(function.name, key, schema)
+                    _refuse_limits(f"{function.field}.properties.{key}", schema)
                 ends = line + body.value_ends
                 if body.value_ends in self._token_ids:
                     ends = body.value_ends
                 after = self._literal("\n")
                 self.rules[rule] = f"{opens} {self._until(ends)} {after}"
             else:
-                self.rules[f"{rule}_value"] = _json_of(schema)
-                self.rules[rule] = f"{opens} {rule}_value {closes}"
+                value = self._value(rule, function, key, schema)
+                self.rules[rule] = f"{opens} {value} {closes}"
             terms.append(rule if needed else f"{rule}?")
         return " ".join([*terms, self._literal(body.closes)])
 
@@ -265,12 +282,11 @@ class _Writer:
         parameters = list(_parameters(function))
         for index, (key, schema, _) in enumerate(parameters):
             rule = f"{name}_{index}"
-            self.rules[f"{rule}_value"] = _json_of(schema)
-            value = f"{rule}_value"
             constants = _constants(schema)
-            if constants is not None:
+            if constants is None:
+                value = self._value(rule, function, key, schema)
+            else:
                 value = "(" + " | ".join(json.dumps(_LITERALS[one]) for one in constants) + ")"
-                del self.rules[f"{rule}_value"]
             self.rules[rule] = f"{json.dumps(key + '=')} {value}"
         # One rule for each parameter that may come first: commas stand between those that come.
         tails = ""
@@ -319,7 +335,7 @@ class _Writer:
         else:
             preamble = f"({head('commentary')} {self._until(end)} {again})*"
             self.rules["start"] = f"{before}{preamble} (call | {head('final')} TEXT)"
-        return ToolGrammar(self.lark())
+        return ToolGrammar(self.lark(), self.schemas)
 
 
 # -- schemas --------------------------------------------------------------------------------------
@@ -332,10 +348,6 @@ def _schema(function: GrammarFunction) -> dict[str, Any]:
     return {**(function.parameters or _NO_PARAMETERS), "type": "object"}
 
 
-def _json_of(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": _GUIDANCE})
-
-
 def _parameters(function: GrammarFunction) -> list[tuple[str, Mapping[str, Any], bool]]:
     """Name, schema and necessity of each argument, for formats that write them one by one."""
     schema = _schema(function)
@@ -344,7 +356,8 @@ def _parameters(function: GrammarFunction) -> list[tuple[str, Mapping[str, Any],
         for word in ("anyOf", "oneOf", "allOf", "$ref", "patternProperties", "if", "not"):
             if word in schema:
                 raise SchemaError(
-                    function.name, word, f"{word} is not available here in this model's format"
+                    f"{function.field}.{word}",
+                    f"{word} is not available here in this model's format",
                 )
     needed = set(schema.get("required", ()))
     whole: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -364,29 +377,32 @@ def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
 
 def _may_be_text(schema: Mapping[str, Any]) -> bool:
     """Whether a value may be a string, which formats with tags write without quotes."""
-    kind = schema.get("type")
-    if kind is not None:
-        return "string" in ([kind] if isinstance(kind, str) else kind)
+    if schema.get("type") is not None:
+        return "string" in _kinds(schema)
     for word in ("anyOf", "oneOf"):
-        if word in schema:
+        if isinstance(schema.get(word), list):
             return any(_may_be_text(one) for one in schema[word] if isinstance(one, Mapping))
     return not schema.keys() & {"enum", "const", "$ref", "allOf", "properties", "items"}
 
 
-def _refuse_limits(function: str, key: str, schema: Mapping[str, Any]) -> None:
+def _kinds(schema: Mapping[str, Any]) -> list[Any]:
+    """The types that a schema allows, as the user wrote them; empty: it does not say."""
+    kinds = schema.get("type", [])
+    return kinds if isinstance(kinds, list) else [kinds]
+
+
+def _refuse_limits(field: str, schema: Mapping[str, Any]) -> None:
     for word in _TEXT_LIMITS:
         if word in schema:
             raise SchemaError(
-                function,
-                f"properties.{key}.{word}",
-                f"{word} of a string is not available in this model's format",
+                f"{field}.{word}", f"{word} of a string is not available in this model's format"
             )
 
 
 def _constants(schema: Mapping[str, Any]) -> list[str] | None:
     """JSON's names of the constants that a schema allows, if it allows nothing else."""
-    kinds = schema.get("type")
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    if not kinds or not set(kinds) <= {"boolean", "null"} or schema.keys() & {"enum", "const"}:
+    kinds = _kinds(schema)
+    plain = all(kind in ("boolean", "null") for kind in kinds)
+    if not kinds or not plain or schema.keys() & {"enum", "const"}:
         return None
     return [one for kind in kinds for one in (["true", "false"] if kind == "boolean" else ["null"])]

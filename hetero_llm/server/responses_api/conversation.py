@@ -7,6 +7,7 @@ from typing import Any
 
 from hetero_llm.core.errors import shown
 from hetero_llm.server.errors import ApiError, invalid, unsupported
+from hetero_llm.server.field_names import FieldNames
 from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.responses_api.protocol import (
     PASSED_ON,
@@ -23,7 +24,6 @@ from hetero_llm.server.responses_api.protocol import (
 from hetero_llm.server.settings import Limits
 from hetero_llm.server.translation import (
     Conversation,
-    FieldNames,
     chat_request,
     part_of,
     required,
@@ -159,8 +159,10 @@ def translated(
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     names = dict(_NAMES)
     if tools:
-        fields["tools"], fields["tool_choice"] = _allowed(tools, body.tool_choice)
-        names |= {f"tools[{index}].function": f"tools[{index}]" for index in range(len(tools))}
+        kept, fields["tool_choice"] = _allowed(tools, body.tool_choice)
+        fields["tools"] = _functions([tools[index] for index in kept])
+        for position, index in enumerate(kept):
+            names[f"tools[{position}]"] = names[f"tools[{position}].function"] = f"tools[{index}]"
     elif body.tool_choice not in (None, "none", "auto"):
         raise invalid("tool_choice", "tool_choice: needs tools")
     names |= reader.conversation.names
@@ -195,10 +197,12 @@ def tool_choice_of(body: ResponsesRequest) -> Any:
     return "auto" if body.tool_choice is None else body.tool_choice
 
 
-def _allowed(tools: list[FunctionTool], choice: Any) -> tuple[list[Any], Any]:
-    """The tools and the choice among them as a chat request has them."""
+def _allowed(tools: list[FunctionTool], choice: Any) -> tuple[list[int], Any]:
+    """The indexes of the tools that the model gets, and the choice among them as a chat request has
+    it."""
+    all_of_them = list(range(len(tools)))
     if choice is None or (isinstance(choice, str) and choice in _CHOICES):
-        return _functions(tools), choice
+        return all_of_them, choice
     if not isinstance(choice, dict):
         known = ", ".join(_CHOICES)
         raise invalid(
@@ -207,7 +211,7 @@ def _allowed(tools: list[FunctionTool], choice: Any) -> tuple[list[Any], Any]:
     kind = choice.get("type")
     if kind == "function":
         name = _chosen_name(tools, choice.get("name"), "tool_choice.name")
-        return _functions(tools), {"type": "function", "function": {"name": name}}
+        return all_of_them, {"type": "function", "function": {"name": name}}
     if kind != "allowed_tools":
         raise _no_such_tool("tool_choice.type", kind)
     mode, listed = choice.get("mode"), choice.get("tools")
@@ -225,7 +229,7 @@ def _allowed(tools: list[FunctionTool], choice: Any) -> tuple[list[Any], Any]:
         if tool.get("type") != "function":
             raise _no_such_tool(f"{where}.type", tool.get("type"))
         allowed.add(_chosen_name(tools, tool.get("name"), f"{where}.name"))
-    return _functions([tool for tool in tools if tool.name in allowed]), mode
+    return [index for index, tool in enumerate(tools) if tool.name in allowed], mode
 
 
 def _chosen_name(tools: Sequence[FunctionTool], name: Any, where: str) -> str:

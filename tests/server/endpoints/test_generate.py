@@ -62,7 +62,7 @@ def test_silence_and_errors_in_a_stream(tokenizer: Tokenizer) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": [""]}, "stop"),
         ({"logprobs": 21}, "logprobs"),
-        ({"guided_json": {"type": "poem"}}, "json.type"),
+        ({"guided_json": {"type": "poem"}}, "guided_json.type"),
     ],
 )
 def test_mistakes(server: Served, more: dict[str, Any], param: str) -> None:

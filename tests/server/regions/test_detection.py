@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_llm.config.args_server import REASONING_PARSERS, TOOL_PARSERS
+from hetero_llm.config.args_server import TOOL_PARSERS
 from hetero_llm.server.regions.detection import detected_format
-from hetero_llm.server.regions.formats import (
-    HARMONY,
-    REASONING_PARSER_NAMES,
-    TOOL_FORMATS,
-    TOOL_PARSER_NAMES,
-)
+from hetero_llm.server.regions.formats import HARMONY, TOOL_FORMATS, TOOL_PARSER_NAMES
 
 LLAMA = 'Respond in the format {"name": function name, "parameters": dictionary of argument name'
 FORMATS: list[tuple[str, str | None, str | None]] = [
@@ -59,4 +54,3 @@ def test_every_format_is_detected_or_only_named() -> None:
 def test_names_of_the_flags() -> None:
     """The table of arguments cannot import the server."""
     assert TOOL_PARSERS == TOOL_PARSER_NAMES
-    assert REASONING_PARSERS == REASONING_PARSER_NAMES

@@ -17,14 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_llm.core.reasoning_formats import REASONING_FORMATS
 from hetero_llm.server.message_events import CallArguments, Content
-from hetero_llm.server.regions.formats import (
-    HARMONY,
-    REASONING_FORMATS,
-    TOOL_FORMATS,
-    MessageFormat,
-    named_format,
-)
+from hetero_llm.server.regions.formats import HARMONY, TOOL_FORMATS, MessageFormat, named_format
 from hetero_llm.server.regions.region_parser import RegionParser
 from hetero_llm.server.regions.tool_grammar import written_texts
 from tests.server.regions.reading_aloud import SCHEMAS, Said, Tokens, said

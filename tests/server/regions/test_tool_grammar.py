@@ -25,6 +25,7 @@ from hetero_llm.server.regions.tool_grammar import (
     tool_grammar,
     written_texts,
 )
+from hetero_llm.structured_output.grammar_text import constraint_grammar
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -43,7 +44,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-FUNCTIONS = [GrammarFunction("get_weather", SCHEMA), GrammarFunction("now", {})]
+FUNCTIONS = [GrammarFunction("get_weather", SCHEMA, "w"), GrammarFunction("now", {}, "n")]
 ARGUMENTS = {"city": 'Köln "am" Rhein\n', "days": 3, "exact": True, "where": {"x": 0.5}}
 J = json.dumps(ARGUMENTS, ensure_ascii=False)
 BAD = J.replace("3", '"three"')
@@ -113,7 +114,7 @@ class Model:
         functions = options.pop("functions", FUNCTIONS)
         options = {"required": True, "parallel": True} | options
         grammar = tool_grammar(self.format, functions, self.token_ids, start, **options)
-        compiled = llguidance.LLMatcher.grammar_from_lark(grammar.lark)
+        compiled = constraint_grammar(grammar.constraint(), {}).text
         matcher = llguidance.LLMatcher(self.tokenizer, compiled)
         assert not matcher.is_error(), (matcher.get_error(), grammar.lark)
         return matcher
@@ -146,7 +147,7 @@ def test_required(tokenizer: Tokenizer, name: str, marked: bool) -> None:
         "",
     ):
         assert not model.accepts(wrong, start), wrong
-    only_now = [GrammarFunction("now", {})]
+    only_now = [GrammarFunction("now", {}, "n")]
     assert not model.accepts(good, start, functions=only_now)
 
 
@@ -269,9 +270,20 @@ def test_newer_mistral(tokenizer: Tokenizer) -> None:
 )
 def test_what_tags_cannot_guarantee(schema: dict[str, Any], path: str) -> None:
     """A strict tool is refused, where a tool that is not is free there."""
+    strict, free = (GrammarFunction("f", schema, "tools[1]", strict) for strict in (True, False))
     options: dict[str, Any] = {"required": True, "parallel": True}
     model_format = named_format("qwen3_coder", None)
     with pytest.raises(SchemaError) as caught:
-        tool_grammar(model_format, [GrammarFunction("f", schema, True)], {}, "content", **options)
-    assert (caught.value.function, caught.value.path) == ("f", path)
-    tool_grammar(model_format, [GrammarFunction("f", schema)], {}, "content", **options)
+        tool_grammar(model_format, [strict], {}, "content", **options)
+    assert caught.value.field == f"tools[1].{path}"
+    tool_grammar(model_format, [free], {}, "content", **options)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize("one", [{"type": 5}, {"type": [{}]}, {"anyOf": 5}, {"items": {"not": {}}}])
+def test_a_schema_that_is_none_is_left_to_who_compiles_it(name: str, one: dict[str, Any]) -> None:
+    function = GrammarFunction("f", {"properties": {"a": one}}, "tools[1]")
+    options: dict[str, Any] = {"required": True, "parallel": True}
+    grammar = tool_grammar(named_format(name, None), [function], {}, "content", **options)
+    fields = {schema.field for schema in grammar.schemas.values()}
+    assert fields <= {"tools[1]", "tools[1].properties.a"}

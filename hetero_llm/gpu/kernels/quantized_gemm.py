@@ -1,0 +1,729 @@
+"""Products of few rows with quantized weights: y = x @ matrix^T + bias, activations as they are.
+
+As in `skinny_gemm`, a product is as fast as its weights are read, and there are two kernels:
+
+- `vector_quantized_kernel`, one row: codes become float32 in registers and are multiplied and
+  summed outside the tensor cores. Sixteen bytes of a row lie in one thread, all under one scale (or
+  one for each quarter, below), so scales cost one multiply for each 16 bytes.
+- `matrix_quantized_kernel`, up to 64 rows: codes become 16-bit values in registers, which are the
+  left operand of the tensor cores; the rows are the right one. Scales multiply the sums of a group.
+
+Zero points are taken off before the tensor cores (exact), or off the sums (vector kernel, by the
+sum of the inputs). Split K, the merge of its parts and the launch are those of `skinny_gemm`.
+
+Weights have to be in the form that `prepare` makes of them once: codes of 4 bits in lanes (see
+`quantized_elements`), scales transposed, so that neighbours in memory belong to neighbouring
+features and one load brings the scales of a whole tile.
+
+Wrapper `quantized_linear`, reference `quantization.matrix.quantized_product`; timed by
+`bench.kernels.quantized_gemm`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hetero_llm.gpu.kernels.launch import (
+    IN_INTERPRETER,
+    INTERPRETED,
+    Launch,
+    let_next_start,
+    pdl_options,
+    wait_for_inputs,
+)
+from hetero_llm.gpu.kernels.quantized_elements import (
+    INT4,
+    KIND_CODES,
+    pairs_of_part,
+    parts,
+    subtract,
+    unpack_words,
+)
+from hetero_llm.gpu.kernels.skinny_gemm import (
+    MAX_ROWS,
+    SkinnyConfig,
+    arrival_counters,
+    finish_tile,
+    steps_per_split,
+    unpack_pairs,
+)
+from hetero_llm.quantization.matrix import (
+    BLOCK_ROWS,
+    INT4_ZERO,
+    Kind,
+    QuantizedMatrix,
+    unpack_codes,
+    with_scale_of_each_row,
+)
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_LANES = (128, 64, 32, 16)
+_CHUNK = 256  # columns at most: the rows of x of a chunk are in shared memory at once
+_ALIGNED = 16  # elements in each scale's row are padded to this, for 16-byte loads
+_NARROW = 8192  # features up to which a program takes fewer of them
+_MOST_PROGRAMS = 264  # two for each multiprocessor of an H200: K is split up to these
+_INT4_ZERO = tl.constexpr(INT4_ZERO)
+
+SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
+"""Types of scales as kernels have them."""
+_FLOAT32, _FLOAT16, _BFLOAT16 = (tl.constexpr(code) for code in range(3))
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedMatrix:
+    """A `QuantizedMatrix` in the order in which the kernels read it.
+
+    Attributes:
+        kind: of the elements.
+        shape: N, K.
+        lanes: of a chunk: 16, 32, 64 or 128; a part's columns are all of one group.
+        data: [N, K' / 2] (8 bits) or [N, K' / 4] (4 bits) int16 lanes as of `quantized_elements`;
+            K' is K to a multiple of a chunk, and whatever codes are there meet inputs of 0.
+        group: columns that share a scale; 0: each row has one scale, which is in `row_scale`.
+        rows: rows that share a scale, 1 or `BLOCK_ROWS`.
+        scale: int32 words, each with the scales of one, two or four groups that follow each other,
+            as many as it has room for, lowest bits first: [groups / those in a word, ceil(N / rows)
+            to a multiple of 16]; None where `group` is 0. Loads of 4 bytes can be asynchronous.
+        scale_dtype: of `scale` and `offset`.
+        offset: as `scale`, with rows 1; or None.
+        zero: the same, words of the zero points of one chunk or, where a group is as long or
+            longer, of one group; or None.
+        row_scale: [N] float32 or None.
+        order: [K] int32 or None: column k of `data` is column order[k] of the matrix.
+    """
+
+    kind: Kind
+    shape: tuple[int, int]
+    lanes: int
+    data: Tensor
+    group: int
+    rows: int
+    scale: Tensor | None
+    scale_dtype: torch.dtype
+    zero: Tensor | None
+    offset: Tensor | None
+    row_scale: Tensor | None
+    order: Tensor | None
+
+    @property
+    def parts(self) -> int:
+        """Codes in a lane."""
+        return 2 if self.kind in ("fp8", "int8") else 4
+
+    @property
+    def chunk(self) -> int:
+        """Columns of a chunk."""
+        return self.lanes * self.parts
+
+    @property
+    def padded_columns(self) -> int:
+        """K'."""
+        return self.data.shape[1] * self.parts
+
+    @property
+    def groups(self) -> int:
+        """0 where each row has one scale."""
+        return -(-self.shape[1] // self.group) if self.group else 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        tensors = (getattr(self, field.name) for field in fields(self))
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def prepares(matrix: QuantizedMatrix) -> bool:
+    """Whether there is a prepared form: groups of whole parts, of 16 columns at least."""
+    return _per_row(matrix) or matrix.group % _LANES[-1] == 0
+
+
+def prepare(matrix: QuantizedMatrix) -> PreparedMatrix:
+    """The same matrix as the kernels read it; called once for each, when a model is loaded.
+
+    Codes and scales are written anew and `matrix` stays as it is: whoever serves from the result
+    alone lets go of `matrix`, and for the time of one call needs memory for both.
+    """
+    assert prepares(matrix), f"no prepared form of groups of {matrix.group}"
+    scale, row_scale = matrix.scale, matrix.row_scale
+    group, rows = matrix.group, matrix.rows
+    per_row = _per_row(matrix)
+    if per_row:
+        of_rows = with_scale_of_each_row(matrix).scale.float().squeeze(1)
+        row_scale = of_rows if row_scale is None else of_rows * row_scale
+        group, rows = 0, 1
+    eight_bits = matrix.kind in ("fp8", "int8")
+    codes = matrix.data.view(torch.uint8) if eight_bits else unpack_codes(matrix.data)
+    num = 2 if eight_bits else 4
+    lanes = _lanes_of_chunk(matrix.shape[1], group, num)
+    return PreparedMatrix(
+        matrix.kind,
+        matrix.shape,
+        lanes,
+        _as_lanes(codes, lanes, num),
+        group,
+        rows,
+        None if per_row else _in_words(scale),
+        scale.dtype,
+        None if matrix.zero is None else _zero_words(matrix.zero, max(1, lanes * num // group)),
+        None if matrix.offset is None else _in_words(matrix.offset),
+        row_scale,
+        matrix.order,
+    )
+
+
+def _per_row(matrix: QuantizedMatrix) -> bool:
+    """One scale for each row and nothing else: it can be applied at the end."""
+    return matrix.group >= matrix.shape[1] and matrix.zero is None and matrix.offset is None
+
+
+def _lanes_of_chunk(width: int, group: int, parts: int) -> int:
+    """As many as divide the columns, of those whose parts lie in one group each."""
+    fitting = [c for c in _LANES if c * parts <= _CHUNK and group % c == 0]
+    return next((c for c in fitting if width % (c * parts) == 0), fitting[-1])
+
+
+def _as_lanes(codes: Tensor, lanes: int, parts: int) -> Tensor:
+    """[N, K] uint8 -> [N, K' / parts] int16."""
+    height, width = codes.shape
+    codes = torch.nn.functional.pad(codes, (0, -width % (lanes * parts)))
+    codes = codes.view(height, -1, parts, lanes)
+    if parts == 2:
+        low, high = codes.unbind(2)
+    else:
+        low = codes[:, :, 0] | (codes[:, :, 1] << 4)
+        high = codes[:, :, 2] | (codes[:, :, 3] << 4)
+    return torch.stack((low, high), dim=-1).flatten(1).view(torch.int16)
+
+
+def _in_words(values: Tensor) -> Tensor:
+    """[rows, groups] -> [ceil(groups / those in a word), rows to a multiple of 16] int32."""
+    height, groups = values.shape
+    size = values.dtype.itemsize
+    bits = values.contiguous().view(torch.uint8).view(height, groups * size)
+    bits = torch.nn.functional.pad(bits, (0, -groups * size % 4, 0, -height % _ALIGNED))
+    return bits.view(torch.int32).t().contiguous()
+
+
+def _zero_words(zero: Tensor, in_chunk: int) -> Tensor:
+    """The same for zero points, a word for each chunk or, where groups are longer, each group."""
+    wide = zero.to({1: torch.int32, 2: torch.int16, 4: torch.uint8}[in_chunk])
+    return _in_words(wide)
+
+
+@triton.jit
+def of_slot(words, slot, TYPE: tl.constexpr):
+    """Float32 scales from the words that hold them.
+
+    Args:
+        slot: which of the groups in each word.
+        TYPE: of `SCALE_TYPES`.
+    """
+    if TYPE == _FLOAT32:
+        return words.to(tl.float32, bitcast=True)
+    elif TYPE == _FLOAT16:
+        half = (words >> (slot * 16)).to(tl.int16)
+        return half.to(tl.float16, bitcast=True).to(tl.float32)
+    elif TYPE == _BFLOAT16:
+        return (words >> (slot * 16) << 16).to(tl.float32, bitcast=True)
+    else:
+        code = ((words >> (slot * 8)) & 255).to(tl.uint8)
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def zero_of_slot(words, SLOT: tl.constexpr, SLOTS: tl.constexpr):
+    """Float32 zero points from the words that hold those of SLOTS groups each."""
+    if SLOTS == 1:
+        return words.to(tl.float32)
+    else:
+        return ((words >> (SLOT * (32 // SLOTS))) & 255).to(tl.float32)
+
+
+@triton.jit
+def _load_codes(
+    data, features, columns, n, stride, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    EVICT: tl.constexpr,
+):  # fmt: skip
+    """[features, columns] of the codes; zeros outside of them."""
+    pointers = data + features.to(tl.int64)[:, None] * stride + columns[None, :]
+    if EVEN_N and EVEN_K:
+        return tl.load(pointers, eviction_policy=EVICT)
+    else:
+        inside = (features < n)[:, None] & (columns < stride)[None, :]
+        return tl.load(pointers, mask=inside, other=0, eviction_policy=EVICT)
+
+
+@triton.jit
+def _load_pairs(x, order, pairs, k, DTYPE: tl.constexpr, EVEN_K: tl.constexpr):
+    """Float32 inputs 2p and 2p + 1 for each p of `pairs`."""
+    if order is None:
+        if EVEN_K:
+            values = tl.load(x + pairs, eviction_policy="evict_last")
+        else:
+            values = tl.load(x + pairs, mask=pairs * 2 < k, other=0, eviction_policy="evict_last")
+        return unpack_pairs(values, DTYPE)
+    else:
+        return _gather(x, order, pairs * 2, k), _gather(x, order, pairs * 2 + 1, k)
+
+
+@triton.jit
+def _gather(x, order, columns, k):
+    places = tl.load(order + columns, mask=columns < k, other=0)
+    return tl.load(x + places, mask=columns < k, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _sum_pieces(values, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
+    """[BLOCK_N, WORDS] -> [BLOCK_N, WORDS / 4]; the four lie in one thread."""
+    return tl.sum(tl.reshape(values, (BLOCK_N, WORDS // 4, 4)), axis=2)
+
+
+@triton.jit
+def _load_tile(
+    scale, word, features, words, stride, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Words of scales (or zero points, offsets) [features, word]; [1, word] for blocks of rows,
+    which hold a whole tile of features each."""
+    inside = (word < words)[None, :]
+    if ROWS > 1:
+        pointers = scale + tl.program_id(0) * BLOCK_N // ROWS + word[None, :] * stride
+        return tl.load(pointers, mask=inside, other=0)
+    else:
+        pointers = scale + features[:, None] + word[None, :] * stride
+        # A row's length is a multiple of 16 and so of a tile: all of a thread's features or none.
+        return tl.load(pointers, mask=inside & (features < stride)[:, None], other=0)
+
+
+@triton.jit
+def _add_tile(
+    sums, w, place, x, scale, zero, offset, order, features, k, groups, scale_stride, zero_stride,
+    KIND: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """sums [BLOCK_N, WORDS / 4] + scaled products of a tile of words, the first one at `place`."""
+    PARTS: tl.constexpr = 2 if KIND < INT4 else 4
+    CHUNK: tl.constexpr = LANES * PARTS
+    # Parts under one scale, groups in a chunk, groups in a word of scales.
+    TOGETHER: tl.constexpr = PARTS if GROUP == 0 or GROUP >= CHUNK else GROUP // LANES
+    GROUPS: tl.constexpr = PARTS // TOGETHER
+    PER_WORD: tl.constexpr = 1 if SCALE == 0 else (4 if SCALE == 3 else 2)
+    inner = tl.arange(0, WORDS)
+    pairs = place * PARTS + inner // (LANES // 2) * (CHUNK // 2) + inner % (LANES // 2)
+    first = place * (2 * PARTS) + tl.arange(0, WORDS // 4) // (LANES // 8) * CHUNK
+    unpacked = unpack_words(w, KIND)
+    for i in tl.static_range(GROUPS):
+        products = tl.zeros((BLOCK_N, WORDS), tl.float32)
+        inputs = tl.zeros((WORDS,), tl.float32)
+        for j in tl.static_range(TOGETHER):
+            here = pairs + (i * TOGETHER + j) * (LANES // 2)
+            even, odd = _load_pairs(x, order, here, k, DTYPE, EVEN_K)
+            low, high = pairs_of_part(unpacked, i * TOGETHER + j, KIND)
+            products += low * even[None, :]
+            products += high * odd[None, :]
+            inputs += even + odd
+        products = _sum_pieces(products, BLOCK_N, WORDS)
+        inputs = tl.sum(tl.reshape(inputs, (WORDS // 4, 4)), axis=1)[None, :]
+        if KIND == INT4:
+            if zero is not None:
+                words = tl.cdiv(groups, GROUPS)
+                zeros = _load_tile(
+                    *(zero, first // GROUP // GROUPS, features, words, zero_stride, 1, BLOCK_N)
+                )
+                products -= (128.0 + zero_of_slot(zeros, i, GROUPS)) * inputs
+            elif offset is not None:
+                products -= 128.0 * inputs
+            else:
+                products -= (128.0 + _INT4_ZERO) * inputs
+        if GROUP > 0:
+            group = first // GROUP + i
+            word, words = group // PER_WORD, tl.cdiv(groups, PER_WORD)
+            slot = (group % PER_WORD)[None, :]
+            scales = _load_tile(scale, word, features, words, scale_stride, ROWS, BLOCK_N)
+            products *= of_slot(scales, slot, SCALE)
+            if offset is not None:
+                offsets = _load_tile(offset, word, features, words, zero_stride, 1, BLOCK_N)
+                products += of_slot(offsets, slot, SCALE) * inputs
+        sums += products
+    return sums
+
+
+@triton.jit(do_not_specialize=["steps"])
+def vector_quantized_kernel(
+    x,  # [1, k / 2] int32, pairs of neighbours; with an order [1, k]
+    data,  # [n, words] int32: two lanes each
+    scale,  # [words of groups, scale_stride] int32, or None
+    zero,  # the same, [words of groups, zero_stride], or None
+    offset,  # the same, or None
+    row_scale,  # [n] float32, or None
+    order,  # [k] int32, or None
+    bias,  # [n] or None
+    y,  # [1, n]
+    partials,  # [tiles, SPLIT_K, BLOCK_N] fp32, or None
+    counters,  # [tiles] int32, zero between launches, or None
+    n,
+    k,
+    words,
+    groups,
+    scale_stride,
+    zero_stride,
+    steps,  # tiles of K of one split
+    KIND: tl.constexpr,
+    LANES: tl.constexpr,  # of a chunk
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCALE: tl.constexpr,  # of SCALE_TYPES
+    BLOCK_N: tl.constexpr,
+    WORDS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVICT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row; grid (tiles of N, SPLIT_K). Every split has at least one tile of K.
+
+    WORDS is 128 per warp, so that a thread meets the same inputs in every feature.
+    """
+    features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    place = tl.program_id(1) * steps * WORDS
+    stop = tl.minimum(words, place + steps * WORDS)
+    columns = place + tl.arange(0, WORDS)
+    sums = tl.zeros((BLOCK_N, WORDS // 4), tl.float32)
+    w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    for _ in tl.range(place + WORDS, stop, WORDS, num_stages=1):
+        sums = _add_tile(
+            *(sums, w, place, x, scale, zero, offset, order, features, k),
+            *(groups, scale_stride, zero_stride),
+            *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
+        )
+        place += WORDS
+        columns += WORDS
+        w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
+    sums = _add_tile(
+        *(sums, w, place, x, scale, zero, offset, order, features, k),
+        *(groups, scale_stride, zero_stride),
+        *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
+    )
+    total = _scale_rows(tl.sum(sums, axis=1)[:, None], row_scale, features, n)
+    rows = tl.arange(0, 1)
+    finish_tile(
+        *(total, y, bias, partials, counters, features, rows, 1, n),
+        *(HAS_BIAS, SPLIT_K, BLOCK_N, 1),
+    )
+
+
+@triton.jit
+def _scale_rows(sums, row_scale, features, n):
+    if row_scale is None:
+        return sums
+    else:
+        return sums * tl.load(row_scale + features, mask=features < n, other=0.0)[:, None]
+
+
+@triton.jit
+def _load_inputs(
+    x, order, columns, rows, m, k, x_stride, EVEN_K: tl.constexpr
+):  # fmt: skip
+    """[columns, rows] of x; zeros outside of it."""
+    inside = (rows < m)[None, :]
+    if not EVEN_K:
+        inside = inside & (columns < k)[:, None]
+    if order is not None:
+        columns = tl.load(order + columns, mask=columns < k, other=0)
+    pointers = x + rows.to(tl.int64)[None, :] * x_stride + columns[:, None]
+    inputs = tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_last")
+    if IN_INTERPRETER:
+        inputs = inputs.to(tl.float32)
+    return inputs
+
+
+@triton.jit
+def _load_column(
+    scale, word, features, words, stride, n, ROWS: tl.constexpr, EVEN_N: tl.constexpr
+):  # fmt: skip
+    """One row of words of scales (or zero points, offsets) as [features, 1]."""
+    inside = (features >= 0) & (word < words)
+    if not EVEN_N:
+        inside = inside & (features < n)
+    return tl.load(scale + word * stride + features // ROWS, mask=inside, other=0)[:, None]
+
+
+@triton.jit
+def _multiply_chunk(
+    sums, first, x, data, scale, zero, offset, order, features, rows, m, n, k, width, x_stride,
+    groups, scale_stride, zero_stride,
+    KIND: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    SCALE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """sums + scaled products of the chunk of columns that begins at `first`."""
+    PARTS: tl.constexpr = 2 if KIND < INT4 else 4
+    CHUNK: tl.constexpr = LANES * PARTS
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    # Parts under one scale; groups in a chunk, in a word of scales, and loaded with it.
+    TOGETHER: tl.constexpr = PARTS if GROUP == 0 or GROUP >= CHUNK else GROUP // LANES
+    GROUPS: tl.constexpr = PARTS // TOGETHER
+    PER_WORD: tl.constexpr = 1 if SCALE == 0 else (4 if SCALE == 3 else 2)
+    LOADED: tl.constexpr = GROUPS if GROUPS < PER_WORD else PER_WORD
+    inner = tl.arange(0, LANES)
+    lanes = _load_codes(data, features, first // PARTS + inner, n, width, EVEN_N, EVEN_K, EVICT)
+    values = parts(lanes, KIND, DTYPE)
+    group = first // GROUP if GROUP > 0 else 0
+    words = tl.cdiv(groups, PER_WORD)
+    if zero is not None:
+        zero_words = tl.cdiv(groups, GROUPS)
+        zeros = _load_column(zero, group // GROUPS, features, zero_words, zero_stride, n, 1, EVEN_N)
+    for i in tl.static_range(GROUPS):
+        begin = first + i * TOGETHER * LANES
+        of_part = tl.zeros(sums.shape, tl.float32)
+        of_inputs = tl.zeros(sums.shape, tl.float32)
+        base = tl.full((sums.shape[0], 1), 128.0 if tl.bfloat16 == DTYPE else 1024.0, tl.float32)
+        if KIND == INT4:
+            if zero is not None:
+                base += zero_of_slot(zeros, i, GROUPS)
+            elif offset is None:
+                base += _INT4_ZERO
+        for j in tl.static_range(TOGETHER):
+            right = _load_inputs(x, order, begin + j * LANES + inner, rows, m, k, x_stride, EVEN_K)
+            left = values[i * TOGETHER + j]
+            if KIND == INT4:
+                left = subtract(left, base.to(DTYPE), DTYPE)
+            if GROUP == 0:
+                sums = tl.dot(left, right, sums)
+            else:
+                of_part = tl.dot(left, right, of_part)
+            if offset is not None:
+                # Their sum for each feature: the tensor cores have time, threads have not.
+                of_inputs = tl.dot(tl.full(left.shape, 1.0, right.dtype), right, of_inputs)
+        if GROUP > 0:
+            if i % LOADED == 0:
+                word = (group + i) // PER_WORD
+                scales = _load_column(scale, word, features, words, scale_stride, n, ROWS, EVEN_N)
+                if offset is not None:
+                    offsets = _load_column(offset, word, features, words, zero_stride, n, 1, EVEN_N)
+            if LOADED == PER_WORD:
+                sums += of_part * of_slot(scales, i % LOADED, SCALE)
+            else:
+                sums += of_part * of_slot(scales, (group + i) % PER_WORD, SCALE)
+            if offset is not None:
+                sums += of_inputs * of_slot(offsets, (group + i) % PER_WORD, SCALE)
+    return sums
+
+
+@triton.jit(do_not_specialize=["m", "steps"])
+def matrix_quantized_kernel(
+    x,  # [m, k], rows x_stride apart
+    data,  # [n, width] int16 lanes
+    scale,  # as of vector_quantized_kernel, and so on
+    zero,
+    offset,
+    row_scale,
+    order,
+    bias,
+    y,  # [m, n]
+    partials,  # [tiles, SPLIT_K, BLOCK_M, BLOCK_N] fp32, or None
+    counters,  # [tiles] int32, zero between launches, or None
+    m,
+    n,
+    k,
+    width,  # of a row of data
+    padded,  # columns of data
+    x_stride,
+    groups,
+    scale_stride,
+    zero_stride,
+    steps,  # tiles of K of one split
+    KIND: tl.constexpr,
+    LANES: tl.constexpr,  # of a chunk
+    CHUNKS: tl.constexpr,  # of a tile
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCALE: tl.constexpr,  # of SCALE_TYPES
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVICT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """At most BLOCK_M rows; grid (tiles of N, SPLIT_K). Every split has at least one tile of K."""
+    CHUNK: tl.constexpr = LANES * (2 if KIND < INT4 else 4)
+    TILE: tl.constexpr = CHUNK * CHUNKS
+    features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, BLOCK_M)
+    start = tl.program_id(1) * steps * TILE
+    stop = tl.minimum(padded, start + steps * TILE)
+    wait_for_inputs(PDL)
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for place in tl.range(0, stop - start, TILE, num_stages=STAGES):
+        for piece in tl.static_range(CHUNKS):
+            first = start + place + piece * CHUNK
+            sums = _multiply_chunk(
+                *(sums, first, x, data, scale, zero, offset, order, features, rows),
+                *(m, n, k, width, x_stride, groups, scale_stride, zero_stride),
+                *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT),
+            )
+    # Not earlier: the next kernel's programs would take shared memory from this one's.
+    let_next_start(PDL)
+    sums = _scale_rows(sums, row_scale, features, n)
+    finish_tile(
+        *(sums, y, bias, partials, counters, features, rows, m, n),
+        *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M),
+    )
+
+
+def fits(config: SkinnyConfig, m: int, matrix: PreparedMatrix) -> bool:
+    """Whether a product of m rows can be launched so.
+
+    The vector kernel (`block_m` 1) takes 256 lanes a warp in `block_k`, which it counts in columns
+    as the other one does, and at most 16 features; nothing is prefetched.
+    """
+    if config.block_m == 1:
+        tile = 256 * matrix.parts * config.num_warps
+        alike = config.block_k == tile and config.block_n <= _ALIGNED and config.num_stages == 1
+    else:
+        alike = config.block_k % matrix.chunk == 0
+    return (
+        alike
+        and config.prefetch == 0
+        and BLOCK_ROWS % config.block_n == 0
+        and config.fits(m, matrix.shape[0], -(-matrix.padded_columns // 16) * 16)
+    )
+
+
+def plan_launch(
+    x: Tensor, matrix: PreparedMatrix, bias: Tensor | None, *, y: Tensor, config: SkinnyConfig
+) -> Launch:
+    """The launch that writes x @ matrix^T + bias into `y`; see `quantized_linear`."""
+    m, n, k = x.shape[0], *matrix.shape
+    assert fits(config, m, matrix), f"{config} does not fit m={m}, n={n}, k={k}, {matrix.kind}"
+    tiles = triton.cdiv(n, config.block_n)
+    partials = counters = None
+    if config.split_k > 1:
+        size = tiles * config.split_k * config.block_n * config.block_m
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+        counters = arrival_counters(x.device)
+    steps = steps_per_split(matrix.padded_columns, config)
+    scales = (matrix.scale, matrix.zero, matrix.offset, matrix.row_scale, matrix.order)
+    groups = matrix.groups
+    scale_stride = 0 if matrix.scale is None else matrix.scale.shape[1]
+    more = matrix.zero if matrix.offset is None else matrix.offset
+    zero_stride = 0 if more is None else more.shape[1]
+    options: dict[str, Any] = {
+        "KIND": KIND_CODES[matrix.kind],
+        "LANES": matrix.lanes,
+        "GROUP": matrix.group,
+        "ROWS": matrix.rows,
+        "SCALE": SCALE_TYPES[matrix.scale_dtype],
+        "BLOCK_N": config.block_n,
+        "SPLIT_K": config.split_k,
+        "EVEN_N": n % config.block_n == 0,
+        # Rows of x then end with those of the data, and both with a tile.
+        "EVEN_K": k % config.block_k == 0 and k == matrix.padded_columns,
+        "HAS_BIAS": bias is not None,
+        "EVICT": "evict_first" if config.evict_first else "",
+        "num_warps": config.num_warps,
+        **pdl_options(x.device),
+    }
+    if config.block_m == 1:
+        words = matrix.data.view(torch.int32)
+        row = x.view(torch.int32) if matrix.order is None else x
+        arguments = (row, words, *scales, bias, y, partials, counters)
+        arguments += (n, k, words.shape[1], groups, scale_stride, zero_stride, steps)
+        options["WORDS"] = 128 * config.num_warps
+        return Launch(vector_quantized_kernel, (tiles, config.split_k), arguments, options)
+    arguments = (x, matrix.data, *scales, bias, y, partials, counters)
+    arguments += (m, n, k, matrix.data.shape[1], matrix.padded_columns, x.stride(0))
+    arguments += (groups, scale_stride, zero_stride, steps)
+    options["BLOCK_M"] = config.block_m
+    options["CHUNKS"] = config.block_k // matrix.chunk
+    options["STAGES"] = config.num_stages
+    return Launch(matrix_quantized_kernel, (tiles, config.split_k), arguments, options)
+
+
+def quantized_linear(
+    x: Tensor,
+    matrix: PreparedMatrix,
+    bias: Tensor | None = None,
+    *,
+    config: SkinnyConfig | None = None,
+) -> Tensor:
+    """x @ matrix^T + bias with fp32 sums, for a few rows, which are not quantized.
+
+    Codes become values in x's dtype, exactly but for nf4, whose values are rounded to it. As with
+    `skinny_gemm`, products of one device must run one after the other, and may be captured in a
+    CUDA graph after one run outside of it.
+
+    Args:
+        x: [M, K] bf16 or fp16, rows contiguous, M at most 64, K a multiple of 16; `serves` says.
+        matrix: Of N rows and K columns.
+        bias: [N] of x's dtype.
+        config: How to launch it; by default what `choose` says.
+
+    Returns:
+        [M, N] in x's dtype.
+    """
+    assert serves(x, matrix, bias), "quantized_linear cannot serve these tensors"
+    y = torch.empty((x.shape[0], matrix.shape[0]), dtype=x.dtype, device=x.device)
+    if y.numel() > 0:
+        plan_launch(x, matrix, bias, y=y, config=config or choose(x.shape[0], matrix))()
+    return y
+
+
+def serves(x: Tensor, matrix: PreparedMatrix, bias: Tensor | None) -> bool:
+    """Whether `quantized_linear` can compute this product: device, dtypes, strides and sizes."""
+    return (
+        (x.is_cuda or INTERPRETED)
+        and x.ndim == 2
+        and x.shape[0] <= MAX_ROWS
+        and x.shape[1] == matrix.shape[1]
+        and x.dtype in _DTYPES
+        and x.device == matrix.device
+        and x.shape[1] % 16 == 0
+        and x.stride(1) == 1
+        and (x.stride(0) % 8 == 0 or x.shape[0] == 1)
+        and x.data_ptr() % 16 == 0
+        and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+    )
+
+
+def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
+    """A launch of a product of m rows that fits: by estimate, not yet by measurement.
+
+    More than 8 features a program of the vector kernel, or 64 of the other one, leave some of the
+    multiprocessors of a card without work at 4096 features; tiles of 256 columns keep rows of codes
+    whole cache lines.
+    """
+    n = matrix.shape[0]
+    if m == 1:
+        warps = 2 if matrix.padded_columns % (512 * matrix.parts) == 0 else 1
+        return SkinnyConfig(1, 8, 256 * matrix.parts * warps, num_warps=warps)
+    block_m = next(size for size in (8, 16, 32, 64) if m <= size)
+    columns = min(_CHUNK, matrix.padded_columns)
+    block_k = max(matrix.chunk, columns // matrix.chunk * matrix.chunk)
+    block_n, warps = (32, 2) if n <= _NARROW else (64, 4)
+    # x's tiles take as much shared memory as the codes at 32 rows.
+    stages = {8: 6, 16: 5, 32: 4, 64: 3}[block_m]
+    config = SkinnyConfig(block_m, block_n, block_k, 1, warps, stages)
+    tiles = triton.cdiv(n, block_n)
+    for split in (4, 2):
+        split_up = SkinnyConfig(block_m, block_n, block_k, split, warps, stages)
+        if tiles * split <= _MOST_PROGRAMS and fits(split_up, m, matrix):
+            return split_up
+    return config

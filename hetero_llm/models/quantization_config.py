@@ -1,0 +1,104 @@
+"""How a checkpoint's weights are quantized, and how the user wants them to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hetero_llm.core.errors import ConfigError, ModelLoadError
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.config_reader import Reader, read_json
+from hetero_llm.quantization.formats.scheme import CheckpointFormat
+from hetero_llm.quantization.names import CHECKPOINT_NAMES, NOT_BUILT, ONLINE_NAMES, OnlineName
+
+_OTHER_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Files beside config.json in which older tools said the same: AutoGPTQ, AWQ's, ModelOpt."""
+_KEYS_OF_AWQ = ("w_bit", "q_group_size")
+_ONLINE_ALIASES: dict[str, OnlineName] = {"bitsandbytes": "ifq_nf4"}
+"""Names of vLLM for the quantization of plain weights while they are loaded."""
+
+
+def stored_quantization(folder: Path, config: Reader) -> Mapping[str, Any] | None:
+    """`quantization_config` of config.json, or the content of a file beside it that stands for it;
+    None: the weights are plain.
+
+    Raises:
+        ModelLoadError: it is not an object.
+    """
+    raw = config.raw.get("quantization_config")
+    if raw:
+        if not isinstance(raw, Mapping):
+            raise config.bad("quantization_config", "an object is needed")
+        return raw
+    for name in _OTHER_FILES:
+        path = folder / name
+        if path.exists():
+            found = read_json(path)
+            return {**found, "quant_method": _method_of(name, found)}
+    return None
+
+
+def _method_of(file: str, content: Mapping[str, Any]) -> Any:
+    """What `quant_method` would say in a file that need not have it."""
+    said = content.get("quant_method", content.get("method"))
+    if said is not None:
+        return said
+    if file == "hf_quant_config.json":
+        return "modelopt"
+    return "awq" if any(key in content for key in _KEYS_OF_AWQ) else "gptq"
+
+
+def online_quantization(wanted: str | None, stored: Mapping[str, Any] | None) -> OnlineName | None:
+    """What the argument `quantization` asks for beyond what the checkpoint says.
+
+    Raises:
+        ConfigError: the checkpoint cannot be served so.
+    """
+    if wanted is None:
+        return None
+    if stored is not None:
+        method = str(stored.get("quant_method"))
+        if CHECKPOINT_NAMES.get(wanted) != method:
+            reason = f"the checkpoint's weights are quantized already, by {method!r}; leave it out"
+            raise ConfigError("quantization", wanted, reason)
+        return None
+    name = _ONLINE_ALIASES.get(wanted, wanted)
+    for known in ONLINE_NAMES:
+        if name == known:
+            return known
+    if wanted in NOT_BUILT:
+        raise ConfigError("quantization", wanted, "this format is not built")
+    if wanted in CHECKPOINT_NAMES:
+        reason = "the checkpoint's weights are plain; of these are made: " + ", ".join(ONLINE_NAMES)
+        raise ConfigError("quantization", wanted, reason)
+    known_names = dict.fromkeys((*ONLINE_NAMES, *CHECKPOINT_NAMES))
+    raise ConfigError("quantization", wanted, "one of " + ", ".join(known_names))
+
+
+def with_plain_weights(config: ModelConfig) -> ModelConfig:
+    """A model of a GGUF file whose blocks become plain weights when they are loaded; others as
+    they are."""
+    if config.quantization is None or config.quantization.get("quant_method") != "gguf":
+        return config
+    return replace(config, quantization=None)
+
+
+def checkpoint_format(config: ModelConfig, folder: Path) -> CheckpointFormat | None:
+    """The format of the weights that are read; None: they are plain and stay so.
+
+    Raises:
+        ModelLoadError: the checkpoint's format, or an option of it, is not supported.
+    """
+    from hetero_llm.quantization.formats.read import read_format
+    from hetero_llm.quantization.online import OnlineFormat
+
+    if config.online_quantization is not None:
+        return OnlineFormat(config.online_quantization)
+    if config.quantization is None:
+        return None
+    try:
+        return read_format(config.quantization)
+    except ValueError as error:
+        raise ModelLoadError(f"{folder}: quantization_config: {error}") from error

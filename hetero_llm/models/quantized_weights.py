@@ -1,0 +1,309 @@
+"""Quantized matrices on their way from the files into a model.
+
+A checkpoint stores a quantized matrix as several tensors ("qweight", "scales", ...), and stores
+apart what the model fuses (queries, keys, values). `plan_matrices` finds them; `MatrixFiller`
+converts a matrix when all of its tensors have been read, and replaces the weight of a `Linear` when
+all of its matrices have been converted. So no more than one `Linear` is in memory twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hetero_llm.core.errors import ConfigError, ModelLoadError
+from hetero_llm.models.experts import Experts, Router
+from hetero_llm.models.layers import CausalLM, Linear, RearrangedView
+from hetero_llm.models.linear_weights import on_linear_weight
+from hetero_llm.models.weight_files import StoredTensor, WeightFile
+from hetero_llm.quantization.formats.kv_cache import KV_SCALES
+from hetero_llm.quantization.formats.scheme import CheckpointFormat, Scheme, StoredPart
+from hetero_llm.quantization.matrix import (
+    QuantizedMatrix,
+    arrange_rows,
+    concatenate,
+    dequantize,
+)
+from hetero_llm.quantization.online import OnlineFormat
+
+logger = logging.getLogger(__name__)
+
+Stored = Mapping[str, tuple[WeightFile, StoredTensor]]
+"""The tensors of all files by the names that the model knows (`CausalLM.checkpoint_name`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPlan:
+    """A quantized matrix of the checkpoint.
+
+    Attributes:
+        module: its name in the checkpoint: "model.layers.0.self_attn.q_proj".
+        linear: place of the `Linear` that gets it, in the order in which the model creates them.
+        first_row, rows, columns: where it lies in the weight of the `Linear`.
+        arrange: see `RearrangedView`; None: rows stay in order.
+        transposed: the file has [columns, rows], plain.
+        parts: the tensors that the files have of it.
+    """
+
+    module: str
+    linear: int
+    first_row: int
+    rows: int
+    columns: int
+    arrange: Callable[[Tensor], Tensor] | None
+    transposed: bool
+    scheme: Scheme
+    parts: tuple[StoredPart, ...]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The suffix of each part by the name of its tensor."""
+        return {part.name_in(self.module): part.suffix for part in self.parts}
+
+
+@contextmanager
+def linears_of(plans: Sequence[MatrixPlan] = ()) -> Iterator[list[Linear]]:
+    """Lists the `Linear` layers of the model that is built while it is open, in the order in which
+    it creates them. Those that the plans fill get no memory for their weights."""
+    created: list[Linear] = []
+    places = {plan.linear for plan in plans}
+
+    def act(linear: Linear, weight: nn.Parameter) -> nn.Parameter | None:
+        created.append(linear)
+        if len(created) - 1 not in places:
+            return None
+        return nn.Parameter(weight.detach().to("meta"), requires_grad=False)
+
+    with on_linear_weight(act):
+        yield created
+
+
+def plan_matrices(
+    model: CausalLM,
+    linears: Sequence[Linear],
+    checkpoint_format: CheckpointFormat | None,
+    stored: Stored,
+) -> tuple[MatrixPlan, ...]:
+    """The quantized matrices of a checkpoint.
+
+    What the files hold decides where the format leaves it open: a weight of a float type is plain
+    unless the format quantizes plain weights.
+
+    Args:
+        model: on torch's meta device.
+        linears: of `linears_of`, for this model.
+        checkpoint_format: None: all weights are plain.
+
+    Raises:
+        ModelLoadError: tensors of a matrix are missing or have another type or shape than the
+            format's; a fused layer is quantized in part; experts or transposed weights are
+            quantized. The message names the tensors.
+    """
+    if checkpoint_format is None:
+        return ()
+    owners = {id(linear.weight): place for place, linear in enumerate(linears)}
+    experts = {
+        id(p) for m in model.modules() if isinstance(m, Experts) for p in m.parameters(False)
+    }
+    plain: set[int] = set()
+    if isinstance(checkpoint_format, OnlineFormat):
+        plain = _never_quantized(model, linears)
+    plans: list[MatrixPlan] = []
+    left: dict[int, str] = {}
+    for name, target in model.checkpoint_tensors().items():
+        view = target.view if isinstance(target, RearrangedView) else target
+        module, _, kind = name.rpartition(".")
+        root = view if view._base is None else view._base
+        if kind != "weight" or view.dim() != 2 or id(root) not in owners | dict.fromkeys(experts):
+            continue
+        place = owners.get(id(root), -1)
+        scheme = None if place in plain else checkpoint_format.scheme(module)
+        transposed = view.stride() != (view.shape[1], 1)
+        height, width = reversed(view.shape) if transposed else view.shape
+        if isinstance(target, RearrangedView) and target.shape != tuple(view.shape):
+            scheme = None  # no matrix as it is stored, and none that any format quantizes
+        parts: tuple[StoredPart, ...] = ()
+        if scheme is not None:
+            parts = _parts_in_files(module, scheme, (height, width), transposed, stored)
+        if scheme is None or not parts:
+            left[place] = name
+            continue
+        if place < 0:
+            raise ModelLoadError(f"{module}: quantized experts are not served yet")
+        if transposed and not isinstance(checkpoint_format, OnlineFormat):
+            raise ModelLoadError(f"{module}: quantized and stored transposed, which is not served")
+        arrange = None
+        if isinstance(target, RearrangedView):
+            arrange = target.arrange
+        first_row = view.storage_offset() // width
+        plans.append(
+            MatrixPlan(module, place, first_row, height, width, arrange, transposed, scheme, parts)
+        )
+    for plan in plans:
+        if plan.linear in left:
+            raise ModelLoadError(
+                f"{plan.module} is quantized and {left[plan.linear]} is not, though the model "
+                "multiplies with both at once"
+            )
+    return tuple(plans)
+
+
+def _never_quantized(model: CausalLM, linears: Sequence[Linear]) -> set[int]:
+    """Places of the head and of routers, which lose most and cost least."""
+    kept = {id(module.gate) for module in model.modules() if isinstance(module, Router)}
+    kept.add(id(getattr(model, "lm_head", None)))
+    return {place for place, linear in enumerate(linears) if id(linear) in kept}
+
+
+def _parts_in_files(
+    module: str, scheme: Scheme, shape: tuple[int, int], transposed: bool, stored: Stored
+) -> tuple[StoredPart, ...]:
+    """The parts that the files have of a matrix; none if it is a plain weight."""
+    try:
+        parts = scheme.parts(*shape)
+    except ValueError as error:
+        raise ModelLoadError(f"{module}: {error}") from error
+    if transposed:
+        parts = tuple(
+            replace(part, shapes=tuple(shape[::-1] for shape in part.shapes)) for part in parts
+        )
+    weight = stored.get(f"{module}.weight")
+    types = next((part.types for part in parts if part.suffix == "weight"), ())
+    if weight is not None and weight[1].is_plain and weight[1].type_name not in types:
+        return ()
+    found, problems = [], []
+    for part in parts:
+        name = part.name_in(module)
+        if name not in stored:
+            if not part.optional:
+                problems.append(f"{name} is missing")
+            continue
+        tensor = stored[name][1]
+        if tensor.dtype is None or tensor.type_name not in part.types:
+            problems.append(f"{name} has type {tensor.type_name}, not {' or '.join(part.types)}")
+        elif not part.admits(tensor.shape):
+            wanted = list(part.shapes[0])
+            problems.append(f"{name} is {list(tensor.shape)}, its matrix needs {wanted}")
+        found.append(part)
+    if problems:
+        raise ModelLoadError("; ".join(problems))
+    return tuple(found)
+
+
+def stored_bytes(plan: MatrixPlan, stored: Stored) -> int:
+    """Of all tensors of a matrix."""
+    return sum(stored[name][1].nbytes for name in plan.names)
+
+
+class MatrixFiller:
+    """Converts matrices as their tensors arrive, and sets the weights of `Linear` layers.
+
+    Args:
+        linears: of `linears_of`, for the model that is filled.
+        dtype: of plain weights.
+        device: of the stored tensors.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[MatrixPlan],
+        linears: Sequence[Linear],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._linears = linears
+        self._dtype, self._device = dtype, device
+        self._plan_of = {name: plan for plan in plans for name in plan.names}
+        self._arrived: dict[str, dict[str, Tensor]] = {}  # by module, then by suffix
+        self._matrices: dict[int, list[tuple[int, QuantizedMatrix]]] = {}  # by place
+        self._missing: dict[int, int] = {}
+        for plan in plans:
+            self._missing[plan.linear] = self._missing.get(plan.linear, 0) + 1
+
+    def claims(self, name: str) -> bool:
+        """Whether a stored tensor is part of a quantized matrix."""
+        return name in self._plan_of
+
+    def skips(self, name: str) -> bool:
+        """Whether a stored tensor belongs to a quantized checkpoint and is not used: a scale of a
+        KV cache, which is not quantized by it here."""
+        return bool(self._plan_of) and name.rpartition(".")[2] in KV_SCALES
+
+    def without_matrices(
+        self, targets: Mapping[str, Tensor | RearrangedView]
+    ) -> dict[str, Tensor | RearrangedView]:
+        """The targets that plain tensors fill."""
+        filled = {f"{plan.module}.weight" for plan in self._plan_of.values()}
+        return {name: target for name, target in targets.items() if name not in filled}
+
+    def take(self, name: str, stored: StoredTensor) -> tuple[Tensor, Callable[[], None]]:
+        """Memory for a stored tensor, and what is to be called when it holds the bytes.
+
+        The call raises ModelLoadError if the values cannot be those of a matrix.
+        """
+        assert stored.dtype is not None
+        whole = torch.empty(stored.shape, dtype=stored.dtype, device=self._device)
+        return whole, partial(self._arrive, name, whole)
+
+    def _arrive(self, name: str, tensor: Tensor) -> None:
+        plan = self._plan_of[name]
+        arrived = self._arrived.setdefault(plan.module, {})
+        arrived[plan.names[name]] = tensor
+        if len(arrived) < len(plan.parts):
+            return
+        del self._arrived[plan.module]
+        if plan.transposed:
+            arrived = {suffix: part.t().contiguous() for suffix, part in arrived.items()}
+        try:
+            matrix = plan.scheme.convert(arrived, plan.rows, plan.columns)
+        except ValueError as error:
+            raise ModelLoadError(f"{plan.module}: {error}") from error
+        if plan.arrange is not None:
+            matrix = arrange_rows(matrix, plan.arrange)
+        self._matrices.setdefault(plan.linear, []).append((plan.first_row, matrix))
+        self._missing[plan.linear] -= 1
+        if self._missing[plan.linear] == 0:
+            self._set(plan)
+
+    def _set(self, plan: MatrixPlan) -> None:
+        """Sets the weight of a `Linear` whose matrices are all there; `plan`: of one of them."""
+        parts = [
+            matrix
+            for _, matrix in sorted(self._matrices.pop(plan.linear), key=lambda part: part[0])
+        ]
+        linear = self._linears[plan.linear]
+        try:
+            linear.set_quantized(concatenate(parts))
+        except ValueError as error:
+            logger.warning(
+                "the layer of %s multiplies with plain weights: %s are fused in it",
+                *(plan.module, error),
+            )
+            dense = torch.cat([dequantize(part, self._dtype) for part in parts])
+            linear.weight = nn.Parameter(dense, requires_grad=False)
+
+
+def quantize_weights(
+    model: CausalLM, linears: Sequence[Linear], checkpoint_format: CheckpointFormat
+) -> None:
+    """Quantizes the plain weights of a model that has random ones.
+
+    Raises:
+        ConfigError: the format is that of stored matrices.
+    """
+    if not isinstance(checkpoint_format, OnlineFormat):
+        reason = f"there are no random weights of a {checkpoint_format.name} checkpoint"
+        raise ConfigError("load_format", "dummy", reason)
+    kept = _never_quantized(model, linears)
+    for place, linear in enumerate(linears):
+        if place not in kept:
+            height, width = linear.weight.shape
+            scheme = checkpoint_format.scheme("")
+            linear.set_quantized(scheme.convert({"weight": linear.weight}, height, width))

@@ -1,0 +1,33 @@
+"""What users call the ways to quantize. No torch: arguments are checked before it is loaded."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+OnlineName = Literal["fp8", "fp8_block", "ifq", "ifq_nf4", "int4"]
+ONLINE_NAMES: tuple[OnlineName, ...] = get_args(OnlineName)
+"""Of plain weights, while they are loaded: fp8 by row or by blocks of 128 x 128, int8 by row
+(TACO-LLM's W8A16), nf4 by 64 columns, int4 by 128 columns."""
+
+CHECKPOINT_NAMES: dict[str, str] = {
+    "fp8": "fp8",
+    "compressed-tensors": "compressed-tensors",
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "awq": "awq",
+    "awq_marlin": "awq",
+    "marlin": "gptq",
+    "modelopt": "modelopt",
+    "modelopt_fp4": "modelopt",
+    "mxfp4": "mxfp4",
+    "bitsandbytes": "bitsandbytes",
+    "gguf": "gguf",
+}
+"""What vLLM and TACO-LLM call the formats of checkpoints -> `quant_method` in their files. Names of
+kernels stand for the format: which kernel serves is measured here, not chosen."""
+
+NOT_BUILT = (
+    *("aqlm", "squeezellm", "quip", "hqq", "deepspeedfp", "fbgemm_fp8", "tpu_int8", "qqq"),
+    *("torchao", "quark", "auto-round", "experts_int8", "ptpc_fp8"),
+)
+"""Named by vLLM or TACO-LLM, refused here."""

@@ -1,0 +1,172 @@
+"""Plain weights become quantized ones while they are loaded: `quantization="fp8"` and the others.
+
+Nothing is calibrated: each matrix is rounded by itself, on the device where it will serve.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from hetero_llm.quantization.formats.scheme import FLOATS, StoredPart
+from hetero_llm.quantization.matrix import (
+    BLOCK_ROWS,
+    NF4_VALUES,
+    QuantizedMatrix,
+    pack_codes,
+)
+from hetero_llm.quantization.names import OnlineName
+
+_FP8_MOST = 448.0
+_INT8_MOST = 127.0
+_NF4_GROUP = 64
+_INT4_GROUPS = (128, 64, 32)
+_INT4_SHARES = tuple(1.0 - 0.025 * step for step in range(15))
+"""Shares of a group's range that a scale may span: values beyond are cut, those inside finer."""
+_ROWS_AT_ONCE = 1 << 12
+
+
+def quantize_fp8(weight: Tensor) -> QuantizedMatrix:
+    """One scale for each row; [N, K] floats as all of these functions take them."""
+    scale = _scale_of(weight.float().abs().amax(1, keepdim=True), _FP8_MOST)
+    return QuantizedMatrix("fp8", _to_fp8(weight.float() / scale), scale, weight.shape[1])
+
+
+def quantize_fp8_block(weight: Tensor) -> QuantizedMatrix:
+    """One scale for each block of 128 x 128, as DeepSeek-V3's weights have them."""
+    height, width = weight.shape
+    blocks = (-(-height // BLOCK_ROWS), -(-width // BLOCK_ROWS))
+    padded = weight.new_zeros(blocks[0] * BLOCK_ROWS, blocks[1] * BLOCK_ROWS, dtype=torch.float32)
+    padded[:height, :width] = weight
+    tiles = padded.view(blocks[0], BLOCK_ROWS, blocks[1], BLOCK_ROWS)
+    scale = _scale_of(tiles.abs().amax((1, 3)), _FP8_MOST)
+    tiles /= scale[:, None, :, None]
+    data = _to_fp8(padded[:height, :width])
+    return QuantizedMatrix("fp8", data, scale, BLOCK_ROWS, BLOCK_ROWS)
+
+
+def quantize_int8(weight: Tensor) -> QuantizedMatrix:
+    """One scale for each row, symmetric."""
+    weight = weight.float()
+    scale = _scale_of(weight.abs().amax(1, keepdim=True), _INT8_MOST)
+    data = (weight / scale).round_().clamp_(-_INT8_MOST, _INT8_MOST).to(torch.int8)
+    return QuantizedMatrix("int8", data, scale, weight.shape[1])
+
+
+def quantize_nf4(weight: Tensor) -> QuantizedMatrix:
+    """One scale for each 64 columns of a row, of which there must be no rest. The scales are
+    rounded to bfloat16 before the codes are chosen."""
+    height, width = weight.shape
+    groups = weight.float().view(height, -1, _NF4_GROUP)
+    scale = _scale_of(groups.abs().amax(2), 1.0).to(torch.bfloat16)
+    values = torch.tensor(NF4_VALUES, device=weight.device)
+    borders = (values[1:] + values[:-1]) / 2
+    codes = torch.bucketize(groups / scale.float().unsqueeze(2), borders)
+    return QuantizedMatrix("nf4", pack_codes(codes.view(height, width)), scale, _NF4_GROUP)
+
+
+def int4_group(widths: Iterable[int]) -> int:
+    """Columns of a group of int4: 128, or 64 or 32 where 128 do not divide all of these widths."""
+    common = math.gcd(*widths)
+    return next(size for size in _INT4_GROUPS if common % size == 0)
+
+
+def quantize_int4(weight: Tensor, group: int | None = None) -> QuantizedMatrix:
+    """One scale and zero point for each group of columns of a row, which span the share of the
+    group's range with the least squared error. `group` None: that of `int4_group`."""
+    group = group or int4_group([weight.shape[1]])
+    parts = [_int4_rows(rows, group) for rows in weight.split(_ROWS_AT_ONCE)]
+    codes, scales, zeros = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return QuantizedMatrix("int4", codes, scales, group, zero=zeros)
+
+
+def _int4_rows(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed codes [N, K / 2], scales [N, K / group] bfloat16, zero points alike in uint8."""
+    height, width = weight.shape
+    groups = weight.float().view(height, -1, group)
+    low = groups.amin(2, keepdim=True).clamp_(max=0.0)
+    high = groups.amax(2, keepdim=True).clamp_(min=0.0)
+    least = torch.full_like(low, torch.inf)
+    best_scale, best_zero = torch.ones_like(low), torch.zeros_like(low)
+    for share in _INT4_SHARES:
+        # The codes are chosen for the scale as it is kept.
+        scale = _scale_of((high - low) * share, 15.0).bfloat16().float()
+        zero = (-low * share / scale).round_().clamp_(0.0, 15.0)
+        codes = (groups / scale + zero).round_().clamp_(0.0, 15.0)
+        error = ((codes - zero) * scale - groups).square_().sum(2, keepdim=True)
+        better = error < least
+        least = torch.where(better, error, least)
+        best_scale = torch.where(better, scale, best_scale)
+        best_zero = torch.where(better, zero, best_zero)
+    codes = (groups / best_scale + best_zero).round_().clamp_(0.0, 15.0)
+    return (
+        pack_codes(codes.view(height, width)),
+        best_scale.squeeze(2).bfloat16(),
+        best_zero.squeeze(2).to(torch.uint8),
+    )
+
+
+def _scale_of(largest: Tensor, most: float) -> Tensor:
+    """What makes `largest` `most`; 1 where it is 0."""
+    return torch.where(largest > 0.0, largest / most, 1.0)
+
+
+def _to_fp8(values: Tensor) -> Tensor:
+    return values.clamp(-_FP8_MOST, _FP8_MOST).to(torch.float8_e4m3fn)
+
+
+_QUANTIZERS: dict[OnlineName, Callable[[Tensor], QuantizedMatrix]] = {
+    "fp8": quantize_fp8,
+    "fp8_block": quantize_fp8_block,
+    "ifq": quantize_int8,
+    "ifq_nf4": quantize_nf4,
+    "int4": quantize_int4,
+}
+assert tuple(_QUANTIZERS) == get_args(OnlineName)
+_COLUMNS: dict[OnlineName, int] = {
+    "fp8": 1,
+    "fp8_block": 1,
+    "ifq": 1,
+    "ifq_nf4": _NF4_GROUP,
+    "int4": _INT4_GROUPS[-1],
+}
+"""What the number of columns must be a multiple of."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineFormat:
+    """A `CheckpointFormat` of plain weights that are quantized when they have been read."""
+
+    name: OnlineName
+
+    def scheme(self, module: str) -> OnlineScheme:
+        """See `CheckpointFormat`."""
+        return OnlineScheme(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineScheme:
+    """See `formats.scheme.Scheme`. `group`: columns of a group of int4; None: see `int4_group`."""
+
+    name: OnlineName
+    group: int | None = None
+
+    def parts(self, rows: int, columns: int) -> tuple[StoredPart, ...]:
+        step = _COLUMNS[self.name]
+        if columns % step:
+            others = ", ".join(name for name, other in _COLUMNS.items() if columns % other == 0)
+            raise ValueError(
+                f"{columns} columns: quantization={self.name!r} needs a multiple of {step}; "
+                f"possible are {others}"
+            )
+        return (StoredPart("weight", FLOATS, ((rows, columns),)),)
+
+    def convert(self, stored: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
+        if self.name == "int4":
+            return quantize_int4(stored["weight"], self.group)
+        return _QUANTIZERS[self.name](stored["weight"])

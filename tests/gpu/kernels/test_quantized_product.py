@@ -1,0 +1,85 @@
+"""The product that a model is given: right at every number of rows and for every shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetero_llm.gpu.kernels import quantized_product as op
+from hetero_llm.gpu.kernels.quantized_gemm import prepare
+from hetero_llm.quantization.matrix import BLOCK_ROWS, KINDS, QuantizedMatrix, dequantize
+from tests.quantization.matrices import random_matrix
+
+
+def error_of(device, x: torch.Tensor, matrix: QuantizedMatrix, **settings: bool) -> float:
+    """Of the product of `matrix` with a bias, over its size."""
+    matrix = matrix.to(device)
+    bias = torch.linspace(-1, 1, matrix.shape[0]).to(device, x.dtype)
+    y = op.product_of(matrix, **settings)(x, None, bias)
+    expected = x.double() @ dequantize(matrix, torch.float64).t() + bias.double()
+    assert y.shape == expected.shape and y.dtype == x.dtype
+    return ((y.double() - expected).norm() / expected.norm()).item()
+
+
+def rows(device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(shape[0]))
+    return x.to(device, dtype)
+
+
+@pytest.mark.parametrize("m", [1, 2, 7, 17, 33, 63, 64, 65])
+def test_numbers_of_rows(device, m):
+    kind = KINDS[m % len(KINDS)]
+    matrix = random_matrix(kind, 16, 64, group=32)
+    assert error_of(device, rows(device, m, 64), matrix) < 1e-2
+
+
+@pytest.mark.parametrize(
+    "kind, settings",
+    [
+        ("fp8", {"group": 128, "rows": BLOCK_ROWS}),
+        ("int4", {"group": 128, "zeros": "zero", "order": True}),
+        ("nf4", {"group": 64}),
+    ],
+)
+def test_many_rows_with_the_matrix_dequantized(device, kind, settings):
+    assert error_of(device, rows(device, 80, 256), random_matrix(kind, 48, 256, **settings)) < 1e-2
+
+
+@pytest.mark.parametrize("kind, error", [("fp8", 0.04), ("int8", 0.015)])
+def test_many_rows_in_8_bits(device, kind, error):
+    matrix = random_matrix(kind, 48, 272, order=True)
+    x = rows(device, 70, 272)
+    assert op.multiplies_in_8_bits(x, prepare(matrix.to(device)))
+    assert 2e-3 < error_of(device, x, matrix) < error
+    assert error_of(device, x, matrix, quantize_rows=False) < 6e-3
+
+
+def test_what_8_bits_cannot_serve(device):
+    x = rows(device, 70, 256)
+    assert not op.multiplies_in_8_bits(x, prepare(random_matrix("int4", 32, 256, device=device)))
+    grouped = prepare(random_matrix("int8", 32, 256, group=128, device=device))
+    assert not op.multiplies_in_8_bits(x, grouped)
+    odd = prepare(random_matrix("fp8", 40, 256, device=device))
+    assert not op.multiplies_in_8_bits(x, odd)
+    few = prepare(random_matrix("int8", 32, 256, device=device))
+    assert op.multiplies_in_8_bits(x, few) and not op.multiplies_in_8_bits(x[:16], few)
+    fp8 = prepare(random_matrix("fp8", 32, 256, device=device))
+    assert not op.multiplies_in_8_bits(x.half(), fp8)
+
+
+@pytest.mark.parametrize("m", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shapes_that_the_kernels_do_not_serve(device, m, dtype):
+    """Float32, a number of columns that is no multiple of 16, groups of 24."""
+    x = rows(device, m, 72, dtype=dtype)
+    for matrix in (random_matrix("int8", 10, 72), random_matrix("int4", 10, 72, group=24)):
+        y = op.product_of(matrix.to(device))(x, None, None)
+        expected = x.double() @ dequantize(matrix.to(device), torch.float64).t()
+        torch.testing.assert_close(y.double(), expected, rtol=0.02, atol=0.05)
+
+
+def test_more_dimensions(device):
+    matrix = random_matrix("int8", 16, 64, device=device)
+    x = rows(device, 2, 3, 64, dtype=torch.float16)
+    y = op.product_of(matrix)(x, None, None)
+    assert torch.equal(y, op.product_of(matrix)(x.view(6, 64), None, None).view(2, 3, 16))

@@ -1,0 +1,101 @@
+"""Quantized models through captured graphs, drafts, the prefix cache, offload and preemption:
+tokens are those of the plain weights that the quantized ones stand for, as transformers has them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hetero_llm.models.quantized_writer import write_quantized
+from hetero_llm.quantization.matrix import dequantize
+from hetero_llm.quantization.names import ONLINE_NAMES, OnlineName
+from hetero_llm.quantization.online import OnlineFormat
+from tests.gpu.scenarios.serving import DEMO, GREEDY, TIES, generate, ragged, regrets, start
+from tests.gpu.scenarios.test_lookahead_cuda import DRAFTERS, MIXED
+
+
+@pytest.fixture(scope="module")
+def plain_copies(tmp_path_factory: pytest.TempPathFactory) -> dict[OnlineName, Path]:
+    """The demo target with the weights that each way to quantize gives it."""
+    copies: dict[OnlineName, Path] = {}
+    for name in ONLINE_NAMES:
+        copies[name] = Path(shutil.copytree(DEMO, tmp_path_factory.mktemp("plain") / name))
+        path = copies[name] / "model.safetensors"
+        tensors = load_file(path)
+        for key, weight in tensors.items():
+            if key.endswith("_proj.weight"):
+                scheme = OnlineFormat(name).scheme(key)
+                matrix = scheme.convert({"weight": weight}, *weight.shape)
+                tensors[key] = dequantize(matrix, torch.float32)
+        save_file(tensors, path, metadata={"format": "pt"})
+    return copies
+
+
+@pytest.mark.parametrize("name", ONLINE_NAMES)
+def test_float32_has_the_references_tokens(
+    name: OnlineName, plain_copies: dict[OnlineName, Path]
+) -> None:
+    with start(quantization=name) as llm:
+        outputs = generate(llm, ragged(8))
+    assert regrets(outputs, [GREEDY] * 8, plain_copies[name]).max() < TIES
+
+
+@pytest.mark.parametrize("name", ONLINE_NAMES)
+@pytest.mark.parametrize("rows", [64, 1024])
+def test_bfloat16_differs_at_near_ties_only(
+    name: OnlineName, rows: int, plain_copies: dict[OnlineName, Path]
+) -> None:
+    """Steps of few rows, and steps whose prompts make many."""
+    with start(dtype="bfloat16", quantization=name, max_num_batched_tokens=rows) as llm:
+        outputs = generate(llm, ragged(8))
+    found = regrets(outputs, [GREEDY] * 8, plain_copies[name])
+    assert (found < TIES).float().mean() > 0.9
+    assert found.max() < (0.5 if rows == 64 else 1.5)  # many rows are quantized, too
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"speculative_config": DRAFTERS["hybrid"]},
+        {"num_gpu_blocks_override": 40},
+        {"enforce_eager": True, "batch_invariant": True},
+        {
+            "enable_prefix_cache_offload": True,
+            "cpu_prefill_memory_utilization": 0.02,
+            "apc_offload_background_pin": False,
+            "apc_offload_gpu_evictor_limit": 0,
+        },  # fmt: skip
+    ],
+    ids=["drafts", "few blocks", "invariant", "offload"],
+)
+def test_other_engines(engine: dict[str, Any], plain_copies: dict[OnlineName, Path]) -> None:
+    with start(quantization="int4", **engine) as llm:
+        outputs = generate(llm, ragged(), MIXED)
+        again = generate(llm, ragged(), MIXED)
+    for found in (outputs, again):
+        assert regrets(found, MIXED, plain_copies["int4"]).max() < TIES
+
+
+def test_a_written_copy_is_served(tmp_path: Path, plain_copies: dict[OnlineName, Path]) -> None:
+    write_quantized(DEMO, tmp_path / "out", "int4", device="cuda")
+    with start(tmp_path / "out") as llm:
+        outputs = generate(llm, ragged(8))
+    assert regrets(outputs, [GREEDY] * 8, plain_copies["int4"]).max() < TIES
+
+
+def test_memory_is_that_of_the_quantized_model() -> None:
+    """What weights take on the GPU, plain and quantized."""
+    taken = {}
+    for name in (None, "int4"):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        with start(dtype="bfloat16", quantization=name, num_gpu_blocks_override=40):
+            taken[name] = torch.cuda.memory_allocated() - before
+    matrices = 6 * (320 * 768 + 320 * 512 + 3 * 320 * 768)  # weights of the layers
+    assert taken["int4"] is not None and taken[None] - taken["int4"] > matrices

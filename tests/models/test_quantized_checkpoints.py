@@ -1,0 +1,259 @@
+"""Checkpoints whose matrices are stored quantized: every format through the loader, against the
+same model with the plain weights that its matrices stand for. The formats' own packing is tested
+in tests/quantization/formats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hetero_llm.core.errors import ModelLoadError
+from hetero_llm.models.layers import CausalLM, Linear
+from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
+from hetero_llm.quantization.formats.read import read_format
+from hetero_llm.quantization.formats.scheme import StoredPart
+from hetero_llm.quantization.matrix import dequantize
+from tests.models.test_quantized_loading import FAMILIES, greedy
+from tests.models.tiny import make_tiny_checkpoint, rewrite_config
+
+INT4_GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+
+
+def tensors_of(form: str, weights: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8"},
+    "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "float-quantized": tensors_of(
+        "float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}
+    ),
+    "int-quantized": tensors_of(
+        "int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}
+    ),
+    "pack-quantized": tensors_of("pack-quantized", INT4_GROUPS),
+    "pack-quantized asymmetric": tensors_of("pack-quantized", {**INT4_GROUPS, "symmetric": False}),
+    "nvfp4": tensors_of(
+        "nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group"}
+    ),
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
+    "gptq ordered": {
+        "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False,
+    },
+    "gptq 8 bits": {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True,
+            "version": "gemm"},
+}  # fmt: skip
+
+
+def random_part(part: StoredPart, rows: int, columns: int, rng: np.random.Generator) -> Tensor:
+    """A stored tensor with values that a checkpoint may have."""
+    shape = part.shapes[0]
+    if part.suffix == "weight_shape":
+        return torch.tensor([rows, columns])
+    if part.suffix in ("g_idx", "weight_g_idx"):  # every module of a layer reads alike
+        places = np.random.default_rng(columns).permutation(columns) // 32
+        return torch.from_numpy(places.astype(np.int32))
+    if "F32" in part.types:
+        low = 1.0 if "global" in part.suffix else 0.01
+        return torch.from_numpy(rng.uniform(low, 2 * low, shape)).float()
+    if part.types[0] == "F8_E4M3":
+        return torch.from_numpy(0.5 * rng.standard_normal(shape)).to(torch.float8_e4m3fn)
+    if part.types[0] == "I8":
+        return torch.from_numpy(rng.integers(-20, 20, shape)).to(torch.int8)
+    if part.types[0] == "U8":
+        return torch.from_numpy(rng.integers(0, 256, shape)).to(torch.uint8)
+    assert part.types[0] == "I32"
+    if part.suffix == "qzeros" and shape[1] * 4 == rows:  # of 8 bits and symmetric: 127, one less
+        return torch.full(shape, 0x7F7F7F7F, dtype=torch.int32)
+    words = rng.integers(-(2**31), 2**31, shape)
+    return torch.from_numpy(words.astype(np.int32))
+
+
+def quantize_folder(
+    folder: Path, config: dict[str, Any], plain: Path, *, left: tuple[str, ...] = ("lm_head",)
+) -> None:
+    """Replaces the matrices of a checkpoint by random quantized ones, and those of `plain`, the
+    same checkpoint, by what they stand for."""
+    rng = np.random.default_rng(0)
+    tensors = load_file(folder / "model.safetensors")
+    dense = load_file(plain / "model.safetensors")
+    form = read_format(config)
+    for name, weight in list(tensors.items()):
+        module = name.removesuffix(".weight")
+        if not module.endswith(("_proj", "lm_head")) or module in left:
+            continue
+        scheme = form.scheme(module)
+        assert scheme is not None
+        rows, columns = weight.shape
+        parts = {
+            part.suffix: random_part(part, rows, columns, rng)
+            for part in scheme.parts(rows, columns)
+            if not part.optional or part.suffix in ("g_idx", "weight_scale_inv")
+        }
+        del tensors[name]
+        tensors |= {f"{module}.{suffix}": part for suffix, part in parts.items()}
+        dense[name] = dequantize(scheme.convert(parts, rows, columns), torch.float32)
+    save_file(tensors, folder / "model.safetensors")
+    save_file(dense, plain / "model.safetensors")
+    rewrite_config(folder, quantization_config=config)
+
+
+def load(folder: Path) -> CausalLM:
+    return load_model(
+        folder, load_model_config(folder), dtype=torch.float32, device="cpu", show_progress=False
+    )
+
+
+def both(
+    tmp_path: Path, config: dict[str, Any], family: str = "llama", **options: Any
+) -> tuple[Path, Path]:
+    """A quantized checkpoint and the plain one that it stands for."""
+    changes = {**FAMILIES[family], "hidden_size": 64, "intermediate_size": 128}
+    folders = tmp_path / "quantized", tmp_path / "plain"
+    for folder in folders:
+        make_tiny_checkpoint(folder, family, changes=changes, layers=2)
+    quantize_folder(folders[0], config, folders[1], **options)
+    return folders
+
+
+def matrices(model: CausalLM) -> dict[str, Linear]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and module.quantized is not None
+    }
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_formats(tmp_path: Path, form: str) -> None:
+    quantized, plain = both(tmp_path, FORMATS[form])
+    model = load(quantized)
+    assert len(matrices(model)) == 8
+    assert greedy(model, 32) == greedy(load(plain), 32)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gemma", "phi3"])
+@pytest.mark.parametrize("form", ["fp8 blocks", "gptq", "awq", "pack-quantized asymmetric"])
+def test_families(tmp_path: Path, family: str, form: str) -> None:
+    quantized, plain = both(tmp_path, FORMATS[form], family)
+    assert greedy(load(quantized), 32) == greedy(load(plain), 32)
+
+
+def test_a_quantized_head(tmp_path: Path) -> None:
+    config = {**FORMATS["pack-quantized"], "ignore": []}
+    quantized, plain = both(tmp_path, config, left=())
+    assert "lm_head" in matrices(load(quantized))
+    assert greedy(load(quantized), 32) == greedy(load(plain), 32)
+
+
+def test_parts_in_different_orders_become_plain(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantized, _ = both(tmp_path, FORMATS["gptq ordered"])
+    path = quantized / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.self_attn.k_proj.g_idx"
+    tensors[name] = tensors[name].flip(0)
+    save_file(tensors, path)
+    model = load(quantized)
+    assert len(matrices(model)) == 7
+    assert "columns are in different orders" in caplog.text
+    assert model.get_parameter("layers.0.attention.qkv_proj.weight").dtype == torch.float32
+
+
+def test_the_files_of_older_tools(tmp_path: Path) -> None:
+    """What they say beside config.json is what config.json would say."""
+    quantized, plain = both(tmp_path, FORMATS["gptq"])
+    rewrite_config(quantized, remove=("quantization_config",))
+    content = {key: value for key, value in FORMATS["gptq"].items() if key != "quant_method"}
+    (quantized / "quantize_config.json").write_text(json.dumps(content))
+    assert greedy(load(quantized), 8) == greedy(load(plain), 8)
+
+
+def test_scales_of_a_kv_cache_are_no_mistake(tmp_path: Path) -> None:
+    quantized, plain = both(tmp_path, FORMATS["fp8"])
+    path = quantized / "model.safetensors"
+    scales = {
+        f"model.layers.{i}.self_attn.{kind}_scale": torch.ones(1) for i in (0, 1) for kind in "kv"
+    }
+    save_file({**load_file(path), **scales}, path)
+    assert greedy(load(quantized), 8) == greedy(load(plain), 8)
+
+
+Change = Callable[[dict[str, Tensor]], None]
+
+
+def without(name: str) -> Change:
+    def change(tensors: dict[str, Tensor]) -> None:
+        del tensors[name]
+
+    return change
+
+
+def with_tensor(name: str, tensor: Tensor) -> Change:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = tensor
+
+    return change
+
+
+def half_plain(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.1.mlp.up_proj"
+    del tensors[f"{name}.qweight"], tensors[f"{name}.qzeros"], tensors[f"{name}.scales"]
+    tensors[f"{name}.weight"] = torch.zeros(128, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("model.layers.0.mlp.down_proj.scales"), "down_proj.scales is missing"),
+        (
+            with_tensor("model.layers.0.mlp.down_proj.scales", torch.ones(2, 64).half()),
+            r"down_proj.scales is \[2, 64\], its matrix needs \[4, 64\]",
+        ),
+        (
+            with_tensor("model.layers.0.mlp.down_proj.qweight", torch.zeros(16, 64).half()),
+            "down_proj.qweight has type F16, not I32",
+        ),
+        (
+            with_tensor("model.layers.1.self_attn.o_proj.scales", torch.full((2, 64), torch.nan)),
+            "o_proj: .*scales.*finite",
+        ),
+        (half_plain, "quantized and model.layers.1.mlp.up_proj.weight is not"),
+        (with_tensor("model.layers.0.mlp.odd.qweight", torch.ones(1)), "unexpected: .*odd.qweight"),
+    ],
+)  # fmt: skip
+def test_broken_checkpoints(tmp_path: Path, change: Change, message: str) -> None:
+    quantized, _ = both(tmp_path, FORMATS["gptq"])
+    path = quantized / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    with pytest.raises(ModelLoadError, match=message):
+        load(quantized)
+
+
+def test_a_group_that_does_not_divide(tmp_path: Path) -> None:
+    """Before any weight is read."""
+    quantized, _ = both(tmp_path, FORMATS["gptq"])
+    rewrite_config(quantized, quantization_config={**FORMATS["gptq"], "group_size": 48})
+    with pytest.raises(ModelLoadError, match="q_proj: .*64.*48|q_proj: .*48.*64"):
+        load(quantized)
