@@ -360,7 +360,7 @@ def _add_tile(
 
 @triton.jit(do_not_specialize=["steps"])
 def vector_quantized_kernel(
-    x,  # [1, k / 2] int32, pairs of neighbours; with an order [1, k]
+    x,  # [k / 2] int32, pairs of neighbours; with an order [k]
     data,  # [n, words] int32: two lanes each
     scale,  # [words of groups, scale_stride] int32, or None
     zero,  # the same, [words of groups, zero_stride], or None
@@ -643,8 +643,8 @@ def plan_launch(
     }
     if config.block_m == 1:
         words = matrix.data.view(torch.int32)
-        row = x.view(torch.int32) if matrix.order is None else x
-        arguments = (row, words, *scales, bias, y, partials, counters)
+        row = x[0].view(torch.int32) if matrix.order is None else x[0]
+        arguments: tuple[Any, ...] = (row, words, *scales, bias, y, partials, counters)
         arguments += (n, k, words.shape[1], groups, scale_stride, zero_stride, steps)
         options["WORDS"] = 128 * config.num_warps
         return Launch(vector_quantized_kernel, (tiles, config.split_k), arguments, options)
@@ -721,6 +721,8 @@ def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
     block_k = max(matrix.chunk, columns // matrix.chunk * matrix.chunk)
     # x is read once for each tile of features: the more rows, the wider.
     block_n, warps = (64, 4) if block_m <= 16 else (128, 8)
+    if matrix.lanes * block_m < 64 * warps:  # x's tiles are copied 4 bytes a thread at least
+        block_n, warps = 32, 2
     stages = {8: 5, 16: 4, 32: 4, 64: 3}[block_m]
     config = SkinnyConfig(block_m, block_n, block_k, 1, warps, stages)
     tiles = triton.cdiv(matrix.shape[0], block_n)
