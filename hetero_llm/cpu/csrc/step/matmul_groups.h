@@ -1,0 +1,125 @@
+// Where a packed matrix has its groups: see matmul.h. And what products with them share.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "matmul.h"
+#include "matmul_kernels.h"
+
+namespace hetero {
+
+// Bytes of a group in a panel: scales, then zero points or offsets, then integers.
+struct GroupLayout {
+    int64_t zeros_at, data_at;  // scales are at 0
+    int64_t bytes;              // of a whole group
+    int64_t count;              // groups of a panel
+    int64_t panel_bytes;
+};
+
+inline GroupLayout group_layout(Format format, const Groups& groups, int64_t padded_depth) {
+    GroupLayout at;
+    const int64_t scales = kPanel * (groups.half_scales ? 2 : 4);
+    const int64_t per_byte = format == Format::kInt4 ? 2 : 1;
+    at.zeros_at = scales;
+    at.data_at = scales;
+    if (groups.zeros == Zeros::kPoints) at.data_at += kPanel;
+    if (groups.zeros == Zeros::kOffsets) at.data_at += scales;
+    at.bytes = at.data_at + groups.size * kPanel / per_byte;
+    at.count = (padded_depth + groups.size - 1) / groups.size;
+    at.panel_bytes = at.count * at.data_at + padded_depth * kPanel / per_byte;
+    return at;
+}
+
+inline GroupLayout group_layout(const Matrix& matrix) {
+    return group_layout(matrix.format, matrix.groups, matrix.padded_depth);
+}
+
+// Scales and sums of a prepared row whose integers begin at `row`.
+inline const float* scales_of_row(const int8_t* row, int64_t padded_depth) {
+    return (const float*)(row + padded_depth);
+}
+inline const int32_t* sums_of_row(const int8_t* row, int64_t padded_depth, int64_t groups) {
+    return (const int32_t*)(row + padded_depth) + groups;
+}
+
+constexpr int64_t kUnpackDepth = 512;  // k of a panel that is unpacked at a time: 32 KiB
+static_assert(kUnpackDepth % kLargestGroup == 0 && kUnpackDepth % kDepth == 0, "");
+
+// k of a block of whole groups, at most kUnpackDepth.
+inline int64_t block_depth(const Groups& groups) {
+    return kUnpackDepth / groups.size * groups.size;
+}
+
+#define WIDE __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")))
+#define WIDE_INLINE WIDE inline __attribute__((always_inline))
+
+// int4 of `depth` k (a multiple of 8) and `strips` strips to int8 [k / 4][64][4], both kStepBytes a
+// step.
+WIDE inline void unpack_int4(const char* from, int64_t depth, int64_t strips, char* to) {
+    const __m512i low = _mm512_set1_epi8(15);
+    for (int64_t k = 0; k < depth; k += 8, from += kStepBytes, to += 2 * kStepBytes)
+        for (int64_t s = 0; s < strips; ++s) {
+            const __m512i both = _mm512_loadu_si512(from + s * 64);
+            _mm512_storeu_si512(to + s * 64, _mm512_and_si512(both, low));
+            _mm512_storeu_si512(to + kStepBytes + s * 64,
+                                _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
+        }
+}
+
+// GCC 12 warns of the undefined vectors inside its plain conversions; these have none.
+typedef int32_t WideInts __attribute__((vector_size(64)));
+typedef uint8_t SixteenBytes __attribute__((vector_size(16)));
+
+WIDE_INLINE __m512 to_floats(__m512i x) { return __builtin_convertvector((WideInts)x, __m512); }
+WIDE_INLINE __m512 widen_halves(const char* p) {
+    return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)p));
+}
+WIDE_INLINE __m512i widen_bytes(const char* p) {
+    SixteenBytes bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return (__m512i)__builtin_convertvector(bytes, WideInts);
+}
+
+// What a strip of a group turns its sums of integers into results with.
+struct WideScales {
+    __m512 scale;
+    __m512i points;
+    __m512 offset;
+};
+
+// header: of the group, moved to the strip's first output in each of its parts by `strip`. centre:
+// what is taken off all integers beside their zero points.
+WIDE_INLINE WideScales wide_scales(const Groups& groups, const char* header, int64_t zeros_at,
+                                   int64_t strip, int32_t centre) {
+    const int64_t wide = groups.half_scales ? 2 : 4;
+    const auto read = [&](const char* p) WIDE {
+        return groups.half_scales ? widen_halves(p) : _mm512_loadu_ps(p);
+    };
+    WideScales found;
+    found.scale = read(header + strip * kStrip * wide);
+    found.points = _mm512_set1_epi32(centre);
+    found.offset = _mm512_setzero_ps();
+    if (groups.zeros == Zeros::kPoints) {
+        const __m512i points = widen_bytes(header + zeros_at + strip * kStrip);
+        found.points = _mm512_add_epi32(found.points, points);
+    } else if (groups.zeros == Zeros::kOffsets)
+        found.offset = read(header + zeros_at + strip * kStrip * wide);
+    return found;
+}
+
+// out + the results of sums of integers with a row, x = x_scale * integers of the sum x_sum.
+WIDE_INLINE __m512 add_scaled(__m512 out, __m512i sums, const WideScales& w, bool has_offset,
+                              float x_scale, int32_t x_sum) {
+    const __m512i total =
+        _mm512_sub_epi32(sums, _mm512_mullo_epi32(w.points, _mm512_set1_epi32(x_sum)));
+    out = _mm512_fmadd_ps(to_floats(total),
+                          _mm512_mul_ps(w.scale, _mm512_set1_ps(x_scale)), out);
+    if (has_offset)
+        out = _mm512_fmadd_ps(w.offset, _mm512_set1_ps(x_scale * (float)x_sum), out);
+    return out;
+}
+
+}  // namespace hetero
