@@ -193,19 +193,32 @@ AMX void add_group(const Matrix& matrix, const GroupLayout& layout, const char* 
                    int64_t strip, int64_t strips, const int32_t* sums, const float* x_scales,
                    const int32_t* x_sums, int64_t x_stride, int64_t rows, bool add, float* out,
                    int64_t out_stride) {
-    const Groups& groups = matrix.groups;
-    const bool has_offset = groups.zeros == Zeros::kOffsets;
-    const bool is_centred = matrix.format == Format::kInt4 && groups.zeros == Zeros::kNone;
+    const bool halves = matrix.groups.half_scales;
+    const Zeros zeros = matrix.groups.zeros;
+    const int32_t centre =
+        matrix.format == Format::kInt4 && zeros == Zeros::kNone ? kInt4Zero : 0;
     for (int64_t s = 0; s < strips; ++s) {
-        const WideScales scales = wide_scales(groups, header, layout.zeros_at, strip + s,
-                                              is_centred ? kInt4Zero : 0);
+        const int64_t output = (strip + s) * kStrip;
+        const __m512 scale = wide_scales(halves, header, output);
+        const __m512i points =
+            wide_points(zeros == Zeros::kPoints, header + layout.zeros_at, output, centre);
+        __m512 offset = _mm512_setzero_ps();
+        if (zeros == Zeros::kOffsets)
+            offset = wide_scales(halves, header + layout.zeros_at, output);
         for (int64_t r = 0; r < rows; ++r) {
             float* at = out + r * out_stride + s * kStrip;
-            const __m512 before = add ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
-            const __m512i total = _mm512_loadu_si512(sums + r * kPanel + s * kStrip);
             const float x_scale = *(const float*)((const char*)x_scales + r * x_stride);
             const int32_t x_sum = *(const int32_t*)((const char*)x_sums + r * x_stride);
-            _mm512_storeu_ps(at, add_scaled(before, total, scales, has_offset, x_scale, x_sum));
+            const __m512i total =
+                _mm512_sub_epi32(_mm512_loadu_si512(sums + r * kPanel + s * kStrip),
+                                 _mm512_mullo_epi32(points, _mm512_set1_epi32(x_sum)));
+            __m512 value = add ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
+            value = _mm512_fmadd_ps(to_floats(total),
+                                    _mm512_mul_ps(scale, _mm512_set1_ps(x_scale)), value);
+            if (zeros == Zeros::kOffsets)
+                value =
+                    _mm512_fmadd_ps(offset, _mm512_set1_ps(x_scale * (float)x_sum), value);
+            _mm512_storeu_ps(at, value);
         }
     }
 }

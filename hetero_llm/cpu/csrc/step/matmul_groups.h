@@ -71,55 +71,24 @@ WIDE inline void unpack_int4(const char* from, int64_t depth, int64_t strips, ch
 
 // GCC 12 warns of the undefined vectors inside its plain conversions; these have none.
 typedef int32_t WideInts __attribute__((vector_size(64)));
-typedef uint8_t SixteenBytes __attribute__((vector_size(16)));
 
 WIDE_INLINE __m512 to_floats(__m512i x) { return __builtin_convertvector((WideInts)x, __m512); }
 WIDE_INLINE __m512 widen_halves(const char* p) {
     return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)p));
 }
 WIDE_INLINE __m512i widen_bytes(const char* p) {
-    SixteenBytes bytes;
-    std::memcpy(&bytes, p, sizeof bytes);
-    return (__m512i)__builtin_convertvector(bytes, WideInts);
+    return _mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128((const __m128i*)p));
 }
 
-// What a strip of a group turns its sums of integers into results with.
-struct WideScales {
-    __m512 scale;
-    __m512i points;
-    __m512 offset;
-};
-
-// header: of the group, moved to the strip's first output in each of its parts by `strip`. centre:
-// what is taken off all integers beside their zero points.
-WIDE_INLINE WideScales wide_scales(const Groups& groups, const char* header, int64_t zeros_at,
-                                   int64_t strip, int32_t centre) {
-    const int64_t wide = groups.half_scales ? 2 : 4;
-    const auto read = [&](const char* p) WIDE {
-        return groups.half_scales ? widen_halves(p) : _mm512_loadu_ps(p);
-    };
-    WideScales found;
-    found.scale = read(header + strip * kStrip * wide);
-    found.points = _mm512_set1_epi32(centre);
-    found.offset = _mm512_setzero_ps();
-    if (groups.zeros == Zeros::kPoints) {
-        const __m512i points = widen_bytes(header + zeros_at + strip * kStrip);
-        found.points = _mm512_add_epi32(found.points, points);
-    } else if (groups.zeros == Zeros::kOffsets)
-        found.offset = read(header + zeros_at + strip * kStrip * wide);
-    return found;
+// Scales or offsets of the 16 outputs from `output`; at: those of the group's first output.
+WIDE_INLINE __m512 wide_scales(bool are_halves, const char* at, int64_t output) {
+    return are_halves ? widen_halves(at + 2 * output) : _mm512_loadu_ps(at + 4 * output);
 }
 
-// out + the results of sums of integers with a row, x = x_scale * integers of the sum x_sum.
-WIDE_INLINE __m512 add_scaled(__m512 out, __m512i sums, const WideScales& w, bool has_offset,
-                              float x_scale, int32_t x_sum) {
-    const __m512i total =
-        _mm512_sub_epi32(sums, _mm512_mullo_epi32(w.points, _mm512_set1_epi32(x_sum)));
-    out = _mm512_fmadd_ps(to_floats(total),
-                          _mm512_mul_ps(w.scale, _mm512_set1_ps(x_scale)), out);
-    if (has_offset)
-        out = _mm512_fmadd_ps(w.offset, _mm512_set1_ps(x_scale * (float)x_sum), out);
-    return out;
+// Their zero points, with `centre` added.
+WIDE_INLINE __m512i wide_points(bool has_points, const char* at, int64_t output, int32_t centre) {
+    const __m512i same = _mm512_set1_epi32(centre);
+    return has_points ? _mm512_add_epi32(widen_bytes(at + output), same) : same;
 }
 
 }  // namespace hetero
