@@ -292,7 +292,7 @@ def measure(
     table = []
     for weight_format in formats:
         executor = bench.executor(weight_format, threads)
-        size = step_bytes(CPU_SHAPES[bench.shape], FORMATS[weight_format])
+        size = int(step_bytes(CPU_SHAPES[bench.shape], FORMATS[weight_format]))
         with ReadProbe(size, threads) as probe:
             for work in works:
                 before = probe.seconds()

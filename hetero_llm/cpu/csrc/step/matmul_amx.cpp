@@ -211,7 +211,7 @@ AMX void add_group(const Matrix& matrix, const GroupLayout& layout, const char* 
             const int32_t x_sum = *(const int32_t*)((const char*)x_sums + r * x_stride);
             const __m512i total =
                 _mm512_sub_epi32(_mm512_loadu_si512(sums + r * kPanel + s * kStrip),
-                                 _mm512_mullo_epi32(points, _mm512_set1_epi32(x_sum)));
+                                 times_points(points, x_sum));
             __m512 value = add ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
             value = _mm512_fmadd_ps(to_floats(total),
                                     _mm512_mul_ps(scale, _mm512_set1_ps(x_scale)), value);

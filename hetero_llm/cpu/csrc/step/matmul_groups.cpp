@@ -192,8 +192,8 @@ HALVES void avx2_tile(const GroupCall& c) {
                 float* to = c.out + r * c.out_stride + n * 8;
                 const float x_scale = x_scale_of(c, r, g);
                 const int32_t x_sum = x_sum_of(c, r, g);
-                const __m256i total = _mm256_sub_epi32(
-                    sums[r][n], _mm256_mullo_epi32(points, _mm256_set1_epi32(x_sum)));
+                const __m256i total = _mm256_sub_epi32(  // as times_points
+                    sums[r][n], _mm256_madd_epi16(points, _mm256_set1_epi32(x_sum)));
                 __m256 out = c.add || g ? _mm256_loadu_ps(to) : _mm256_setzero_ps();
                 out = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total),
                                       _mm256_mul_ps(scale, _mm256_set1_ps(x_scale)), out);
@@ -232,6 +232,14 @@ VNNI void vnni_tile(const GroupCall& call) {
     const int64_t output = c.strip * kStrip;
     const char *weights = c.weights, *header = c.header;
     const int8_t* x = c.x;
+    constexpr bool kKeep = R * S <= 8;  // results in registers
+    __m512 kept[R][S];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int s = 0; s < S; ++s)
+            kept[r][s] = kKeep && c.add ? _mm512_loadu_ps(c.out + r * c.out_stride + s * kStrip)
+                                        : _mm512_setzero_ps();
     bool add = c.add;
     for (int64_t g = 0, left = c.depth; left > 0; ++g, left -= c.groups.size) {
         const int64_t here = least(left, c.groups.size);
@@ -242,12 +250,9 @@ VNNI void vnni_tile(const GroupCall& call) {
                                                output + s * kStrip, centre);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
-                sums[r][s] =
-                    kInt4 && kZeros == Zeros::kOffsets
-                        ? _mm512_setzero_si512()
-                        : kZeros == Zeros::kPoints
-                              ? _mm512_mullo_epi32(points, _mm512_set1_epi32(-x_sum_of(c, r, g)))
-                              : _mm512_set1_epi32(-centre * x_sum_of(c, r, g));
+                sums[r][s] = kInt4 && kZeros == Zeros::kOffsets
+                                 ? _mm512_setzero_si512()
+                                 : times_points(points, -x_sum_of(c, r, g));
         }
         const char* w = weights;
         for (int64_t k = 0; k < here; k += kTogether)
@@ -289,19 +294,28 @@ VNNI void vnni_tile(const GroupCall& call) {
             for (int r = 0; r < R; ++r) {
                 float* to = c.out + r * c.out_stride + s * kStrip;
                 const float x_scale = x_scale_of(c, r, g);
-                __m512 out = add ? _mm512_loadu_ps(to) : _mm512_setzero_ps();
+                __m512 out = kKeep ? kept[r][s]
+                             : add ? _mm512_loadu_ps(to)
+                                   : _mm512_setzero_ps();
                 out = _mm512_fmadd_ps(to_floats(sums[r][s]),
                                       _mm512_mul_ps(scale, _mm512_set1_ps(x_scale)), out);
                 if constexpr (kZeros == Zeros::kOffsets)
                     out = _mm512_fmadd_ps(
                         offset, _mm512_set1_ps(x_scale * (float)x_sum_of(c, r, g)), out);
-                _mm512_storeu_ps(to, out);
+                if constexpr (kKeep) kept[r][s] = out;
+                else _mm512_storeu_ps(to, out);
             }
         }
         add = true;
         weights += c.weight_bytes;
         header += c.header_bytes;
     }
+    if constexpr (kKeep)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int s = 0; s < S; ++s)
+                _mm512_storeu_ps(c.out + r * c.out_stride + s * kStrip, kept[r][s]);
 }
 
 #define ROW(tile, R, ...) \

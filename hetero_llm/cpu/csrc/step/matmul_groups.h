@@ -91,4 +91,11 @@ WIDE_INLINE __m512i wide_points(bool has_points, const char* at, int64_t output,
     return has_points ? _mm512_add_epi32(widen_bytes(at + output), same) : same;
 }
 
+// Zero points times the sum of a row's integers in a group, which fits in 16 bits: a product of
+// halves takes one operation, of whole integers two or more. The points' upper halves are zeros.
+static_assert(127 * kLargestGroup < 1 << 15, "");
+WIDE_INLINE __m512i times_points(__m512i points, int32_t x_sum) {
+    return _mm512_madd_epi16(points, _mm512_set1_epi32(x_sum));
+}
+
 }  // namespace hetero
