@@ -96,6 +96,11 @@ class StructuredOutputsParams:
         if opens is not None and not self.begins_after:
             _fail("may_begin_with", opens, "needs begins_after")
 
+    @property
+    def kind(self) -> str:
+        """Which of `CONSTRAINTS` is given."""
+        return next((name for name in CONSTRAINTS if getattr(self, name)), "json")
+
     @classmethod
     def of(cls, value: Any, field: str) -> StructuredOutputsParams:
         """Parameters given as such, as the older kind, or as a mapping of their fields.

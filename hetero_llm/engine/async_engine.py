@@ -304,6 +304,10 @@ class AsyncLLMEngine:
                     self.finish_rate.note()
                     self._close_stream(stream)
                 if output.error is not None:
+                    constraint = request.params.structured_outputs
+                    if constraint is not None:  # as `LLM`: the request's own mistake
+                        value = getattr(constraint, constraint.kind)
+                        raise RequestError(constraint.kind, value, output.error)
                     raise HeteroLLMError(output.error)
                 yield output
         finally:

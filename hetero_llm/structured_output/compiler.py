@@ -7,9 +7,10 @@ needed, so that a grammar costs next to nothing to compile, and a mask some 50 u
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,9 +19,10 @@ from numpy.typing import NDArray
 
 from hetero_llm.core.errors import ConfigError, SamplingError
 from hetero_llm.core.grammar import Grammar
-from hetero_llm.core.structured_outputs import CONSTRAINTS, StructuredOutputsParams
+from hetero_llm.core.structured_outputs import StructuredOutputsParams
 from hetero_llm.structured_output.grammar_text import grammar_text
 from hetero_llm.structured_output.json_schema import place_of, read_schema
+from hetero_llm.structured_output.structural_tag import schemas_of_tag
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -80,7 +82,6 @@ class GrammarCompiler:
             SamplingError: it cannot be followed; names the field, and the place within a schema.
             ConfigError: llguidance is not installed.
         """
-        field = next((name for name in CONSTRAINTS if getattr(params, name)), "json")
         self._tokenizer()
         grammar = Grammar(
             grammar_text(params, self._vocabulary.special),
@@ -91,10 +92,7 @@ class GrammarCompiler:
         reason = _why_useless(matcher)
         if reason:
             self._forget(grammar.text)
-            value = getattr(params, field)
-            if params.json is not None:
-                place, value = place_of(reason, read_schema(params.json, field)) or ("", value)
-                field += place
+            field, value = _place(params, reason)
             raise SamplingError(field, value, _plain(reason))
         return grammar
 
@@ -296,6 +294,27 @@ class _Words:
         return found
 
 
+def _place(params: StructuredOutputsParams, reason: str) -> tuple[str, Any]:
+    """What llguidance's message speaks of, and its value: a part of a schema, if it tells, or the
+    whole constraint."""
+    field = params.kind
+    schemas: Iterable[tuple[str, Any]] = ()
+    if params.json is not None:
+        schemas = [(field, read_schema(params.json, field))]
+    elif params.structural_tag is not None:
+        tag = params.structural_tag
+        schemas = schemas_of_tag(json.loads(tag) if isinstance(tag, str) else tag)
+    for at, schema in schemas:
+        found = place_of(reason, schema)
+        if found is not None:
+            return at + found[0], found[1]
+    return field, getattr(params, field)
+
+
 def _plain(text: str) -> str:
-    """llguidance's message without the parser's state."""
+    """llguidance's message without the parser's state, and of an embedded schema without the lines
+    of the grammar around it."""
+    _, embedded, reason = text.partition("failed to compile JSON schema: ")
+    if embedded:
+        return reason.partition("\n")[0].strip()
     return text.partition("\n<")[0].strip()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from hetero_llm.core.errors import SamplingError
@@ -108,6 +108,21 @@ def structural_tag_grammar(
         for one in structures
     ]  # fmt: skip
     return lark.finished(_triggered(lark, {"triggers": tag.get("triggers"), "tags": tags}, FIELD))
+
+
+def schemas_of_tag(tag: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The JSON schemas in a structural tag, each with its path from the field."""
+    stack: list[tuple[str, Any]] = [(FIELD, tag)]
+    while stack:
+        path, part = stack.pop()
+        if isinstance(part, Mapping):
+            for name, value in part.items():
+                if name == "json_schema" or (name == "schema" and "begin" in part):
+                    yield f"{path}.{name}", value
+                else:
+                    stack.append((f"{path}.{name}", value))
+        elif isinstance(part, Sequence) and not isinstance(part, str):
+            stack += [(f"{path}[{index}]", one) for index, one in enumerate(part)]
 
 
 def _expression(lark: Lark, form: Any, at: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -233,6 +234,13 @@ def test_special_tokens_in_tags_are_tokens(compiler: GrammarCompiler) -> None:
         ({"grammar": "root ::= a"}, "grammar", "is no GBNF: Rule 'a' not found"),
         ({"grammar": "start: a"}, "grammar", "unknown name"),
         ({"structural_tag": "{"}, "structural_tag", "is not valid JSON"),
+        ({"structural_tag": {"format": {"type": "or", "elements": [
+            {"type": "const_string", "value": "a"},
+            {"type": "json_schema", "json_schema": {"properties": {"b": {"not": {}}}}}]}}},
+         "structural_tag.format.elements[1].json_schema.properties.b.not", "Unimplemented"),
+        ({"structural_tag": json.dumps(
+            {**TAG, "structures": [{"begin": "<f=a>", "schema": {"not": {}}, "end": "</f>"}]})},
+         "structural_tag.structures[0].schema.not", "Unimplemented"),
         ({"structural_tag": {"format": {"type": "poem"}}}, "structural_tag.format.type", "one of"),
         ({"structural_tag": {"structures": [], "triggers": []}}, "structural_tag.structures", ""),
         (
