@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from hetero_llm.core.errors import ConfigError
+import msgspec
+
+from hetero_llm.core.errors import ConfigError, SamplingError
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.structured_outputs import StructuredOutputsParams
 from hetero_llm.engine.input_processor import Prompt
@@ -106,34 +108,67 @@ class MessageParsers:
     def constrained(
         self, params: SamplingParams, tools: ToolRequest, prompt: Prompt
     ) -> SamplingParams:
-        """The parameters with what the answer must follow: the grammar of tools that need one, or
-        the request's own constraint, which reasoning may precede.
+        """The parameters with what the answer must follow, which reasoning may precede: the grammar
+        of tools that have to be called or are strict, the request's own constraint, or, if the
+        model is free to call tools, either of them. A message that has to consist of calls has no
+        answer that the request's own constraint could hold for.
 
         Raises:
-            ApiError: there are both, or the grammar cannot be made.
+            ApiError: the grammar cannot be made.
         """
         own = params.structured_outputs
+        if own is not None and tools.is_on and tools.choice == "auto":
+            return replace(params, structured_outputs=self._calls_or(own, tools, prompt))
         grammar = self.grammar(tools, prompt)
         if grammar is not None:
-            if own is not None:
-                raise invalid(
-                    "response_format",
-                    "response_format and the like: not with tools that have to be called, or "
-                    "are strict",
-                )
             constraint = StructuredOutputsParams(
                 grammar=grammar.lark, begins_after=grammar.begins_after
             )
             return replace(params, structured_outputs=constraint)
-        if own is None or own.begins_after or own.may_begin_with is not None:
+        if own is None:
             return params
         return replace(params, structured_outputs=self._behind_reasoning(own, prompt))
+
+    def _calls_or(
+        self, own: StructuredOutputsParams, tools: ToolRequest, prompt: Prompt
+    ) -> StructuredOutputsParams:
+        """The constraint of a message that either calls tools or is an answer in the request's own
+        form, which reasoning may precede.
+
+        Raises:
+            ApiError: the two cannot be one grammar.
+        """
+        answer = _element(own)
+        # Harmony's calls have a channel of their own, and a structural tag may describe them.
+        if self.format.channels is not None or answer is None:
+            if tools.needs_grammar:
+                raise invalid(
+                    "response_format",
+                    "response_format and the like: a constraint of this kind is not available "
+                    "with strict tools of this model",
+                    "unsupported_parameter",
+                )
+            return self._behind_reasoning(own, prompt)
+        calls = self._grammar(replace(self.format, reasoning=None), tools, "content", required=True)
+        either = {"type": "or", "elements": [{"type": "grammar", "grammar": calls.lark}, answer]}
+        constraint = StructuredOutputsParams(
+            structural_tag={"type": "structural_tag", "format": either},
+            disable_any_whitespace=own.disable_any_whitespace,
+            disable_additional_properties=own.disable_additional_properties,
+            whitespace_pattern=own.whitespace_pattern,
+            begins_after=own.begins_after,
+            may_begin_with=own.may_begin_with,
+        )
+        return self._behind_reasoning(constraint, prompt)
 
     def _behind_reasoning(
         self, constraint: StructuredOutputsParams, prompt: Prompt
     ) -> StructuredOutputsParams:
         """The constraint of an answer before which the model may reason. Only reasoning between
-        tokens of its own can be told from the answer."""
+        tokens of its own can be told from the answer. A constraint that says where it begins stays
+        as it is."""
+        if constraint.begins_after:
+            return constraint
         channels, reasoning = self.format.channels, self.format.reasoning
         if channels is not None:
             answer = f"{channels.channel}{_ANSWER}{channels.message}"
@@ -146,7 +181,7 @@ class MessageParsers:
             return constraint
         if self.start(prompt) == "reasoning":
             return replace(constraint, begins_after=(closes,))
-        if opens is None or (prompt.text or "").rstrip().endswith(reasoning.closes):
+        if opens is None or self._is_closed(prompt):
             return constraint
         return replace(constraint, begins_after=(closes,), may_begin_with=opens)
 
@@ -186,20 +221,33 @@ class MessageParsers:
         """
         if not tools.needs_grammar:
             return None
+        found = self.format
+        if self._is_closed(prompt):
+            found = replace(found, reasoning=None)
+        return self._grammar(found, tools, self.start(prompt), required=tools.choice != "auto")
+
+    def _grammar(
+        self, message_format: MessageFormat, tools: ToolRequest, start: Start, *, required: bool
+    ) -> ToolGrammar:
         functions = functions_of(tools)
         try:
             return tool_grammar(
-                self.format,
+                message_format,
                 [one for _, one in functions],
                 self._written_ids,
-                self.start(prompt),
-                required=tools.choice != "auto",
+                start,
+                required=required,
                 parallel=tools.parallel and tools.choice != "named",
             )
         except SchemaError as error:
             index = next(i for i, one in functions if one.name == error.function)
             where = f"tools[{index}].function.parameters.{error.path}"
             raise invalid(where, f"{where}: {error}", "unsupported_parameter") from None
+
+    def _is_closed(self, prompt: Prompt) -> bool:
+        """Whether the prompt ends with the end of reasoning, so that none follows."""
+        reasoning = self.format.reasoning
+        return reasoning is not None and (prompt.text or "").rstrip().endswith(reasoning.closes)
 
     def start(self, prompt: Prompt) -> Start:
         """The region that the prompt leaves open. Only its end counts: a marker further up may be
@@ -221,6 +269,32 @@ class MessageParsers:
 
     def _decode(self, token_ids: Any) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _element(constraint: StructuredOutputsParams) -> dict[str, Any] | None:
+    """A constraint as an element of a structural tag; None if it is one itself.
+
+    Raises:
+        SamplingError: a schema that is a text is no JSON.
+    """
+    if constraint.json is not None:
+        schema = constraint.json
+        if isinstance(schema, str):
+            try:
+                schema = msgspec.json.decode(schema)
+            except msgspec.DecodeError as error:
+                raise SamplingError("json", schema, f"is not valid JSON: {error}") from None
+        return {"type": "json_schema", "json_schema": schema}
+    if constraint.json_object:
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    if constraint.regex is not None:
+        return {"type": "regex", "pattern": constraint.regex}
+    if constraint.choice is not None:
+        texts = [{"type": "const_string", "value": text} for text in constraint.choice]
+        return {"type": "or", "elements": texts}
+    if constraint.grammar is not None:
+        return {"type": "grammar", "grammar": constraint.grammar}
+    return None
 
 
 def functions_of(tools: ToolRequest) -> list[tuple[int, GrammarFunction]]:
