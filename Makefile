@@ -30,7 +30,8 @@ PUBLISHED := .venv-published
 QUANT_TOOLS := .venv-quant-tools
 
 CLIENT_VENVS := .venv-clients
-CLIENTS := openai2 openai3 openai_agents anthropic langchain litellm lm_eval schemathesis
+CLIENTS := openai2 openai3 openai_agents anthropic langchain instructor litellm ai_sdk lm_eval \
+  schemathesis
 CLIENT_STAMPS := $(patsubst %,$(CLIENT_VENVS)/%/.installed,$(CLIENTS))
 
 .PHONY: install demo test test-native test-faults test-clients test-ipex test-browser test-published test-quant-tools check format docs clean
@@ -84,6 +85,14 @@ $(CLIENT_VENVS)/%/.installed: tests/clients/requirements/%.txt tests/clients/req
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir \
 	  -c tests/clients/requirements/constraints.txt -r $<
 	touch $@
+
+# Vercel's AI SDK. Its columns are left out of the table where there is no Node.
+$(CLIENT_VENVS)/ai_sdk/.installed: tests/clients/requirements/ai_sdk.json
+	mkdir -p $(@D)
+	cp $< $(@D)/package.json
+	@if command -v npm >/dev/null; then \
+	  cd $(@D) && npm install --silent --no-audit --no-fund --no-package-lock && touch .installed; \
+	else echo "make test-clients leaves the AI SDK out, which needs apt-get install npm"; fi
 
 # The status page in headless Chromium; makes its picture for the documentation anew.
 test-browser: $(STAMP)

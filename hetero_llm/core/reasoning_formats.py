@@ -44,8 +44,12 @@ class ReasoningFormat:
     def is_open_behind(self, prompt: str) -> bool:
         """Whether a message begins with reasoning without a marker. Only the end of the prompt
         counts: a marker further up may be a user's text."""
-        end = prompt.rstrip()
-        return end.endswith(self.opens) or (self.always and not end.endswith(self.closes))
+        opened = prompt.rstrip().endswith(self.opens)
+        return opened or (self.always and not self.is_closed_behind(prompt))
+
+    def is_closed_behind(self, prompt: str) -> bool:
+        """Whether the prompt ends with the end of reasoning, so that none follows."""
+        return prompt.rstrip().endswith(self.closes)
 
     def answer_start(self, prompt: str, token_ids: Mapping[str, int]) -> AnswerStart:
         """Where the answer begins. Only reasoning that a token ends can be told from it; without
@@ -61,7 +65,7 @@ class ReasoningFormat:
         if self.is_open_behind(prompt):
             return AnswerStart((closes,))
         opens = token_ids.get(self.opens[0]) if self.opens else None
-        if opens is None or prompt.rstrip().endswith(self.closes):
+        if opens is None or self.is_closed_behind(prompt):
             return AnswerStart()
         return AnswerStart((closes,), opens)
 

@@ -97,6 +97,12 @@ class StructuredOutputsParams:
         if opens is not None and not self.begins_after:
             _fail("may_begin_with", opens, "needs begins_after")
 
+    @property
+    def given(self) -> tuple[str, Any]:
+        """Which of `CONSTRAINTS` is given, and its value."""
+        name = next((name for name in CONSTRAINTS if getattr(self, name)), "json")
+        return name, getattr(self, name)
+
     @classmethod
     def of(cls, value: Any, field: str) -> StructuredOutputsParams:
         """Parameters given as such, as the older kind, or as a mapping of their fields.
@@ -144,9 +150,17 @@ class ToolOutputParams(StructuredOutputsParams):
 
     Args:
         schemas: by name; `grammar` refers to them as `@name`.
+        answer: the request's own constraint, which a message without calls follows; None: every
+            message follows `grammar`. Where it begins is said here.
     """
 
     schemas: Mapping[str, EmbeddedSchema] = field(default_factory=dict)
+    answer: StructuredOutputsParams | None = None
+
+    @property
+    def given(self) -> tuple[str, Any]:
+        """The request's field, and where the schemas stand."""
+        return "tools", list(dict.fromkeys(one.field for one in self.schemas.values()))
 
 
 @dataclass(slots=True)

@@ -305,6 +305,9 @@ class AsyncLLMEngine:
                     self.finish_rate.note()
                     self._close_stream(stream)
                 if output.error is not None:
+                    constraint = request.params.structured_outputs
+                    if constraint is not None:  # as `LLM`: the request's own mistake
+                        raise RequestError(*constraint.given, output.error)
                     raise HeteroLLMError(output.error)
                 yield output
         finally:

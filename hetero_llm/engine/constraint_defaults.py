@@ -15,7 +15,7 @@ from hetero_llm.core.reasoning_formats import (
     AnswerStart,
     reasoning_format,
 )
-from hetero_llm.core.structured_outputs import StructuredOutputsParams
+from hetero_llm.core.structured_outputs import StructuredOutputsParams, ToolOutputParams
 from hetero_llm.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -45,16 +45,23 @@ class ConstraintDefaults:
         self, constraint: StructuredOutputsParams, prompt_ids: Sequence[int]
     ) -> StructuredOutputsParams:
         """The constraint of a request with this prompt. What the request says stays."""
-        changes: dict[str, Any] = {}
-        if self._config.disable_any_whitespace and constraint.whitespace_pattern is None:
-            changes["disable_any_whitespace"] = True
-        if self._config.disable_additional_properties:
-            changes["disable_additional_properties"] = True
+        changes = self._options(constraint)
+        if isinstance(constraint, ToolOutputParams) and constraint.answer is not None:
+            options = self._options(constraint.answer)
+            changes["answer"] = replace(constraint.answer, **options)
         if constraint.begins_after is None:
             start = self._answer_start(prompt_ids)
             changes["begins_after"] = start.begins_after
             changes["may_begin_with"] = start.may_begin_with
         return replace(constraint, **changes) if changes else constraint
+
+    def _options(self, constraint: StructuredOutputsParams) -> dict[str, Any]:
+        changes: dict[str, Any] = {}
+        if self._config.disable_any_whitespace and constraint.whitespace_pattern is None:
+            changes["disable_any_whitespace"] = True
+        if self._config.disable_additional_properties:
+            changes["disable_additional_properties"] = True
+        return changes
 
     def _answer_start(self, prompt_ids: Sequence[int]) -> AnswerStart:
         tokenizer = self._tokenizer

@@ -20,7 +20,11 @@ from hetero_llm.server.settings import Limits
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
 _OF_FORMAT = FieldNames(
-    {"json": "response_format.json_schema.schema", "structural_tag": "response_format"}
+    {
+        "json": "response_format.json_schema.schema",
+        "json_object": "response_format",
+        "structural_tag": "response_format",
+    }
 )
 _OF_GUIDED = FieldNames(
     {name.removeprefix("guided_"): name for name in (*_GUIDED, "guided_whitespace_pattern")}

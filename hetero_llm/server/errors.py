@@ -77,6 +77,9 @@ class ApiError(Exception):
         message: cause, limit and remedy; cut to 512 characters.
         param: the wrong field of the request.
         headers: more response headers.
+
+    Attributes:
+        details: what Anthropic's form has beside the message, for programs.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class ApiError(Exception):
         self.message = _cut(message, MAX_MESSAGE_CHARS)
         self.param = None if param is None else _cut(param, _MAX_PARAM_CHARS)
         self.headers = dict(headers or {})
+        self.details: Mapping[str, Any] | None = None
 
     @property
     def kind(self) -> str:
@@ -107,7 +111,9 @@ class ApiError(Exception):
     def body(self, form: ErrorForm = ErrorForm.OPENAI) -> bytes:
         """The JSON of the error, at most 4 KiB."""
         if form is ErrorForm.ANTHROPIC:
-            shown = {"type": self.anthropic_kind, "message": self.message}
+            shown: dict[str, Any] = {"type": self.anthropic_kind, "message": self.message}
+            if self.details is not None:
+                shown["details"] = self.details
             return msgspec.json.encode({"type": "error", "error": shown})
         error = {
             "message": self.message,

@@ -106,31 +106,54 @@ class MessageParsers:
     def constrained(
         self, params: SamplingParams, tools: ToolRequest, prompt: Prompt
     ) -> SamplingParams:
-        """The parameters with what the answer must follow: the grammar of tools that need one, or
-        the request's own constraint, which reasoning may precede.
+        """The parameters with what the answer must follow, which reasoning may precede: the grammar
+        of tools that have to be called or are strict, the request's own constraint, or, if the
+        model is free to call tools, either of them. A message that has to consist of calls has no
+        answer that the request's own constraint could hold for.
 
         Raises:
-            ApiError: there are both, or the grammar cannot be made.
+            ApiError: the grammar cannot be made, or the two cannot be one.
         """
         own = params.structured_outputs
+        if own is not None and tools.is_on and tools.choice == "auto":
+            return replace(params, structured_outputs=self._calls_or(own, tools, prompt))
         grammar = self.grammar(tools, prompt)
         if grammar is not None:
-            if own is not None:
-                raise invalid(
-                    "response_format",
-                    "response_format and the like: not with tools that have to be called, or "
-                    "are strict",
-                )
             return replace(params, structured_outputs=grammar.constraint())
-        if own is None or own.begins_after is not None:
+        if own is None:
             return params
         return replace(params, structured_outputs=self._behind_reasoning(own, prompt))
+
+    def _calls_or(
+        self, own: StructuredOutputsParams, tools: ToolRequest, prompt: Prompt
+    ) -> StructuredOutputsParams:
+        """The constraint of a message that either calls tools or is an answer in the request's own
+        form, which reasoning may precede.
+
+        Raises:
+            ApiError: the two cannot be one grammar.
+        """
+        # Harmony's calls have a channel of their own, and a structural tag may describe them.
+        if self.format.channels is not None or own.structural_tag is not None:
+            if tools.needs_grammar:
+                raise invalid(
+                    "response_format",
+                    "response_format and the like: a constraint of this kind is not available "
+                    "with strict tools of this model",
+                    "unsupported_parameter",
+                )
+            return self._behind_reasoning(own, prompt)
+        calls = self._grammar(replace(self.format, reasoning=None), tools, "content", required=True)
+        return self._behind_reasoning(calls.constraint_or(own), prompt)
 
     def _behind_reasoning(
         self, constraint: StructuredOutputsParams, prompt: Prompt
     ) -> StructuredOutputsParams:
         """The constraint of an answer before which the model may reason. Only reasoning between
-        tokens of its own can be told from the answer."""
+        tokens of its own can be told from the answer. A constraint that says where it begins stays
+        as it is."""
+        if constraint.begins_after is not None:
+            return constraint
         if self._in_reasoning:
             return replace(constraint, begins_after=())
         if self.format.channels is not None:
@@ -178,13 +201,21 @@ class MessageParsers:
         """
         if not tools.needs_grammar:
             return None
+        found, reasoning = self.format, self.format.reasoning
+        if reasoning is not None and reasoning.is_closed_behind(prompt.text or ""):
+            found = replace(found, reasoning=None)
+        return self._grammar(found, tools, self.start(prompt), required=tools.choice != "auto")
+
+    def _grammar(
+        self, message_format: MessageFormat, tools: ToolRequest, start: Start, *, required: bool
+    ) -> ToolGrammar:
         try:
             return tool_grammar(
-                self.format,
+                message_format,
                 functions_of(tools),
                 self._written_ids,
-                self.start(prompt),
-                required=tools.choice != "auto",
+                start,
+                required=required,
                 parallel=tools.parallel and tools.choice != "named",
             )
         except SchemaError as error:

@@ -82,11 +82,17 @@ class GrammarCompiler:
         """
         self._tokenizer()
         written = constraint_grammar(params, self._vocabulary.special)
+        if written.answer is not None:
+            self._check(written.answer)
+        self._check(written)
+        return Grammar(written.text, tuple(params.begins_after or ()), params.may_begin_with)
+
+    def _check(self, written: ConstraintGrammar) -> None:
+        """Raises SamplingError: the grammar cannot be followed."""
         reason = _why_useless(self._compiled(written.text))
         if reason:
             self._forget(written.text)
             raise self._refused(written, reason)
-        return Grammar(written.text, tuple(params.begins_after or ()), params.may_begin_with)
 
     def _refused(self, written: ConstraintGrammar, reason: str) -> SamplingError:
         """The error of a grammar that cannot be followed, which names the first of its schemas that

@@ -59,12 +59,14 @@ class ConstraintGrammar:
         field: that gives the constraint.
         value: of the field, for errors.
         schemas: the user's schemas in it.
+        answer: the grammar of the request's own constraint in it; see `ToolOutputParams`.
     """
 
     text: str
     field: str
     value: Any
     schemas: Sequence[SchemaGrammar] = ()
+    answer: ConstraintGrammar | None = None
 
 
 def constraint_grammar(
@@ -94,7 +96,7 @@ def constraint_grammar(
     if params.choice is not None:
         return ConstraintGrammar(_choice(params.choice), "choice", params.choice)
     if isinstance(params, ToolOutputParams):
-        return _tools(params)
+        return _tools(params, special)
     if params.grammar is not None:
         return ConstraintGrammar(_user_grammar(params.grammar), "grammar", params.grammar)
     assert params.structural_tag is not None
@@ -109,16 +111,28 @@ def constraint_grammar(
     return ConstraintGrammar(text, "structural_tag", params.structural_tag, found)
 
 
-def _tools(params: ToolOutputParams) -> ConstraintGrammar:
-    """A message that calls tools: the grammars of the tools' schemas beside its own."""
+def _tools(params: ToolOutputParams, special: Mapping[str, int]) -> ConstraintGrammar:
+    """A message that calls tools: the grammars of the tools' schemas beside its own. One that may
+    be an answer instead: both grammars beside the choice between them."""
     grammars: list[dict[str, Any]] = [{"lark_grammar": params.grammar}]
     found = []
     for name, source in params.schemas.items():
         made = _with_options(source.schema, source.at, params, _TOOL_OPTIONS)
         grammars.append({"name": name, "json_schema": made})
         found.append(SchemaGrammar(source, _alone(made)))
-    fields = list(dict.fromkeys(source.field for source in params.schemas.values()))
-    return ConstraintGrammar(json.dumps({"grammars": grammars}), "tools", fields, found)
+    answer = None
+    if params.answer is not None:
+        answer = constraint_grammar(params.answer, special)
+        calls, *schemas = grammars
+        whole, *parts = json.loads(answer.text)["grammars"]
+        grammars = [
+            {"lark_grammar": "%llguidance {}\nstart: @calls | @answer"},
+            {**calls, "name": "calls"},
+            *schemas,
+            {**whole, "name": "answer"},
+            *parts,
+        ]
+    return ConstraintGrammar(json.dumps({"grammars": grammars}), *params.given, found, answer)
 
 
 def _alone(schema: dict[str, Any] | bool) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from bench.common import environment
-from hetero_llm import LLM, SamplingParams
-from tests.clients.environments import HERE, run_script
+from hetero_llm import LLM, SamplingParams, StructuredOutputsParams
+from tests.clients.environments import ENVIRONMENTS, HERE, NODE, missing, run_script
 from tests.clients.matrix import CLIENTS, Table
 from tests.clients.servers import KEY, MODEL, server
 
@@ -24,15 +24,50 @@ MESSAGES = [
     {"role": "system", "content": "You write Python."},
     {"role": "user", "content": "héllo 😀, sort a list"},
 ]
+EXAMPLE = 'Like {"name": "a", "kind": "set", "size": 3, "done": true}'
+"""Of the constrained answer; without one the model loops over line ends."""
 PROMPT = "def add(a, b):\n    return"
 MAX_TOKENS = 24
+GUIDED_TOKENS = 200  # enough for each of the constrained answers
+TEMPLATE = HERE / "chat.jinja"
+"""The demo model's own template, and tools and reasoning for those who ask for them."""
+CITY = {"type": "string", "enum": ["Köln", "Bonn"]}
+DAYS = {"type": "integer", "minimum": 1, "maximum": 9}
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": CITY, "days": DAYS},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
+NOW = {
+    "name": "now",
+    "description": "What time it is.",
+    "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"type": "string", "enum": ["list", "set"]},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+        "done": {"type": "boolean"},
+    },
+    "required": ["name", "kind", "size", "done"],
+    "additionalProperties": False,
+}
 _INTRODUCTION = """\
 # Clients
 
 What `make test-clients` found, which wrote this page: each client in an environment of its own
-against `hetero-llm serve demo --dtype float32` on a CPU. An empty field is something that the
-client does not offer. lm_eval's log-probabilities are compared with those of the offline `LLM`;
-schemathesis makes its requests of the server's own `/openapi.json`.
+against `hetero-llm serve demo --dtype float32` on a CPU, with a chat template that takes tools and
+reasoning. An empty field is something that the client does not offer, or that was not tried. What
+this small model writes is no sensible answer, so calls are required and constrained answers follow
+an example; they are checked against their schemas. lm_eval's log-probabilities are compared with
+those of the offline `LLM`; schemathesis makes its requests of the server's own `/openapi.json`.
 """
 _TABLE = pytest.StashKey[Table]()
 
@@ -48,7 +83,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_TABLE] = Table()
+    config.stash[_TABLE] = table = Table()
+    reason = missing(NODE)
+    if reason is not None:
+        table.left_out = {n: reason for n, one in CLIENTS.items() if one.environment == NODE}
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -86,7 +124,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def url(logs: Path) -> Iterator[str]:
     """The server that the clients talk to."""
-    with server(logs / "server", "--max-stored-responses", "100") as found:
+    flags = ("--max-stored-responses", "100", "--chat-template", str(TEMPLATE))
+    with server(logs / "server", *flags) as found:
         yield found
 
 
@@ -101,7 +140,8 @@ def small_url(logs: Path) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def drafting_url(logs: Path) -> Iterator[str]:
     """Speculates, and has a short context, so that fuzzing does not wait for long answers."""
-    with server(logs / "drafting", "--use-lookahead", "--max-model-len", "128") as found:
+    flags = ("--use-lookahead", "--max-model-len", "128", "--chat-template", str(TEMPLATE))
+    with server(logs / "drafting", *flags) as found:
         yield found
 
 
@@ -117,6 +157,17 @@ def reference(offline: LLM) -> dict[str, Any]:
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=0)
     (chat,) = offline.chat(MESSAGES, greedy, use_tqdm=False)
     (completion,) = offline.generate(PROMPT, greedy, use_tqdm=False)
+    schema = StructuredOutputsParams(json=SCHEMA)
+    guided = SamplingParams(temperature=0, max_tokens=GUIDED_TOKENS, structured_outputs=schema)
+    asking = [MESSAGES[0], {"role": "user", "content": EXAMPLE}]
+    (structure,) = offline.chat(asking, guided, use_tqdm=False)
+    (thought,) = offline.chat(
+        MESSAGES,
+        greedy,
+        use_tqdm=False,
+        chat_template=TEMPLATE.read_text(),
+        chat_template_kwargs={"enable_thinking": True},
+    )
     ids = offline.get_tokenizer().encode(PROMPT)
     text = chat.outputs[0].text
     return {
@@ -133,6 +184,12 @@ def reference(offline: LLM) -> dict[str, Any]:
         "prompt_ids": ids,
         "prompt_logprobs": [logprob for logprob, _ in scores(offline, ids)],
         "stop": text[len(text) // 2 :][:2],
+        "guided_tokens": GUIDED_TOKENS,
+        "tools": [{"type": "function", "function": one} for one in (WEATHER, NOW)],
+        "schema": SCHEMA,
+        "asking": asking,
+        "structure": structure.outputs[0].text,
+        "thought": thought.outputs[0].text.strip(),
     }
 
 
@@ -164,6 +221,7 @@ def outcome(
                 "model": MODEL,
                 "wanted": request.getfixturevalue("reference"),
                 "options": dict(client.options),
+                "environment": str(ENVIRONMENTS / client.environment),
             }
             home = tmp_path_factory.mktemp("client")
             result = run_script(client.environment, client.script, setup, home)

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken
 
 from hetero_llm.config.engine_config import ConstraintsConfig
-from hetero_llm.core.structured_outputs import StructuredOutputsParams
+from hetero_llm.core.structured_outputs import StructuredOutputsParams, ToolOutputParams
 from hetero_llm.engine.constraint_defaults import ConstraintDefaults
 from hetero_llm.engine.tokenizer import Tokenizer
 from tests.helpers.tokenizers import byte_level
@@ -75,6 +75,18 @@ def test_what_a_request_says_stays(thinking: Tokenizer) -> None:
     assert applied(thinking, config, begins_after=()).begins_after == ()
     own = applied(thinking, config, begins_after=[5], may_begin_with=6)
     assert (own.begins_after, own.may_begin_with) == ([5], 6)
+
+
+def test_options_hold_for_an_answer_beside_tools(thinking: Tokenizer) -> None:
+    """Its own pattern of whitespace stays, and contradicts nothing."""
+    config = ConstraintsConfig(disable_any_whitespace=True, disable_additional_properties=True)
+    defaults = ConstraintDefaults(thinking, config)
+    for pattern in None, " ?":
+        answer = StructuredOutputsParams(json_object=True, whitespace_pattern=pattern)
+        found = defaults.applied(ToolOutputParams(grammar="start: x", answer=answer), [5])
+        assert isinstance(found, ToolOutputParams) and found.answer is not None
+        assert found.disable_additional_properties and found.answer.disable_additional_properties
+        assert found.answer.disable_any_whitespace == (pattern is None)
 
 
 def test_reasoning_that_no_token_ends_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -107,6 +107,19 @@ def test_what_only_the_engine_knows_is_a_400(real: Served) -> None:
     assert real.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
+def test_parameters_that_forbid_what_the_grammar_allows_are_a_400(real: Served) -> None:
+    """What cannot be continued is found while the request runs, and is its own mistake."""
+    body = {"prompt": "a", "max_tokens": 4, "guided_choice": ["yes"], "allowed_token_ids": [0]}
+    answer = real.post(COMPLETIONS, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "guided_choice")
+    assert error["message"] == (
+        "guided_choice=['yes']: no token can follow: other parameters forbid what the grammar "
+        "allows"
+    )
+    assert real.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
 def test_a_deadline_returns_what_there_is(real: Served) -> None:
     body = {"prompt": PROMPTS[0], "max_tokens": 2000, "ignore_eos": True}
     answer = real.post(COMPLETIONS, body, headers={"x-request-timeout-ms": "800"}).json()

@@ -499,12 +499,21 @@ def test_a_mistake_in_an_allowed_tool_has_the_index_in_the_request(tokens: Speak
     [
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": BAD}}},
          "response_format.json_schema.schema"),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": BAD}},
+                "tools": [NOW]}, "response_format.json_schema.schema"),
         (CHAT, {"structured_outputs": {"json": BAD}}, "structured_outputs.json"),
+        (CHAT, {"structured_outputs": {"json": BAD}, "tools": [NOW]}, "structured_outputs.json"),
         (CHAT, {"guided_json": BAD}, "guided_json"),
         ("/v1/responses",
          {"text": {"format": {"type": "json_schema", "name": "n", "schema": BAD}}},
          "text.format.schema"),
+        ("/v1/responses",
+         {"text": {"format": {"type": "json_schema", "name": "n", "schema": BAD}},
+          "tools": [{"type": "function", "name": "f", "parameters": {}}]}, "text.format.schema"),
         ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": BAD}}},
+         "output_config.format.schema"),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": BAD}},
+                          "tools": [{"name": "f", "input_schema": {"type": "object"}}]},
          "output_config.format.schema"),
         ("/v1/messages", {"output_format": {"type": "json_schema", "schema": BAD}},
          "output_format.schema"),
@@ -524,6 +533,13 @@ def test_a_mistake_in_a_schema_of_the_answer_is_named_as_the_client_wrote_it(
     message = f'{place}=True: Unimplemented keys: ["uniqueItems"]'
     assert response.status_code == 400
     assert response.json()["error"]["message"] == message
+
+
+def test_a_mistake_in_a_strict_tool_beside_a_schema_of_the_answer(tokens: Speaker) -> None:
+    strict = {"type": "function", "function": {"name": "g", "parameters": BAD, "strict": True}}
+    body = {**BODY, "tools": [NOW, strict], "response_format": {"type": "json_object"}}
+    error = tokens.served.post(CHAT, body).json()["error"]
+    assert error["param"] == "tools[1].function.parameters.properties.tags.uniqueItems"
 
 
 def test_a_schema_applies_behind_reasoning(speaker: Speaker) -> None:

@@ -7,12 +7,14 @@ import logging
 import re
 from typing import Any
 
+import llguidance
+import llguidance.hf
 import pytest
 from tokenizers import AddedToken
 
 from hetero_llm.core.reasoning_formats import REASONING_FORMATS
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.core.structured_outputs import StructuredOutputsParams
+from hetero_llm.core.structured_outputs import StructuredOutputsParams, ToolOutputParams
 from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
 from hetero_llm.server.errors import ApiError
@@ -23,6 +25,7 @@ from hetero_llm.server.regions.tool_grammar import written_texts
 from hetero_llm.server.settings import Limits
 from hetero_llm.server.tokenization import ApiTokenizer
 from hetero_llm.server.tool_requests import NO_TOOLS, ToolRequest, checked_tools
+from hetero_llm.structured_output.grammar_text import constraint_grammar
 from tests.server.regions.reading_aloud import Said
 
 FUNCTION: dict[str, Any] = {
@@ -31,17 +34,42 @@ FUNCTION: dict[str, Any] = {
 }
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": FUNCTION}]
 AUTO = ToolRequest(tuple(TOOLS), "auto")
+STRICT = ToolRequest(({"type": "function", "function": {**FUNCTION, "strict": True}},), "auto")
 CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
 EXAMPLES = {name: one.example for name, one in TOOL_FORMATS.items()} | {"openai": CALL}
+
+
+SPECIAL_OF_HARMONY = (
+    "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
+)  # fmt: skip
+
+
+def compiled(params: SamplingParams) -> str:
+    """llguidance's text of what the output of a request must follow."""
+    assert params.structured_outputs is not None
+    return constraint_grammar(params.structured_outputs, {}).text
+
+
+def accepts(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
+    """Whether the text is an output, and may end."""
+    matcher = llguidance.LLMatcher(llguidance.hf.from_tokenizer(tokenizer.hf), grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def with_special(tokenizer: Tokenizer, special: tuple[str, ...]) -> Tokenizer:
+    hf = copy.deepcopy(tokenizer.hf)
+    hf.add_special_tokens(
+        {"additional_special_tokens": [AddedToken(one, normalized=False) for one in special]}
+    )
+    return Tokenizer(hf)
 
 
 def parsers(
     tokenizer: Tokenizer, template: str = "", *, special: tuple[str, ...] = (), **options: Any
 ) -> MessageParsers:
-    hf = copy.deepcopy(tokenizer.hf)
-    hf.add_special_tokens(
-        {"additional_special_tokens": [AddedToken(one, normalized=False) for one in special]}
-    )
+    hf = with_special(tokenizer, special).hf
     hf.response_template = options.pop("response_template", None)
     api = ApiTokenizer(
         Tokenizer(hf), TokenizerThreads(), max_model_len=2048, chat_template=template or "x"
@@ -191,3 +219,82 @@ def test_constraints_may_hold_for_reasoning_too(tokenizer: Tokenizer, in_reasoni
     closes = found.tokenizer.added_tokens["</think>"]
     assert tuple(constraint.begins_after or ()) == (() if in_reasoning else (closes,))
     assert constraint.begins_after is not None  # the engine has nothing left to decide
+
+
+def test_the_grammar_after_reasoning_that_the_prompt_has_closed(tokenizer: Tokenizer) -> None:
+    """No second reasoning comes before the calls that the model has to write."""
+    found = parsers(tokenizer, tool_parser="hermes", reasoning_parser="qwen3")
+    required = ToolRequest(tuple(TOOLS), "required")
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    for end, may_reason in ("<think>\n\n</think>\n\n", False), ("assistant:", True):
+        params = found.constrained(SamplingParams(), required, Prompt(f"a {end}", [5]))
+        grammar = compiled(params)
+        assert accepts(tokenizer, grammar, call)
+        assert accepts(tokenizer, grammar, f"<think>a</think>\n{call}") == may_reason
+
+
+ANSWERS: list[tuple[dict[str, Any], str, str]] = [
+    ({"json": {"type": "object", "required": ["b"]}}, '{"b": 2}', "{}"),
+    ({"json": '{"type": "integer"}'}, "7", '"7"'),
+    ({"json_object": True}, "{}", "7"),
+    ({"regex": "[ab]+"}, "abba", "abc"),
+    ({"choice": ["yes", "no"]}, "no", "nobody"),
+    ({"grammar": 'start: "x" | "y"'}, "y", "xy"),
+]
+
+
+@pytest.mark.parametrize(("own", "right", "wrong"), ANSWERS)
+@pytest.mark.parametrize("special", [(), ("<tool_call>", "</tool_call>")])
+def test_a_model_that_is_free_to_call_answers_in_the_requests_form(
+    tokenizer: Tokenizer, own: dict[str, Any], right: str, wrong: str, special: tuple[str, ...]
+) -> None:
+    """With strict tools, whether or not markers are tokens."""
+    tokenizer = with_special(tokenizer, special)
+    found = parsers(tokenizer, tool_parser="hermes")
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**own))
+    grammar = compiled(found.constrained(params, STRICT, Prompt("a", [5])))
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert accepts(tokenizer, grammar, call) and accepts(tokenizer, grammar, right)
+    assert not accepts(tokenizer, grammar, wrong)
+    assert not accepts(tokenizer, grammar, f"{call}{right}")
+    assert not accepts(tokenizer, grammar, call.replace("1", '"one"'))
+    free = compiled(found.constrained(params, AUTO, Prompt("a", [5])))
+    assert accepts(tokenizer, free, call.replace("1", '"one"'))
+    assert accepts(tokenizer, free, right) and not accepts(tokenizer, free, wrong)
+    # Where a call has to come, or without tools, there is nothing to choose.
+    required = ToolRequest(tuple(TOOLS), "required")
+    only_calls = compiled(found.constrained(params, required, Prompt("a", [5])))
+    assert accepts(tokenizer, only_calls, call) and not accepts(tokenizer, only_calls, right)
+    alone = found.constrained(params, NO_TOOLS, Prompt("a", [5])).structured_outputs
+    assert alone == StructuredOutputsParams(**own, begins_after=())
+
+
+def test_constraints_that_tools_cannot_stand_beside(tokenizer: Tokenizer) -> None:
+    """A structural tag may describe calls itself: with tools that are free it is all that holds."""
+    tag = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a>"]}
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag=tag))
+    found, prompt = parsers(tokenizer, tool_parser="hermes"), Prompt("a", [5])
+    free = found.constrained(params, AUTO, prompt).structured_outputs
+    assert free == StructuredOutputsParams(structural_tag=tag, begins_after=())
+    with pytest.raises(ApiError, match="not available with strict tools of this model"):
+        found.constrained(params, STRICT, prompt)
+    # Where the request says itself behind which tokens its constraint begins, both begin there.
+    own = StructuredOutputsParams(json_object=True, begins_after=[7], may_begin_with=6)
+    both = found.constrained(SamplingParams(structured_outputs=own), AUTO, prompt)
+    constraint = both.structured_outputs
+    assert isinstance(constraint, ToolOutputParams) and constraint.answer is not None
+    assert (list(constraint.begins_after or ()), constraint.may_begin_with) == ([7], 6)
+
+
+def test_harmony_answers_in_its_own_channel(tokenizer: Tokenizer) -> None:
+    """Calls have another channel, so an answer's form leaves them free; strict ones are not."""
+    found = parsers(tokenizer, tool_parser="openai", special=SPECIAL_OF_HARMONY)
+    own = StructuredOutputsParams(json_object=True)
+    params = SamplingParams(structured_outputs=own)
+    prompt = Prompt("<|start|>assistant", [5])
+    both = found.constrained(params, AUTO, prompt).structured_outputs
+    assert both is not None and both.json_object
+    final = "<|channel|>final<|message|>"
+    assert list(both.begins_after or ()) == list(found.tokenizer.token_ids(final))
+    with pytest.raises(ApiError, match="not available with strict tools of this model"):
+        found.constrained(params, STRICT, prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -248,6 +249,13 @@ def test_special_tokens_in_tags_are_tokens(compiler: GrammarCompiler) -> None:
         ({"grammar": "root ::= a"}, "grammar", "is no GBNF: Rule 'a' not found"),
         ({"grammar": "start: a"}, "grammar", "unknown name"),
         ({"structural_tag": "{"}, "structural_tag", "is not valid JSON"),
+        ({"structural_tag": {"format": {"type": "or", "elements": [
+            {"type": "const_string", "value": "a"},
+            {"type": "json_schema", "json_schema": {"properties": {"b": {"not": {}}}}}]}}},
+         "structural_tag.format.elements[1].json_schema.properties.b.not", "Unimplemented"),
+        ({"structural_tag": json.dumps(
+            {**TAG, "structures": [{"begin": "<f=a>", "schema": {"not": {}}, "end": "</f>"}]})},
+         "structural_tag.structures[0].schema.not", "Unimplemented"),
         ({"structural_tag": {"format": {"type": "poem"}}}, "structural_tag.format.type", "one of"),
         ({"structural_tag": {"structures": [], "triggers": []}}, "structural_tag.structures", ""),
         (
@@ -336,6 +344,62 @@ def test_a_mistake_in_no_schema_is_the_tools(compiler: GrammarCompiler) -> None:
     with pytest.raises(SamplingError) as caught:
         compiler.grammar(tool_params("start: @a other", a=EmbeddedSchema(OBJECT, "y")))
     assert (caught.value.field, caught.value.value) == ("tools", ["y"])
+
+
+SCHEMAS = {"a": EmbeddedSchema({"type": "integer"}, "x")}
+CALLS = '%llguidance {}\nstart: "<" @a ">"'
+
+
+def calls_or(schemas: dict[str, EmbeddedSchema], **answer: Any) -> ToolOutputParams:
+    own = StructuredOutputsParams(**answer)
+    return ToolOutputParams(grammar=CALLS, schemas=schemas, answer=own, begins_after=[9])
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ({"json": OBJECT}, '{"a":1,"b":"x"}', '{"a":"1"}'),
+        ({"json": OBJECT, "disable_any_whitespace": True}, '{"a":1,"b":"x"}', '{"a": 1,"b":"x"}'),
+        ({"regex": "[ab]+"}, "ab", "<a>"),
+        ({"choice": ["<x>"]}, "<x>", "<y>"),
+        ({"grammar": 'start: x\nx: "y" x?'}, "yyy", "y<1>"),
+    ],
+)
+def test_calls_or_an_answer(
+    compiler: GrammarCompiler, answer: dict[str, Any], right: str, wrong: str
+) -> None:
+    """Each with its own way to write JSON; both begin where the whole says."""
+    grammar = compiler.grammar(calls_or(SCHEMAS, **answer))
+    for text, good in ((right, True), (wrong, False), ("<12>", True), ("<x1>", False)):
+        matcher = compiler.open(grammar, [9, *ids(text)])
+        assert (matcher.error is None and EOS in (allowed(matcher) or ())) == good, text
+
+
+@pytest.mark.parametrize(
+    ("answer", "field", "reason"),
+    [
+        ({"json": PERSON}, "json.properties.b.uniqueItems", "Unimplemented"),
+        ({"json": '{"type": '}, "json", "is not valid JSON"),
+        ({"json": False}, "json", ""),
+        ({"regex": "("}, "regex", "regex parse error"),
+        # The names that our own grammars have are none of the user's.
+        ({"grammar": "start: @calls"}, "grammar", "unknown"),
+        ({"grammar": "start: @a"}, "grammar", "unknown"),
+        ({"grammar": "start: @answer"}, "grammar", "unknown"),
+    ],
+)
+def test_the_answer_beside_calls_is_named(
+    compiler: GrammarCompiler, answer: dict[str, Any], field: str, reason: str
+) -> None:
+    with pytest.raises(SamplingError) as caught:
+        compiler.grammar(calls_or(SCHEMAS, **answer))
+    assert caught.value.field == field and reason in caught.value.reason
+
+
+def test_the_tool_beside_an_answer_is_named(compiler: GrammarCompiler) -> None:
+    with pytest.raises(SamplingError) as caught:
+        compiler.grammar(calls_or({"a": EmbeddedSchema(PERSON, "x")}, choice=["yes"]))
+    assert caught.value.field == "x.properties.b.uniqueItems"
 
 
 def test_a_grammar_begins_behind_its_tokens(compiler: GrammarCompiler) -> None:

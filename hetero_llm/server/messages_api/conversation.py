@@ -59,8 +59,8 @@ def translated(
         ApiError: a message, a tool or an option is wrong or not available.
     """
     for name, feature in UNAVAILABLE.items():
-        if getattr(body, name) not in (None, [], {}):
-            raise unsupported(name, feature)
+        if getattr(body, name) not in (None, False, [], {}):
+            raise _not_available(name, feature)
     if body.max_tokens is not None and body.max_tokens < 1:
         raise invalid("max_tokens", f"max_tokens={body.max_tokens}: must be at least 1")
     conversation = _conversation(body, limits, takes_images=takes_images)
@@ -94,6 +94,15 @@ def translated(
     given = FieldNames(names)
     with given.in_errors():
         return chat_request(fields), given
+
+
+def _not_available(name: str, feature: str) -> ApiError:
+    """The refusal of a field. The tool runner of Anthropic's client asks for a thread, and sends
+    whole conversations instead if the error has this code."""
+    error = unsupported(name, feature)
+    if name == "thread":
+        error.details = {"error_code": "thread_unsupported_request", "unsupported": [name]}
+    return error
 
 
 # -- messages -------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     # Not available.
     mcp_servers: Any = None
     container: Any = None
+    thread: Any = None
 
 
 PASSED_ON = (
@@ -91,7 +92,11 @@ PASSED_ON = (
 )  # fmt: skip
 """Fields with the same name and meaning in a chat request."""
 
-UNAVAILABLE = {"mcp_servers": "an MCP server", "container": "a container"}
+UNAVAILABLE = {
+    "mcp_servers": "an MCP server",
+    "container": "a container",
+    "thread": "a conversation that the server keeps",
+}
 """Request fields of features that are not available, and what messages call the feature."""
 
 

@@ -16,7 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_llm.core.reasoning_formats import ReasoningFormat
-from hetero_llm.core.structured_outputs import EmbeddedSchema, ToolOutputParams
+from hetero_llm.core.structured_outputs import (
+    EmbeddedSchema,
+    StructuredOutputsParams,
+    ToolOutputParams,
+)
 from hetero_llm.server.regions.formats import (
     Channels,
     HeadedCalls,
@@ -78,6 +82,17 @@ class ToolGrammar:
         """The same for a request."""
         return ToolOutputParams(
             grammar=self.lark, schemas=self.schemas, begins_after=self.begins_after
+        )
+
+    def constraint_or(self, answer: StructuredOutputsParams) -> ToolOutputParams:
+        """The same of a message that follows either this grammar or the request's own constraint,
+        which says where both begin."""
+        return ToolOutputParams(
+            grammar=self.lark,
+            schemas=self.schemas,
+            answer=answer,
+            begins_after=answer.begins_after,
+            may_begin_with=answer.may_begin_with,
         )
 
 

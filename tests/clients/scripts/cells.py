@@ -28,7 +28,7 @@ class Setup:
         url: of the server, without /v1.
         small_url: of one that runs one request at a time and lets none wait.
         key, model: what to send.
-        wanted: answers of the offline `LLM`; see the fixture `reference`.
+        wanted: what to ask for, and answers of the offline `LLM`; see the fixture `reference`.
         options: of this client.
     """
 
@@ -69,6 +69,17 @@ def close(given: Sequence[float], wanted: Sequence[float]) -> None:
     equal(len(given), len(wanted))
     worst = max(abs(one - other) for one, other in zip(given, wanted, strict=True))
     assert worst <= 1e-4, f"they differ by {worst}: {given} and {wanted}"
+
+
+def check_call(name: str, arguments: str | dict[str, Any]) -> None:
+    """Asserts that a call of one of `wanted["tools"]` has arguments that its schema allows."""
+    given = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if name == "now":
+        equal(given, {})
+        return
+    equal((name, sorted(given)), ("get_weather", ["city", "days"]))
+    assert given["city"] in ("Köln", "Bonn"), given
+    assert type(given["days"]) is int and 1 <= given["days"] <= 9, given
 
 
 @contextmanager

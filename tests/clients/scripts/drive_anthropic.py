@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import json
+from typing import Any, Literal
 
 import anthropic
+from answers import Structure
 from cells import (
     Setup,
+    check_call,
     equal,
     full,
     leaving,
@@ -140,7 +143,96 @@ def abort(setup: Setup) -> None:
         next(iter(begun.text_stream))
 
 
-CELLS = (chat, stream, usage, count, stop, parallel, errors, wrong_key, retry, abort)
+def guided(setup: Setup, **rest: Any) -> dict[str, Any]:
+    wanted = setup.wanted
+    return greedy(setup, **rest) | {
+        "messages": wanted["asking"][1:], "max_tokens": wanted["guided_tokens"]
+    }  # fmt: skip
+
+
+def tool_body(setup: Setup, **rest: Any) -> dict[str, Any]:
+    """A message that has to be answered with one call."""
+    given = [one["function"] for one in setup.wanted["tools"]]
+    tools = [{"name": one["name"], "description": one["description"],
+              "input_schema": one["parameters"]} for one in given]  # fmt: skip
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    return guided(setup, tools=tools, tool_choice=choice) | rest
+
+
+def tools(setup: Setup) -> None:
+    made = client(setup).messages
+    body = tool_body(setup)
+    answer = made.create(**body)
+    (call,) = answer.content
+    equal((answer.stop_reason, call.type), ("tool_use", "tool_use"))
+    check_call(call.name, call.input)
+    named = made.create(**tool_body(setup, tool_choice={"type": "tool", "name": "now"}))
+    equal([(one.name, one.input) for one in named.content], [("now", {})])
+    with made.stream(**body) as events:
+        pieces = [event.partial_json for event in events if event.type == "input_json"]
+        (streamed,) = events.get_final_message().content
+    equal((json.loads("".join(pieces)), streamed.input), (call.input, call.input))
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "18 °C"}
+    turns = [*body["messages"], {"role": "assistant", "content": answer.content},
+             {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}]  # fmt: skip
+    free = {"messages": turns, "tool_choice": {"type": "auto"},
+            "max_tokens": setup.wanted["max_tokens"]}  # fmt: skip
+    said = made.create(**tool_body(setup, **free))
+    equal([block.type for block in said.content], ["text"])
+    given = {name: body[name] for name in ("model", "system", "tools")}
+    counted = made.count_tokens(**given, messages=turns)
+    equal(read(said.usage), counted.input_tokens)
+
+
+def json_schema(setup: Setup) -> None:
+    made, wanted = client(setup).messages, setup.wanted
+    form = {"type": "json_schema", "schema": wanted["schema"]}
+    body = guided(setup, output_config={"format": form})
+    answer = made.create(**body)
+    equal((answer.content[0].text, answer.stop_reason), (wanted["structure"], "end_turn"))
+    with made.stream(**body) as events:
+        equal("".join(events.text_stream), wanted["structure"])
+
+
+def parse(setup: Setup) -> None:
+    body = guided(setup)
+    answer = client(setup).messages.parse(**body, output_format=Structure)
+    assert isinstance(answer.parsed_output, Structure)
+    with client(setup).messages.stream(**body, output_format=Structure) as events:
+        equal(events.get_final_message().parsed_output, answer.parsed_output)
+
+
+def agent(setup: Setup) -> None:
+    asked = []
+
+    @anthropic.beta_tool
+    def get_weather(city: Literal["Köln", "Bonn"]) -> str:
+        """The weather of a city."""
+        asked.append(city)
+        return "18 °C"
+
+    # The choice holds in each turn, so the loop ends with its last one.
+    turns = list(
+        client(setup).beta.messages.tool_runner(
+            **tool_body(setup, tools=[get_weather]), max_iterations=3
+        )
+    )
+    equal([turn.stop_reason for turn in turns], ["tool_use"] * 3)
+    assert len(asked) >= 2 and set(asked) <= {"Köln", "Bonn"}, asked
+
+
+def reasoning(setup: Setup) -> None:
+    thinks = greedy(setup, thinking={"type": "enabled", "budget_tokens": 1024})
+    answer = client(setup).messages.create(**thinks)
+    equal([block.type for block in answer.content], ["thinking"])
+    equal(answer.content[0].thinking.strip(), setup.wanted["thought"])
+    with client(setup).messages.stream(**thinks) as events:
+        pieces = [event.thinking for event in events if event.type == "thinking"]
+    equal("".join(pieces).strip(), setup.wanted["thought"])
+
+
+CELLS = (chat, stream, usage, count, stop, parallel, errors, wrong_key, retry, abort, tools,
+         json_schema, parse, agent, reasoning)  # fmt: skip
 
 if __name__ == "__main__":
     run_cells(CELLS, anthropic.__version__)

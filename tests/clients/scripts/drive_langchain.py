@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import openai
-from cells import Setup, close, equal, leaving, raises, refused_then_served, run_cells
-from langchain_core.messages import convert_to_messages
+from answers import Structure, Weather
+from cells import (
+    Setup,
+    check_call,
+    close,
+    equal,
+    leaving,
+    raises,
+    refused_then_served,
+    run_cells,
+)
+from langchain_core.messages import ToolMessage, convert_to_messages
+from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 
 
@@ -18,9 +30,9 @@ def model(setup: Setup, *, small: bool = False, **rest: Any) -> ChatOpenAI:
     return ChatOpenAI(**{**common, **settings, **rest})
 
 
-def messages(setup: Setup) -> list[tuple[str, str]]:
+def messages(setup: Setup, which: str = "messages") -> list[tuple[str, str]]:
     names = {"user": "human"}
-    return [(names.get(m["role"], m["role"]), m["content"]) for m in setup.wanted["messages"]]
+    return [(names.get(m["role"], m["role"]), m["content"]) for m in setup.wanted[which]]
 
 
 def chat(setup: Setup) -> None:
@@ -113,21 +125,69 @@ def abort(setup: Setup) -> None:
         begun.close()
 
 
-def tools(setup: Setup) -> None:
-    def search(query: str) -> str:
-        """Searches."""
-        return query
+def guided(setup: Setup, **rest: Any) -> ChatOpenAI:
+    return model(setup, max_tokens=setup.wanted["guided_tokens"], **rest)
 
-    with raises(openai.BadRequestError, "tool calling is not available"):
-        model(setup).bind_tools([search]).invoke(messages(setup))
+
+def tools(setup: Setup) -> None:
+    call_tools(setup)
+
+
+def call_tools(setup: Setup, **rest: Any) -> None:
+    """A call, the same in pieces, and an answer to its result."""
+    given = [one["function"] for one in setup.wanted["tools"]]
+    bound = guided(setup, **rest).bind_tools(given, tool_choice="any", parallel_tool_calls=False)
+    said = bound.invoke(messages(setup, "asking"))
+    (call,) = said.tool_calls
+    check_call(call["name"], call["args"])
+    total = None
+    for chunk in bound.stream(messages(setup, "asking")):
+        total = chunk if total is None else total + chunk
+    assert total is not None
+    equal([(c["name"], c["args"]) for c in total.tool_calls], [(call["name"], call["args"])])
+    named = guided(setup, **rest).bind_tools(given, tool_choice="now")
+    equal([one["name"] for one in named.invoke(messages(setup, "asking")).tool_calls], ["now"])
+
+    @tool
+    def get_weather(city: Literal["Köln", "Bonn"]) -> str:
+        """The weather of a city."""
+        return f"18 °C in {city}"
+
+    made = guided(setup, **rest).bind_tools([get_weather], tool_choice="get_weather", strict=True)
+    said = made.invoke(messages(setup, "asking"))
+    result = get_weather.invoke(said.tool_calls[0])
+    assert isinstance(result, ToolMessage) and result.content.startswith("18 °C in "), result
+    free = model(setup, **rest).bind_tools([get_weather])
+    answer = free.invoke([*messages(setup, "asking"), said, result])
+    assert answer.text and not answer.tool_calls, answer
 
 
 def json_schema(setup: Setup) -> None:
-    schema = {"title": "Answer", "type": "object", "properties": {"a": {"type": "string"}}}
-    for method in ("json_schema", "json_mode"):
-        made = model(setup).with_structured_output(schema, method=method)
-        with raises(openai.BadRequestError, "structured output"):
-            made.invoke(messages(setup))
+    schema = {"title": "structure", **setup.wanted["schema"]}
+    made = guided(setup).with_structured_output(schema, method="json_schema", include_raw=True)
+    found = made.invoke(messages(setup, "asking"))
+    equal(found["raw"].content, setup.wanted["structure"])
+    equal(found["parsed"], json.loads(setup.wanted["structure"]))
+    *_, last = guided(setup).with_structured_output(schema).stream(messages(setup, "asking"))
+    equal(last, found["parsed"])
+    free = (
+        guided(setup)
+        .with_structured_output(schema, method="json_mode")
+        .invoke(messages(setup, "asking"))
+    )
+    assert isinstance(free, dict), free
+
+
+def parse(setup: Setup) -> None:
+    for method in ("json_schema", "function_calling"):
+        made = guided(setup).with_structured_output(Structure, method=method)
+        assert isinstance(made.invoke(messages(setup, "asking")), Structure), method
+    # With both, the model is free to call the tool; what it says follows the type.
+    bound = guided(setup).bind_tools(
+        [Weather], response_format=Structure, strict=True, parallel_tool_calls=False
+    )
+    said = bound.invoke(messages(setup, "asking"))
+    assert isinstance(said.additional_kwargs.get("parsed"), Structure) or said.tool_calls, said
 
 
 def responses(setup: Setup) -> None:
@@ -145,8 +205,14 @@ def responses(setup: Setup) -> None:
     assert second.usage_metadata["input_tokens"] > setup.wanted["chat_prompt_tokens"]
 
 
+def responses_tools(setup: Setup) -> None:
+    call_tools(setup, use_responses_api=True)
+    made = guided(setup, use_responses_api=True).with_structured_output(Structure)
+    assert isinstance(made.invoke(messages(setup, "asking")), Structure)
+
+
 CELLS = (chat, stream, usage, completions, logprobs, n, stop, parallel, errors, wrong_key, retry,
-         abort, tools, json_schema, responses)  # fmt: skip
+         abort, tools, json_schema, parse, responses, responses_tools)  # fmt: skip
 
 if __name__ == "__main__":
     run_cells(CELLS, version("langchain-openai"))

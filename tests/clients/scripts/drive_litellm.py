@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from importlib.metadata import version
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # read at import; else it looks for a newer one
 
 import litellm  # noqa: E402
+from answers import Structure  # noqa: E402
 from cells import (  # noqa: E402
     Setup,
+    check_call,
     close,
     equal,
     leaving,
@@ -137,21 +140,75 @@ def abort(setup: Setup) -> None:
         asyncio.run(begin_and_leave())
 
 
+def guided(setup: Setup, **rest: Any) -> dict[str, Any]:
+    wanted = setup.wanted
+    fields = {"messages": wanted["asking"], "max_tokens": wanted["guided_tokens"]}
+    return greedy_chat(setup, **{**fields, **rest})
+
+
 def tools(setup: Setup) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    with raises(litellm.BadRequestError, "tool calling is not available"):
-        litellm.completion(**greedy_chat(setup, tools=[tool]))
+    body = guided(setup, tools=setup.wanted["tools"], parallel_tool_calls=False)
+    choice = litellm.completion(**body, tool_choice="required").choices[0]
+    equal((choice.finish_reason, choice.message.content), ("tool_calls", None))
+    (call,) = choice.message.tool_calls
+    check_call(call.function.name, call.function.arguments)
+    chunks = list(litellm.completion(**body, tool_choice="required", stream=True))
+    whole = litellm.stream_chunk_builder(chunks, messages=body["messages"]).choices[0]
+    equal(whole.finish_reason, "tool_calls")
+    equal(whole.message.tool_calls[0].function, call.function)
+    named = {"type": "function", "function": {"name": "now"}}
+    (other,) = litellm.completion(**body, tool_choice=named).choices[0].message.tool_calls
+    # For hosted_vllm/ it leaves "additionalProperties": false out of schemas.
+    equal((other.function.name, type(json.loads(other.function.arguments))), ("now", dict))
+    turns = [*body["messages"], choice.message,
+             {"role": "tool", "tool_call_id": call.id, "content": "18 °C"}]  # fmt: skip
+    said = litellm.completion(**greedy_chat(setup, messages=turns, tools=body["tools"]))
+    assert said.choices[0].message.content and not said.choices[0].message.tool_calls, said
 
 
 def json_schema(setup: Setup) -> None:
-    schema = {"name": "s", "strict": True, "schema": {"type": "object"}}
-    for wanted in ({"type": "json_schema", "json_schema": schema}, {"type": "json_object"}):
-        with raises(litellm.BadRequestError, "structured output"):
-            litellm.completion(**greedy_chat(setup, response_format=wanted))
+    schema = {"name": "structure", "strict": True, "schema": setup.wanted["schema"]}
+    body = guided(setup, response_format={"type": "json_schema", "json_schema": schema})
+    equal(litellm.completion(**body).choices[0].message.content, setup.wanted["structure"])
+    chunks = litellm.completion(**body, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    equal(text, setup.wanted["structure"])
+    free = litellm.completion(**guided(setup, response_format={"type": "json_object"}))
+    assert isinstance(json.loads(free.choices[0].message.content), dict)
+
+
+def parse(setup: Setup) -> None:
+    answer = litellm.completion(**guided(setup, response_format=Structure))
+    Structure.model_validate_json(answer.choices[0].message.content)
+
+
+def reasoning(setup: Setup) -> None:
+    thinks = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    message = litellm.completion(**greedy_chat(setup, **thinks)).choices[0].message
+    equal(message.reasoning_content.strip(), setup.wanted["thought"])
+    assert not message.content, message
+    chunks = litellm.completion(**greedy_chat(setup, **thinks, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    pieces = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+    equal("".join(pieces).strip(), setup.wanted["thought"])
+
+
+def responses(setup: Setup) -> None:
+    system, user = setup.wanted["messages"]
+    body = common(setup, instructions=system["content"], input=user["content"])
+    body["max_output_tokens"] = body.pop("max_tokens")
+    answer = litellm.responses(**body)
+    equal(answer.output[0].content[0].text, setup.wanted["chat"])
+    equal(answer.usage.input_tokens, setup.wanted["chat_prompt_tokens"])
+    events = litellm.responses(**body, stream=True)
+    kind = "response.output_text.delta"
+    equal("".join(event.delta for event in events if event.type == kind), setup.wanted["chat"])
+    again = {**body, "input": "and now?", "previous_response_id": answer.id}
+    assert litellm.responses(**again).usage.input_tokens > answer.usage.input_tokens
 
 
 CELLS = (chat, stream, usage, completions, logprobs, n, stop, parallel, errors, wrong_key, retry,
-         abort, tools, json_schema)  # fmt: skip
+         abort, tools, json_schema, parse, reasoning, responses)  # fmt: skip
 
 if __name__ == "__main__":
     run_cells(CELLS, version("litellm"))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import openai
+from answers import Structure, Weather
 from cells import (
     Setup,
+    check_call,
     close,
     equal,
     full,
@@ -204,18 +207,96 @@ def abort(setup: Setup) -> None:
 
 
 def tools(setup: Setup) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    with raises(openai.BadRequestError, "tool calling is not available") as caught:
-        client(setup).chat.completions.create(**greedy_chat(setup, tools=[tool]))
-    equal((caught[0].param, caught[0].code), ("tools", "unsupported_parameter"))
+    create = client(setup).chat.completions.create
+    body = tool_chat(setup)
+    choice = create(**body).choices[0]
+    equal((choice.finish_reason, choice.message.content), ("tool_calls", None))
+    (call,) = choice.message.tool_calls
+    equal(call.type, "function")
+    check_call(call.function.name, call.function.arguments)
+    named = {"type": "function", "function": {"name": "now"}}
+    (other,) = create(**{**body, "tool_choice": named}).choices[0].message.tool_calls
+    equal((other.function.name, other.function.arguments), ("now", "{}"))
+    chunks = list(create(**body, stream=True))
+    pieces = [piece for c in chunks for piece in c.choices[0].delta.tool_calls or ()]
+    equal({piece.index for piece in pieces}, {0})
+    equal(pieces[0].function.name, call.function.name)
+    equal("".join(piece.function.arguments for piece in pieces), call.function.arguments)
+    equal(chunks[-1].choices[0].finish_reason, "tool_calls")
+    turns = [*body["messages"], choice.message,
+             {"role": "tool", "tool_call_id": call.id, "content": "18 °C"}]  # fmt: skip
+    free = {**greedy_chat(setup, messages=turns), "tools": body["tools"]}
+    answer = create(**free)
+    assert answer.choices[0].message.content and not answer.choices[0].message.tool_calls
+    before = create(**{**free, "messages": body["messages"]}).usage.prompt_tokens
+    assert answer.usage.prompt_tokens > before
+    with raises(openai.BadRequestError, "is none of the tools") as caught:
+        create(**{**body, "tool_choice": {"type": "function", "function": {"name": "f"}}})
+    equal(caught[0].param, "tool_choice.function.name")
+
+
+def tool_chat(setup: Setup, **rest: Any) -> dict[str, Any]:
+    """A chat that has to be answered with one call."""
+    wanted = setup.wanted
+    fields = {"tools": wanted["tools"], "tool_choice": "required", "parallel_tool_calls": False}
+    return guided_chat(setup, **fields, **rest)
+
+
+def guided_chat(setup: Setup, **rest: Any) -> dict[str, Any]:
+    wanted = setup.wanted
+    fields = {"messages": wanted["asking"], "max_completion_tokens": wanted["guided_tokens"]}
+    return greedy_chat(setup, **fields, **rest)
 
 
 def json_schema(setup: Setup) -> None:
-    schema = {"name": "s", "strict": True, "schema": {"type": "object"}}
-    for wanted in ({"type": "json_schema", "json_schema": schema}, {"type": "json_object"}):
-        with raises(openai.BadRequestError, "structured output") as caught:
-            client(setup).chat.completions.create(**greedy_chat(setup, response_format=wanted))
-        equal((caught[0].param, caught[0].code), ("response_format", "unsupported_parameter"))
+    create = client(setup).chat.completions.create
+    schema = {"name": "structure", "strict": True, "schema": setup.wanted["schema"]}
+    body = guided_chat(setup, response_format={"type": "json_schema", "json_schema": schema})
+    choice = create(**body).choices[0]
+    equal((choice.message.content, choice.finish_reason), (setup.wanted["structure"], "stop"))
+    pieces = [c.choices[0].delta.content or "" for c in create(**body, stream=True)]
+    equal("".join(pieces), setup.wanted["structure"])
+    text = create(**guided_chat(setup, response_format={"type": "json_object"})).choices[0]
+    assert isinstance(json.loads(text.message.content), dict)
+    bad = {"name": "s", "schema": {"type": "object", "properties": {"a": {"not": {}}}}}
+    with raises(openai.BadRequestError, "not") as caught:
+        create(**{**body, "response_format": {"type": "json_schema", "json_schema": bad}})
+    assert caught[0].param.endswith("properties.a.not"), caught[0].param
+
+
+def parse(setup: Setup) -> None:
+    chats = client(setup).chat.completions
+    message = chats.parse(**guided_chat(setup, response_format=Structure)).choices[0].message
+    assert isinstance(message.parsed, Structure)
+    with chats.stream(**guided_chat(setup, response_format=Structure)) as events:
+        equal(events.get_final_completion().choices[0].message.parsed, message.parsed)
+    tool = openai.pydantic_function_tool(Weather)
+    body = {**tool_chat(setup), "tools": [tool]}
+    (call,) = chats.parse(**body).choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    with chats.stream(**body) as events:
+        done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    equal([event.parsed_arguments for event in done], [call.function.parsed_arguments])
+    # With both, the model is free to call the tool; what it says follows the type.
+    both = {"response_format": Structure, "tools": [tool], "parallel_tool_calls": False}
+    said = chats.parse(**guided_chat(setup, **both)).choices[0].message
+    assert isinstance(said.parsed, Structure) or said.tool_calls, said
+
+
+def reasoning(setup: Setup) -> None:
+    create = client(setup).chat.completions.create
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+    message = create(**greedy_chat(setup), extra_body=thinks).choices[0].message
+    equal((message.reasoning.strip(), message.content), (setup.wanted["thought"], None))
+    chunks = list(create(**greedy_chat(setup, stream=True), extra_body=thinks))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    pieces = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+    equal("".join(pieces).strip(), setup.wanted["thought"])
+    # Both parts follow an expression, so that this model ends its reasoning.
+    thinks["structured_outputs"] = {"regex": "[a-z]{9}\n</think>\n\n(yes|no)"}
+    message = create(**greedy_chat(setup), extra_body=thinks).choices[0].message
+    equal(len(message.reasoning.strip()), 9)
+    assert message.content in ("yes", "no"), message.content
 
 
 def responses(setup: Setup) -> None:
@@ -250,8 +331,40 @@ def responses(setup: Setup) -> None:
         made.create(**body, tools=[{"type": "web_search"}])
 
 
+def responses_tools(setup: Setup) -> None:
+    made, wanted = client(setup).responses, setup.wanted
+    system, user = wanted["asking"]
+    body = {"model": setup.model, "instructions": system["content"], "input": user["content"],
+            "temperature": 0, "max_output_tokens": wanted["guided_tokens"]}  # fmt: skip
+    tools = [{"type": "function", **one["function"]} for one in wanted["tools"]]
+    calling = {**body, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    answer = made.create(**calling)
+    (call,) = answer.output
+    equal((answer.status, call.type), ("completed", "function_call"))
+    check_call(call.name, call.arguments)
+    events = list(made.create(**calling, stream=True))
+    kind = "response.function_call_arguments"
+    pieces = [event.delta for event in events if event.type == f"{kind}.delta"]
+    (done,) = [event for event in events if event.type == f"{kind}.done"]
+    equal(("".join(pieces), done.arguments), (call.arguments, call.arguments))
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 °C"}
+    short = {**body, "max_output_tokens": wanted["max_tokens"], "tools": tools}
+    chained = made.create(**{**short, "input": [result], "previous_response_id": answer.id})
+    turns = [{"role": "user", "content": user["content"]}, call, result]
+    resent = made.create(**{**short, "input": turns})
+    equal((resent.output_text, chained.output_text), (chained.output_text, resent.output_text))
+    assert chained.output_text
+    parsed = made.parse(**body, text_format=Structure)
+    assert isinstance(parsed.output_parsed, Structure)
+    with made.stream(**body, text_format=Structure) as events:
+        equal(events.get_final_response().output_parsed, parsed.output_parsed)
+    schema = {"type": "json_schema", "name": "structure", "schema": wanted["schema"]}
+    equal(made.create(**body, text={"format": schema}).output_text, wanted["structure"])
+
+
 CELLS = (models, chat, stream, usage, completions, logprobs, token_ids, n, stop, parallel, errors,
-         wrong_key, retry, abort, tools, json_schema, responses)  # fmt: skip
+         wrong_key, retry, abort, tools, json_schema, parse, reasoning, responses,
+         responses_tools)  # fmt: skip
 
 if __name__ == "__main__":
     run_cells(CELLS, openai.__version__)

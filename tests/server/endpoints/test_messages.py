@@ -386,6 +386,20 @@ def test_a_mistake_is_named(server: Served, body: dict[str, Any], message: str) 
     assert answer.json() == {"type": "error", "error": error}
 
 
+def test_a_thread_is_refused_as_the_client_expects(server: Served) -> None:
+    """The tool runner of Anthropic's client sends whole conversations after this error."""
+    body = {"messages": USER, "max_tokens": 2}
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        answer = server.post(PATH, {**body, "thread": thread})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["message"] == ("thread: a conversation that the server keeps is not available")
+        code = "thread_unsupported_request"
+        assert error["details"] == {"error_code": code, "unsupported": ["thread"]}
+    for thread in (None, False):
+        assert server.post(PATH, {**body, "thread": thread}).status_code == 200
+
+
 def test_errors_outside_of_the_handler_have_anthropics_form(tokenizer: Tokenizer) -> None:
     settings = ServerSettings(api_keys=("key-one",), max_requests_per_minute=2)
     body = {"messages": USER, "max_tokens": 1, "model": "other"}
