@@ -241,6 +241,7 @@ def _join(
         show_progress=inputs.show_progress,
         backend=backend,
     )
+    num_parameters = model.parameters_per_token()  # before an executor takes the weights over
     device_draft = None if drafter is not None else _load_device_draft(config, inputs, backend)
     shape = cache_shape(config, model_config, dtype, device)
     host = open_host_memory(config.offload, inputs.platform, shape, inputs.scheduler)
@@ -264,7 +265,7 @@ def _join(
             config.speculation, model_config, max_model_len, tokenizer, proposer
         )
     _set_step_times(drafter, runner)
-    times = step_times(model_config, model.parameters_per_token())
+    times = step_times(model_config, num_parameters)
     tier = None if host is None else host.join(built.cache, times)
     offload = None if tier is None or host is None else host
     if inputs.grammars is not None:
