@@ -278,6 +278,18 @@ def streamed_parameters(config: Config) -> int:
     return layer_parameters(config) + vocab * hidden + norms
 
 
+INT4_BYTES = 19 / 32
+"""Of a weight that the CPU executor has rounded to int4; its head has one byte."""
+
+
+def step_bytes(config: Config, weight_bytes: float) -> float:
+    """Bytes read in every decode step of weights with `weight_bytes` each; a head of less than one
+    byte has one."""
+    _, (vocab, hidden) = linear_sizes(config)
+    head = vocab * hidden
+    return (streamed_parameters(config) - head) * weight_bytes + head * max(weight_bytes, 1.0)
+
+
 def parameters(config: Config) -> int:
     """Parameters of the model."""
     _, (vocab, hidden) = linear_sizes(config)

@@ -29,7 +29,7 @@ def start(
         max_model_len=MAX_CONTEXT,
         max_num_seqs=MAX_BATCH,
         cpu_backend=backend,
-        cpu_weight_dtype="int8" if dtype == "int8" else "auto",
+        cpu_weight_dtype="auto" if dtype == "bfloat16" else dtype,
         cpu_threads=threads,
     )
 

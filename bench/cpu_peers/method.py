@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of every runner."""
     parser.add_argument("model", help="folder or file in the engine's own format")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--dtype", choices=("bfloat16", "int8"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "int8", "int4"), default="bfloat16")
     parser.add_argument("--work", type=work_list, default=list(WORK), help="comma-separated")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(

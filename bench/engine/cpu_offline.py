@@ -27,8 +27,10 @@ from bench.cpu_limits import ReadProbe, gemm_gflops
 from bench.cpu_peers import method
 from bench.shapes import (
     CPU_SHAPES,
+    INT4_BYTES,
     layer_parameters,
     linear_sizes,
+    step_bytes,
     streamed_parameters,
     write_config,
 )
@@ -36,7 +38,7 @@ from hetero_llm.cpu import native
 
 PEERS = ("openvino", "llama_cpp", "vllm_cpu")
 # Bytes of one weight; llama.cpp's q8_0 has a 2-byte scale for 32 of them.
-_WEIGHT_BYTES = {"bfloat16": 2.0, "int8": 1.0}
+_WEIGHT_BYTES = {"bfloat16": 2.0, "int8": 1.0, "int4": INT4_BYTES}
 _Q8_0_BYTES = 34 / 32
 _TIMEOUT_S = 1800
 
@@ -157,9 +159,12 @@ def footprint(found: dict[str, list[dict]]) -> list[dict[str, Any]]:
     ]
 
 
-def our_runner(args: argparse.Namespace, folder: Path, step_bytes: float) -> Runner:
+def our_runner(
+    args: argparse.Namespace, folder: Path, config: dict[str, Any], name: str, dtype: str
+) -> Runner:
     command = [sys.executable, "-m", "bench.cpu_peers.hetero", str(folder)]
-    return Runner("ours", [*command, *_common(args), "--backend", args.backend], step_bytes)
+    command += [*_common(args, dtype), "--backend", args.backend]
+    return Runner(name, command, step_bytes(config, _WEIGHT_BYTES[dtype]))
 
 
 def peer_runner(args: argparse.Namespace, config: dict[str, Any]) -> Runner:
@@ -167,13 +172,13 @@ def peer_runner(args: argparse.Namespace, config: dict[str, Any]) -> Runner:
     if args.peer == "llama_cpp" and args.dtype == "int8":
         per_weight = _Q8_0_BYTES
     command = [args.peer_python, "-m", f"bench.cpu_peers.{args.peer}", args.peer_model]
-    step_bytes = streamed_parameters(config) * per_weight
-    return Runner(args.peer, [*command, *_common(args)], step_bytes)
+    read = streamed_parameters(config) * per_weight
+    return Runner(args.peer, [*command, *_common(args, args.dtype)], read)
 
 
-def _common(args: argparse.Namespace) -> list[str]:
+def _common(args: argparse.Namespace, dtype: str) -> list[str]:
     return [
-        *("--threads", str(args.threads), "--dtype", args.dtype, "--work", ",".join(args.work)),
+        *("--threads", str(args.threads), "--dtype", dtype, "--work", ",".join(args.work)),
         *("--repeats", str(args.repeats), "--patience", str(args.patience)),
     ]
 
@@ -192,7 +197,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peer", choices=PEERS)
     parser.add_argument("--peer-python", help="interpreter of the peer's environment")
     parser.add_argument("--peer-model", help="the same shape in the peer's format")
+    parser.add_argument("--beside", choices=list(_WEIGHT_BYTES), help="ours again, in this type")
     args = parser.parse_args()
+    if args.peer and (args.beside or args.dtype == "int4"):
+        parser.error("--peer goes neither with --beside nor with int4")
     if args.peer and not (args.peer_python and args.peer_model):
         parser.error("--peer needs --peer-python and --peer-model")
     return args
@@ -205,11 +213,12 @@ def main() -> None:
         named = args.model in CPU_SHAPES
         model = write_config(CPU_SHAPES[args.model], Path(folder)) if named else Path(args.model)
         config = method.read_config(model)
-        step_bytes = streamed_parameters(config) * _WEIGHT_BYTES[args.dtype]
-        runners = [our_runner(args, model, step_bytes)]
+        runners = [our_runner(args, model, config, "ours", args.dtype)]
         if args.peer:
             runners.append(peer_runner(args, config))
-        machine = Machine(config, step_bytes, args.threads)
+        if args.beside:
+            runners.append(our_runner(args, model, config, f"ours {args.beside}", args.beside))
+        machine = Machine(config, runners[0].step_bytes, args.threads)
         found = measure(runners, machine, args.rounds)
     table, sizes = summarize(found, runners, config, args.work), footprint(found)
     print(f"{args.model}, {args.dtype}, {args.threads} threads, backend {args.backend}")

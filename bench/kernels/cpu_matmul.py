@@ -35,6 +35,7 @@ SIZES = {
     "1.1B": ((2048, 2560), (2048, 2048), (2048, 11264), (5632, 2048)),
 }  # depth, outputs
 ROWS = (1, 2, 4, 8, 32, 512)
+FORMATS = ("BF16", "FLOAT", "INT8", "INT4")
 COLD_BYTES = 256 << 20
 MOST_FLOP = 1e11  # of one try
 PANEL_STRIPS = 4
@@ -52,7 +53,9 @@ def cold_matrix(library: Any, format: Format, outputs: int, *, depth: int) -> Pa
         library, format, outputs, depth=depth, copies=-(-COLD_BYTES // one.data.size)
     )
     many.data.reshape(many.copies, -1)[:] = one.data
-    return PackedMatrix(format, outputs, depth, many.data, one.scales, one.sums, many.copies)
+    return PackedMatrix(
+        format, outputs, depth, many.data, one.scales, one.sums, many.copies, one.groups
+    )
 
 
 def ours(
@@ -113,7 +116,7 @@ def size_rows(args: argparse.Namespace, library: Any, format: Format, *, size: A
             copies = max(1, min(matrix.copies, int(MOST_FLOP / flop)))
             some = PackedMatrix(
                 format, outputs, depth, matrix.data[: int(one_bytes) * copies], matrix.scales,
-                matrix.sums, copies,
+                matrix.sums, copies, matrix.groups,
             )  # fmt: skip
             calls = [ours(library, some, rows, isa=args.isa, pool=pool, threads=args.threads)]
             if format is Format.BF16:
@@ -136,7 +139,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--model", choices=SIZES, nargs="*", default=list(SIZES))
-    parser.add_argument("--formats", choices=[f.name for f in Format], nargs="*", default=["BF16"])
+    parser.add_argument("--formats", choices=FORMATS, nargs="*", default=["BF16"])
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
     parser.add_argument("--isa", type=int, default=-1, help="level of isa.h; -1: the best")
     args = parser.parse_args()

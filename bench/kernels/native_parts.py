@@ -51,9 +51,44 @@ class Format(enum.IntEnum):
     BF16 = 0
     FLOAT = 1
     INT8 = 2
+    INT4 = 3
+    INT8_GROUPS = 4
 
 
-_TYPES = {Format.BF16: np.uint16, Format.FLOAT: np.float32, Format.INT8: np.int8}
+class Zeros(enum.IntEnum):
+    """What a group of integers has beside its scale."""
+
+    NONE = 0
+    POINTS = 1
+    OFFSETS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Of INT4 and INT8_GROUPS: size along k; scales and offsets half floats, else floats."""
+
+    size: int
+    half_scales: bool = True
+    zeros: Zeros = Zeros.POINTS
+
+
+ONLINE_GROUPS = Groups(32)
+"""With which `pack` rounds weights to INT4."""
+
+_TYPES = {
+    Format.BF16: np.uint16, Format.FLOAT: np.float32, Format.INT8: np.int8,
+    Format.INT4: np.int8, Format.INT8_GROUPS: np.int8,
+}  # fmt: skip
+
+
+class _Packed(ctypes.Structure):
+    """`Packed` of matmul.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("format", "group", "half_scales", "zeros")),
+        *((name, ctypes.c_int64) for name in ("outputs", "depth")),
+        *((name, ctypes.c_void_p) for name in ("data", "scales", "sums")),
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +98,7 @@ class PackedMatrix:
     Attributes:
         data: uint8, 64-byte aligned.
         scales, sums: [padded outputs] float32 and int32 for INT8, else None.
+        groups: None without groups.
     """
 
     format: Format
@@ -72,25 +108,50 @@ class PackedMatrix:
     scales: NDArray[np.float32] | None
     sums: NDArray[np.int32] | None
     copies: int = 1
+    groups: Groups | None = None
 
     @property
     def padded_outputs(self) -> int:
         return -(-self.outputs // PANEL) * PANEL
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The matrix as the C functions take it."""
-        return self.format, self.outputs, self.depth, self.data, self.scales, self.sums
+    def arguments(self) -> Any:
+        """The matrix as the C functions take it, by pointer; the arrays outlive the call."""
+        arrays = (self.data, self.scales, self.sums)
+        addresses = (None if array is None else array.ctypes.data for array in arrays)
+        size, half, zeros = _of_groups(self.groups)
+        return ctypes.byref(
+            _Packed(self.format, size, half, zeros, self.outputs, self.depth, *addresses)
+        )
+
+
+def _of_groups(groups: Groups | None) -> tuple[int, bool, int]:
+    return (0, False, 0) if groups is None else (groups.size, groups.half_scales, groups.zeros)
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedRows:
-    """Rows as `multiply` takes them: data [rows, padded depth]; scales [rows] for INT8."""
+    """Rows as `multiply` takes them: data [rows, stride]; scales [rows] for INT8. With groups, a
+    row of data is its integers [padded depth], then the bytes of scales and sums of its groups."""
 
     format: Format
     depth: int
     data: NDArray[np.generic]
     scales: NDArray[np.float32] | None
+    groups: Groups | None = None
+
+    def groups_of_rows(self) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.int32]]:
+        """Integers [rows, padded depth], scales and sums [rows, groups] of rows with groups."""
+        assert self.groups is not None
+        padded = -(-self.depth // DEPTH) * DEPTH
+        count = -(-padded // self.groups.size)
+        integers, rest = self.data[:, :padded], np.ascontiguousarray(self.data[:, padded:])
+        scales, sums = rest[:, : 4 * count], rest[:, 4 * count : 8 * count]
+        return (
+            integers.view(np.int8),
+            np.ascontiguousarray(scales).view(np.float32),
+            np.ascontiguousarray(sums).view(np.int32),
+        )
 
 
 def aligned_zeros(size: int) -> NDArray[np.uint8]:
@@ -101,15 +162,29 @@ def aligned_zeros(size: int) -> NDArray[np.uint8]:
 
 
 def empty_matrix(
-    library: ctypes.CDLL, format: Format, outputs: int, *, depth: int, copies: int = 1
+    library: ctypes.CDLL,
+    format: Format,
+    outputs: int,
+    *,
+    depth: int,
+    copies: int = 1,
+    groups: Groups | None = None,
 ) -> PackedMatrix:
-    """A matrix of zeros; with INT8, one scale and one sum for all copies."""
-    size = call(library, "matmul_packed_bytes", format, outputs, depth, result=ctypes.c_int64)
+    """A matrix of zeros; with INT8, one scale and one sum for all copies.
+
+    Args:
+        groups: None for INT4: those of `pack`.
+    """
+    if format is Format.INT4 and groups is None:
+        groups = ONLINE_GROUPS
+    form = _Packed(format, *_of_groups(groups), outputs, depth, None, None, None)
+    size = call(library, "matmul_packed_bytes", ctypes.byref(form), result=ctypes.c_int64)
     padded = -(-outputs // PANEL) * PANEL
     scales, sums = None, None
     if format is Format.INT8:
         scales, sums = np.zeros(padded, np.float32), np.zeros(padded, np.int32)
-    return PackedMatrix(format, outputs, depth, aligned_zeros(size * copies), scales, sums, copies)
+    data = aligned_zeros(size * copies)
+    return PackedMatrix(format, outputs, depth, data, scales, sums, copies, groups)
 
 
 def pack(
@@ -130,22 +205,70 @@ def pack(
     assert weight.dtype in (np.float32, np.uint16) and weight.ndim == 2
     assert weight.shape[1] == matrix.depth and weight.strides[1] == weight.itemsize
     assert 0 <= first <= last <= weight.shape[0] and 0 <= to <= matrix.outputs - (last - first)
+    assert matrix.format is not Format.INT8_GROUPS
     stride = weight.strides[0] // weight.itemsize
     is_bf16 = weight.dtype == np.uint16
-    places = (first, last, to)
-    call(library, "matmul_pack", *matrix.arguments, weight, is_bf16, stride, *places)
+    call(library, "matmul_pack", matrix.arguments, weight, is_bf16, stride, first, last, to)
+
+
+def pack_quantized(
+    library: ctypes.CDLL,
+    matrix: PackedMatrix,
+    data: NDArray[np.generic],
+    scales: NDArray[np.float32],
+    *,
+    points: NDArray[np.uint8] | None = None,
+    offsets: NDArray[np.float32] | None = None,
+    first: int = 0,
+    last: int | None = None,
+    to: int = 0,
+) -> None:
+    """Packs rows [first, last) of integers as they are to the outputs from `to`.
+
+    Args:
+        data: INT4: [n, depth / 2] uint8, k in the low half of a byte, k + 1 in its high half; else
+            [n, depth] int8.
+        scales, points, offsets: [n, groups]; points and offsets where the matrix has them.
+    """
+    last = len(data) if last is None else last
+    count = 1 if matrix.groups is None else -(-matrix.depth // matrix.groups.size)
+    per_byte = 2 if matrix.format is Format.INT4 else 1
+    assert data.shape == (len(data), matrix.depth // per_byte) and data.flags.c_contiguous
+    assert data.dtype == (np.uint8 if matrix.format is Format.INT4 else np.int8)
+    zeros = Zeros.NONE if matrix.groups is None else matrix.groups.zeros
+    assert (points is not None) == (zeros is Zeros.POINTS)
+    assert (offsets is not None) == (zeros is Zeros.OFFSETS)
+    for array in (scales, points, offsets):
+        assert array is None or (array.shape == (len(data), count) and array.flags.c_contiguous)
+    assert scales.dtype == np.float32
+    assert 0 <= first <= last <= len(data) and 0 <= to <= matrix.outputs - (last - first)
+    parts = (data, scales, points, offsets, first, last, to)
+    call(library, "matmul_pack_quantized", matrix.arguments, *parts)
 
 
 def prepare(
-    library: ctypes.CDLL, format: Format, x: NDArray[np.float32], *, isa: int
+    library: ctypes.CDLL,
+    format: Format,
+    x: NDArray[np.float32],
+    *,
+    isa: int,
+    groups: Groups | None = None,
 ) -> PreparedRows:
-    """Rounds or quantizes rows [rows, depth], contiguous float32."""
+    """Rounds or quantizes rows [rows, depth], contiguous float32.
+
+    Args:
+        groups: of the matrix; None for INT4: those of `pack`.
+    """
     assert x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous
+    if format is Format.INT4 and groups is None:
+        groups = ONLINE_GROUPS
     rows, depth = x.shape
-    data = np.empty((rows, -(-depth // DEPTH) * DEPTH), _TYPES[format])
+    form = _Packed(format, *_of_groups(groups), 0, depth, None, None, None)
+    stride = call(library, "matmul_row_stride", ctypes.byref(form), result=ctypes.c_int64)
+    data = np.empty((rows, stride), _TYPES[format])
     scales = np.empty(rows, np.float32) if format is Format.INT8 else None
-    call(library, "matmul_prepare", format, x, rows, depth, data, scales, isa)
-    return PreparedRows(format, depth, data, scales)
+    call(library, "matmul_prepare", ctypes.byref(form), x, rows, data, scales, isa)
+    return PreparedRows(format, depth, data, scales, groups)
 
 
 def multiply(
@@ -164,13 +287,13 @@ def multiply(
         out: [rows, padded outputs] float32, contiguous. Other columns are left alone.
     """
     strips = matrix.padded_outputs // STRIP - first if strips is None else strips
-    assert x.format is matrix.format and x.depth == matrix.depth
+    assert x.format is matrix.format and x.depth == matrix.depth and x.groups == matrix.groups
     assert out.dtype == np.float32 and out.flags.c_contiguous
     assert out.shape == (len(x.data), matrix.padded_outputs)
     assert first >= 0 and 0 <= strips <= matrix.padded_outputs // STRIP - first
     rows = (x.data, x.data.shape[1], x.scales, len(x.data))
     to = (first, strips, out, out.shape[1])
-    call(library, "matmul_multiply", *matrix.arguments, *rows, *to, isa, matrix.copies)
+    call(library, "matmul_multiply", matrix.arguments, *rows, *to, isa, matrix.copies)
 
 
 @dataclass(frozen=True, eq=False)

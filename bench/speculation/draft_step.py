@@ -26,7 +26,7 @@ import torch
 
 from bench.common import bench_parser, numbers, print_table, write_results
 from bench.cpu_limits import ReadProbe
-from bench.shapes import CPU_SHAPES, streamed_parameters, write_config
+from bench.shapes import CPU_SHAPES, INT4_BYTES, step_bytes, write_config
 from hetero_llm.cpu import native
 from hetero_llm.cpu.executor import (
     CANDIDATES,
@@ -50,7 +50,7 @@ from hetero_llm.utils.topology import compute_cpus
 
 BLOCK = 16
 KINDS = ("batch", "branches")
-FORMATS = {"bf16": 2, "int8": 1}
+FORMATS = {"bf16": 2.0, "int8": 1.0, "int4": INT4_BYTES}
 """Weight formats of the executor, and bytes of a weight."""
 
 _WARM_UP, _WARM_UP_S = 50, 0.5
@@ -292,7 +292,7 @@ def measure(
     table = []
     for weight_format in formats:
         executor = bench.executor(weight_format, threads)
-        size = streamed_parameters(CPU_SHAPES[bench.shape]) * FORMATS[weight_format]
+        size = int(step_bytes(CPU_SHAPES[bench.shape], FORMATS[weight_format]))
         with ReadProbe(size, threads) as probe:
             for work in works:
                 before = probe.seconds()

@@ -314,9 +314,10 @@ SPECULATIVE = grouped(
         "draft_weight_dtype",
         _STR,
         "auto",
-        "How the draft worker holds weights: 'int8', 'bfloat16' or 'float32'; 'auto' is int8 where "
-        "the native executor runs the model, else bfloat16. Not in TACO-LLM.",
-        choices=("auto", "int8", "bfloat16", "float32"),
+        "How the draft worker holds weights: 'int8', 'int4' (both as cpu_weight_dtype says), "
+        "'bfloat16' or 'float32'; 'auto' is int8 where the native executor runs the model, else "
+        "bfloat16. Not in TACO-LLM.",
+        choices=("auto", "int8", "int4", "bfloat16", "float32"),
     ),
     effective(
         "draft_optional",

@@ -17,7 +17,7 @@ class DraftModelConfig:
         num_tokens: maximum depth of a draft tree in tokens, 1 to 63.
         max_model_len: maximum length in tokens of sequences with drafts; None: the model's own.
         threads: threads of the worker; None: all cores that the engine leaves.
-        weight_dtype: "auto", "int8", "bfloat16" or "float32".
+        weight_dtype: "auto", "int8", "int4", "bfloat16" or "float32".
         overlap: "auto", "off" or "enumerate".
         timeout: maximum seconds that a step waits for drafts; None: adapted to the worker's recent
             durations.

@@ -68,7 +68,7 @@ class CacheConfig:
 @dataclass(frozen=True, slots=True)
 class CpuConfig:
     """How a model runs on a CPU. `backend` is "native", "torch" or "ipex"; `weight_dtype` is "auto"
-    or "int8"; `threads` None: one for each usable core."""
+    "int8" or "int4"; `threads` None: one for each usable core."""
 
     backend: str
     weight_dtype: str

@@ -7,6 +7,7 @@ C interface: `csrc/step/executor.h`. Reference: `runner.model_runner.TorchModelR
 from __future__ import annotations
 
 import ctypes
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,15 +20,23 @@ import torch
 from torch import nn
 
 from hetero_llm.cpu.core_watch import CoreWatch
+from hetero_llm.cpu.weight_forms import (
+    HEAD_FORMATS,
+    KeptMatrix,
+    describe_others,
+    form_of,
+    keep,
+)
 from hetero_llm.models.blocks import Attention
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM, Linear
 from hetero_llm.models.llama import LlamaForCausalLM
 from hetero_llm.models.registry import model_class
+from hetero_llm.quantization.matrix import QuantizedWeight, dequantize
 from hetero_llm.runner.kv_cache import PagedKVCache
 
-WEIGHT_FORMATS = {"bf16": 0, "float": 1, "int8": 2}
-"""Packed weights: numbers of `Format` in csrc/step/matmul.h."""
+logger = logging.getLogger(__name__)
+
 GREEDY, NOISY, LOGITS_ONLY, CANDIDATES = 0, 1, 2, 3
 """Sampling modes: the likeliest token, the likeliest with noise, no token, the K likeliest."""
 MOST_CANDIDATES = 16
@@ -43,6 +52,7 @@ _OUTSIDE_LAYERS = -1
     _EMBEDDING, _FINAL_NORM, _HEAD, _NORM, _QKV, _QKV_BIAS, _OUT, _OUT_BIAS, _SECOND_NORM,
     _GATE_UP, _DOWN, _Q_NORM, _K_NORM,
 ) = range(13)  # fmt: skip
+_MATRICES = (_QKV, _OUT, _GATE_UP, _DOWN, _HEAD)
 
 
 class _Model(ctypes.Structure):
@@ -50,10 +60,25 @@ class _Model(ctypes.Structure):
 
     _fields_ = [
         *((name, _LONG) for name in ("layers", "hidden", "inner", "heads", "kv_heads", "dim")),
-        *((name, _LONG) for name in ("vocab", "rotary_dim", "max_positions", "weight_format")),
+        *((name, _LONG) for name in ("vocab", "rotary_dim", "max_positions")),
         *((name, _LONG) for name in ("activation", "qk_norm", "cache_is_bf16", "tied_head")),
         ("eps", _DOUBLE),
         ("attention_scale", _DOUBLE),
+    ]
+
+
+class _Form(ctypes.Structure):
+    """`HeteroForm`."""
+
+    _fields_ = [(name, _LONG) for name in ("format", "group", "half_scales", "zeros")]
+
+
+class _Quantized(ctypes.Structure):
+    """`HeteroQuantized`."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("rows", "columns")),
+        *((name, _POINTER) for name in ("data", "scales", "points", "offsets")),
     ]
 
 
@@ -260,7 +285,7 @@ def _own_arithmetic(family: type[LlamaForCausalLM], config: ModelConfig) -> str 
 
 def native_format(dtype: torch.dtype, weight_dtype: str) -> str:
     """The weight format for a model's type and `cpu_weight_dtype`."""
-    return "int8" if weight_dtype == "int8" else ("bf16", "float")[_DTYPES[dtype]]
+    return ("bf16", "float")[_DTYPES[dtype]] if weight_dtype == "auto" else weight_dtype
 
 
 class Executor:
@@ -277,7 +302,8 @@ class Executor:
         threads: of the team, the caller included.
         cpus: one logical CPU per thread to pin it to (the caller, the first, is not pinned); None
             leaves placement to the operating system.
-        weight_format: of `WEIGHT_FORMATS`.
+        weight_format: of `weight_forms.WEIGHT_FORMATS`; what a checkpoint has quantized stays as it
+            is where the library has its form. The head of "int4" is int8.
         isa: level of csrc/step/isa.h; -1 for the machine's best.
 
     Raises:
@@ -302,12 +328,14 @@ class Executor:
         _declare(library)
         self._run = library.hetero_executor_step
         self._vocab_size = config.vocab_size
-        sizes = _sizes(model, config, cache, WEIGHT_FORMATS[weight_format])
+        sizes = _sizes(model, config, cache)
+        forms = _forms(model, weight_format)
         windows = np.array([window or 0 for window in config.sliding_windows], np.int64)
         rotary = model.rotary.table.float().contiguous()
         pinned = None if cpus is None else np.array(cpus, np.int32)
         handle = library.hetero_executor_new(
             ctypes.byref(sizes),
+            forms,
             cache.data.data_ptr(),
             cache.shape.block_size,
             windows.ctypes.data,
@@ -463,7 +491,7 @@ def _step(
 def _declare(library: ctypes.CDLL) -> None:
     library.hetero_executor_new.restype = _POINTER
     library.hetero_executor_new.argtypes = [
-        *(_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG)
+        *(_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG)
     ]
     library.hetero_executor_slept.restype = _LONG
     library.hetero_executor_slept.argtypes = [_POINTER]
@@ -473,6 +501,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.hetero_executor_set.argtypes = [
         *(_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _LONG)
     ]
+    library.hetero_executor_set_quantized.restype = _LONG
+    library.hetero_executor_set_quantized.argtypes = [_POINTER, _LONG, _LONG, _POINTER]
     library.hetero_executor_step.restype = None
     library.hetero_executor_step.argtypes = [_POINTER, _POINTER]
 
@@ -483,9 +513,7 @@ def _check(arrays: StepInput | StepSamples, types: tuple[tuple[str, type], ...])
         assert array.dtype == kind and array.flags.c_contiguous, (name, array.dtype)
 
 
-def _sizes(
-    model: LlamaForCausalLM, config: ModelConfig, cache: PagedKVCache, weight_format: int
-) -> _Model:
+def _sizes(model: LlamaForCausalLM, config: ModelConfig, cache: PagedKVCache) -> _Model:
     assert config.rope is not None
     return _Model(
         config.num_layers,
@@ -497,31 +525,90 @@ def _sizes(
         config.vocab_size,
         config.rope.rotary_dim,
         len(model.rotary.table),
-        weight_format,
         _ACTIVATIONS[config.hidden_act],
         int(config.qk_norm),
         int(cache.shape.dtype == torch.bfloat16),
-        int(config.tie_word_embeddings),
+        int(_is_tied(model)),
         config.norm_eps,
         config.attn_scale,
     )
 
 
+def _is_tied(model: LlamaForCausalLM) -> bool:
+    """Whether the head's weight is the embedding's."""
+    return model.lm_head.weight is model.embed_tokens.weight
+
+
+def _forms(model: LlamaForCausalLM, weight_format: str) -> ctypes.Array[_Form]:
+    """The forms of all matrices in the library's order. Logs which of them lose their own."""
+    forms, weights = [], []
+    for _, which, weight in _weights(model):
+        if which not in _MATRICES:
+            continue
+        weights.append(weight)
+        own = HEAD_FORMATS.get(weight_format, weight_format) if which == _HEAD else weight_format
+        form = form_of(weight, own)
+        forms.append(_Form(form.format, form.group, form.half_scales, form.zeros))
+    others = describe_others(weights)
+    if others is not None:
+        logger.warning(
+            "the native executor has no form for %s: it holds these matrices as %s",
+            others,
+            weight_format,
+        )
+    return (_Form * len(forms))(*forms)
+
+
 def _hand_over(library: ctypes.CDLL, handle: int, model: LlamaForCausalLM) -> None:
     """Packs every weight into the library, in the order in which steps read them."""
-    tied = model.lm_head.weight is model.embed_tokens.weight
-    for layer, which, parameter in _weights(model):
-        data = parameter.data.contiguous()
-        rows, columns = data.shape if data.dim() == 2 else (1, len(data))
-        failed = library.hetero_executor_set(
-            handle, layer, which, data.data_ptr(), rows, columns, _DTYPES[data.dtype]
-        )
-        assert not failed, (layer, which, tuple(data.shape))
+    tied = _is_tied(model)
+    for layer, which, weight in _weights(model):
+        if isinstance(weight, QuantizedWeight):
+            _hand_over_quantized(library, handle, layer, which, weight)
+            continue
+        _set(library, handle, layer, which, weight.data)
         if which != _EMBEDDING or not tied:  # the tied head is packed last, from the same tensor
-            parameter.data = data.new_empty(0)
+            weight.data = weight.data.new_empty(0)
 
 
-def _weights(model: LlamaForCausalLM) -> Iterator[tuple[int, int, nn.Parameter]]:
+def _hand_over_quantized(
+    library: ctypes.CDLL, handle: int, layer: int, which: int, weight: QuantizedWeight
+) -> None:
+    matrix = weight.matrix
+    kept = keep(matrix)
+    if kept is None:
+        _set(library, handle, layer, which, dequantize(matrix, torch.float32))
+    else:
+        _set_quantized(library, handle, layer, which, kept, matrix.shape)
+    for tensor in matrix.tensors().values():
+        tensor.data = tensor.new_empty(0)
+
+
+def _set(library: ctypes.CDLL, handle: int, layer: int, which: int, weight: torch.Tensor) -> None:
+    data = weight.contiguous()
+    rows, columns = data.shape if data.dim() == 2 else (1, len(data))
+    failed = library.hetero_executor_set(
+        handle, layer, which, data.data_ptr(), rows, columns, _DTYPES[data.dtype]
+    )
+    assert not failed, (layer, which, tuple(data.shape))
+
+
+def _set_quantized(
+    library: ctypes.CDLL,
+    handle: int,
+    layer: int,
+    which: int,
+    kept: KeptMatrix,
+    shape: tuple[int, int],
+) -> None:
+    tensors = (kept.data, kept.scales, kept.points, kept.offsets)
+    addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    given = _Quantized(*shape, *addresses)
+    failed = library.hetero_executor_set_quantized(handle, layer, which, ctypes.byref(given))
+    assert not failed, (layer, which, shape, kept.form)
+
+
+def _weights(model: LlamaForCausalLM) -> Iterator[tuple[int, int, nn.Parameter | QuantizedWeight]]:
     yield _OUTSIDE_LAYERS, _EMBEDDING, model.embed_tokens.weight
     layers = cast("Sequence[Any]", model.layers)  # a module's attributes have no types
     for index, layer in enumerate(layers):
@@ -541,7 +628,7 @@ def _weights(model: LlamaForCausalLM) -> Iterator[tuple[int, int, nn.Parameter]]
 
 def _linear(
     layer: int, linear: Linear, weight: int, bias: int
-) -> Iterator[tuple[int, int, nn.Parameter]]:
+) -> Iterator[tuple[int, int, nn.Parameter | QuantizedWeight]]:
     yield layer, weight, linear.weight
     if linear.bias is not None:
         yield layer, bias, linear.bias

@@ -102,6 +102,7 @@ def _check_arguments(config: EngineConfig, model: PoolingModel, device: torch.de
         ("kv_cache_dtype", config.cache.dtype, "auto"),
         ("cpu_offload_gb", config.load.cpu_offload_gb, 0),
         ("cpu_weight_dtype", config.cpu.weight_dtype, "auto"),
+        ("quantization", config.load.quantization, None),
     ):
         if value != usual:
             raise ConfigError(field, value, f"{model.class_name} pools, which runs without it")

@@ -63,9 +63,11 @@ def plan_offload(config: ModelConfig, dtype: torch.dtype, offload_gb: float) -> 
     it would need, and the embedding is read by rows.
 
     Raises:
-        ConfigError: the budget is above 0 and saves nothing, or asks for experts as well, which
-            are no `Linear` and stay on the device.
+        ConfigError: the budget is above 0 and weights are quantized, or it saves nothing, or asks
+            for experts as well, which are no `Linear` and stay on the device.
     """
+    if offload_gb > 0 and (config.quantization or config.online_quantization):
+        raise ConfigError("cpu_offload_gb", offload_gb, "cannot be combined with quantized weights")
     created: list[Linear] = []
     record = on_linear_weight(lambda linear, _: created.append(linear))
     with record, default_dtype(dtype), torch.device("meta"):

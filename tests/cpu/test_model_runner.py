@@ -243,15 +243,16 @@ def test_prompt_logprobs_in_pieces(
         check_logprobs(mine.prompt_logprobs or [], other.prompt_logprobs or [])
 
 
-def test_int8_weights(llama: Path, served: tuple[LLM, LLM]) -> None:
+@pytest.mark.parametrize(("weights", "most"), [("int8", 0.2), ("int4", 0.5)])
+def test_rounded_weights(llama: Path, served: tuple[LLM, LLM], weights: str, most: float) -> None:
     """Close to the float weights, and not the same."""
     params = dataclasses.replace(WITH_LOGPROBS, max_tokens=1)
     errors: list[float] = []
-    with start(llama, cpu_weight_dtype="int8", cpu_threads=1) as llm:
+    with start(llama, cpu_weight_dtype=weights, cpu_threads=1) as llm:
         for mine, other in zip(generate(llm, params), generate(served[1], params)):
             for row, its in zip(mine.prompt_logprobs[1:], other.prompt_logprobs[1:]):
                 errors += [row[t].logprob - its[t].logprob for t in row.keys() & its.keys()]
-    assert 1e-3 < np.abs(errors).mean() < 0.2
+    assert 1e-3 < np.abs(errors).mean() < most
 
 
 # -- drafts ------------------------------------------------------------------------------------

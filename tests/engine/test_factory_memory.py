@@ -414,3 +414,10 @@ def test_the_profile_step_runs(tiny_folder: Path) -> None:
     )
     output = runner.finish(runner.launch(step))
     assert len(output.token_ids) == CONFIG.max_num_seqs
+
+
+def test_quantized_weights_do_not_stay_on_the_host(tiny_folder: Path) -> None:
+    config = load_model_config(tiny_folder, quantization="fp8")
+    with pytest.raises(ConfigError, match=r"cpu_offload_gb=1\.0: .* quantized weights"):
+        plan_offload(config, FP32, 1.0)
+    assert plan_offload(config, FP32, 0.0).moved_bytes == 0

@@ -139,6 +139,7 @@ def test_metrics_and_the_end(folder: Path) -> None:
         ({"use_lookahead": True}, "speculation='lookahead': BertModel pools, which runs without"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8': BertModel pools"),
         ({"cpu_weight_dtype": "int8"}, "cpu_weight_dtype='int8': BertModel pools"),
+        ({"quantization": "fp8"}, "quantization='fp8': BertModel pools"),
         ({"cpu_backend": "ipex"}, "cpu_backend='ipex': a pooling model runs on torch"),
         ({"max_model_len": 129}, "max_model_len=129: the model's context length is 128"),
         ({"cpu_threads": 10_000}, "cpu_threads=10000: this process may use"),

@@ -61,7 +61,7 @@ def test_defaults_and_values() -> None:
     ("name", "value", "reason"),
     [
         ("cpu_backend", "openvino", "'native', 'torch' or 'ipex'"),
-        ("cpu_weight_dtype", "int4", "'auto' or 'int8'"),
+        ("cpu_weight_dtype", "int2", "'auto', 'int8' or 'int4'"),
         ("cpu_threads", 0, "at least 1"),
         ("cpu_threads", 1.5, "an integer"),
     ],
@@ -125,9 +125,12 @@ def test_without_the_library_torch_serves(
         ({"dtype": "float16"}, "float16 is not one of its types"),
     ],
 )
-def test_int8_needs_the_executor(tiny_folder: Path, changes: dict[str, Any], reason: str) -> None:
-    assert refusal(tiny_folder, cpu_weight_dtype="int8", **changes) == (
-        f"cpu_weight_dtype='int8': needs the native backend: {reason}"
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_rounded_weights_need_the_executor(
+    tiny_folder: Path, weights: str, changes: dict[str, Any], reason: str
+) -> None:
+    assert refusal(tiny_folder, cpu_weight_dtype=weights, **changes) == (
+        f"cpu_weight_dtype={weights!r}: needs the native backend: {reason}"
     )
 
 
@@ -149,14 +152,14 @@ def test_threads(tiny_folder: Path) -> None:
 def test_weight_formats(tiny_folder: Path) -> None:
     config = load_model_config(tiny_folder)
     formats = []
-    for wanted in ("auto", "int8"):
+    for wanted in ("auto", "int8", "int4"):
         for dtype in (torch.float32, torch.bfloat16):
             chosen = backend.choose_backend(
                 CpuConfig("native", wanted, None), config, dtype, batch_invariant=False
             )
             assert chosen is not None
             formats.append(chosen.weight_format)
-    assert formats == ["float", "bf16", "int8", "int8"]
+    assert formats == ["float", "bf16", "int8", "int8", "int4", "int4"]
 
 
 def test_ipex_that_is_not_there_or_does_not_fit(

@@ -55,6 +55,7 @@ from hetero_llm.utils.topology import usable_memory_bytes
 logger = logging.getLogger(__name__)
 
 _OWN_FORMAT = {torch.bfloat16: "bf16", torch.float32: "float"}
+_ROUNDED = ("int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,8 @@ class DraftModel:
 
         Args:
             dtype: type of KV and activations: bfloat16 or float32.
-            weight_format: "bf16" or "float", matching dtype, or "int8" (native backend only).
+            weight_format: "bf16" or "float", matching dtype, or "int8" or "int4" (native backend
+                only).
             threads: compute threads.
             cpus: CPU of each thread; None: threads are not pinned.
             load_format: "auto", or "dummy" for random weights.
@@ -270,12 +272,12 @@ def _config(folder: Path, sizes: DraftSizes) -> ModelConfig:
 def _why_torch(config: ModelConfig, dtype: torch.dtype, weight_format: str) -> str | None:
     """Why torch must run the model; None: the executor supports it."""
     own = _own_format(dtype)
-    if weight_format not in (own, "int8"):
-        raise ConfigError("weight_format", weight_format, f"{own!r}, as dtype, or 'int8'")
+    if weight_format not in (own, *_ROUNDED):
+        raise ConfigError("weight_format", weight_format, f"{own!r}, as dtype, 'int8' or 'int4'")
     reason = unsupported_reason(config, dtype)
     if reason is None and native.load() is None:
         reason = "the compiled library is not available"
-    if reason is not None and weight_format == "int8":
+    if reason is not None and weight_format in _ROUNDED:
         raise ConfigError("weight_format", weight_format, f"needs the native backend: {reason}")
     return reason
 

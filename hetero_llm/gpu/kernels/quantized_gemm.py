@@ -21,6 +21,7 @@ Wrapper `quantized_linear`, reference `quantization.matrix.quantized_product`; t
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -66,8 +67,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _LANES = (128, 64, 32, 16)
 _CHUNK = 256  # columns at most: the rows of x of a chunk are in shared memory at once
 _ALIGNED = 16  # elements in each scale's row are padded to this, for 16-byte loads
-_NARROW = 8192  # features up to which a program takes fewer of them
-_MOST_PROGRAMS = 264  # two for each multiprocessor of an H200: K is split up to these
+_WARPS = 1000  # of a product that K is split for: some 8 on each multiprocessor of an H200
 _INT4_ZERO = tl.constexpr(INT4_ZERO)
 
 SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
@@ -360,7 +360,7 @@ def _add_tile(
 
 @triton.jit(do_not_specialize=["steps"])
 def vector_quantized_kernel(
-    x,  # [1, k / 2] int32, pairs of neighbours; with an order [1, k]
+    x,  # [k / 2] int32, pairs of neighbours; with an order [k]
     data,  # [n, words] int32: two lanes each
     scale,  # [words of groups, scale_stride] int32, or None
     zero,  # the same, [words of groups, zero_stride], or None
@@ -643,8 +643,8 @@ def plan_launch(
     }
     if config.block_m == 1:
         words = matrix.data.view(torch.int32)
-        row = x.view(torch.int32) if matrix.order is None else x
-        arguments = (row, words, *scales, bias, y, partials, counters)
+        row = x[0].view(torch.int32) if matrix.order is None else x[0]
+        arguments: tuple[Any, ...] = (row, words, *scales, bias, y, partials, counters)
         arguments += (n, k, words.shape[1], groups, scale_stride, zero_stride, steps)
         options["WORDS"] = 128 * config.num_warps
         return Launch(vector_quantized_kernel, (tiles, config.split_k), arguments, options)
@@ -706,24 +706,29 @@ def serves(x: Tensor, matrix: PreparedMatrix, bias: Tensor | None) -> bool:
 def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
     """A launch of a product of m rows that fits: by estimate, not yet by measurement.
 
-    More than 8 features a program of the vector kernel, or 64 of the other one, leave some of the
-    multiprocessors of a card without work at 4096 features; tiles of 256 columns keep rows of codes
-    whole cache lines.
+    Counted in SASS, the vector kernel takes 3.2 to 4 instructions for an element of 8 bits and 4 to
+    8 for one of 4 bits, the other one 2.4 to 3.2 and 2.6 to 5.7: with 4 bits instructions limit,
+    and a row is padded to 8. Their conversions want 8 warps on each multiprocessor, so K is split
+    where there are not as many.
     """
-    n = matrix.shape[0]
-    if m == 1:
-        warps = 2 if matrix.padded_columns % (512 * matrix.parts) == 0 else 1
+    if m == 1 and matrix.parts == 2:
+        # With one warp, scales of rows change their layout without shared memory.
+        plain = matrix.group == 0 or matrix.rows > 1
+        warps = 2 if plain and matrix.padded_columns % (512 * matrix.parts) == 0 else 1
         return SkinnyConfig(1, 8, 256 * matrix.parts * warps, num_warps=warps)
     block_m = next(size for size in (8, 16, 32, 64) if m <= size)
     columns = min(_CHUNK, matrix.padded_columns)
     block_k = max(matrix.chunk, columns // matrix.chunk * matrix.chunk)
-    block_n, warps = (32, 2) if n <= _NARROW else (64, 4)
-    # x's tiles take as much shared memory as the codes at 32 rows.
-    stages = {8: 6, 16: 5, 32: 4, 64: 3}[block_m]
+    # x is read once for each tile of features: the more rows, the wider.
+    block_n, warps = (64, 4) if block_m <= 16 else (128, 8)
+    if matrix.lanes * block_m < 64 * warps:  # x's tiles are copied 4 bytes a thread at least
+        block_n, warps = 32, 2
+    stages = {8: 5, 16: 4, 32: 4, 64: 3}[block_m]
     config = SkinnyConfig(block_m, block_n, block_k, 1, warps, stages)
-    tiles = triton.cdiv(n, block_n)
-    for split in (4, 2):
-        split_up = SkinnyConfig(block_m, block_n, block_k, split, warps, stages)
-        if tiles * split <= _MOST_PROGRAMS and fits(split_up, m, matrix):
-            return split_up
+    tiles = triton.cdiv(matrix.shape[0], block_n)
+    for split in (2, 4, 8):
+        wider = dataclasses.replace(config, split_k=split)
+        if tiles * config.split_k * warps >= _WARPS or not fits(wider, m, matrix):
+            break
+        config = wider
     return config

@@ -46,6 +46,7 @@ def read_quantize_config(content: Config) -> CheckpointFormat:
     Raises:
         ValueError: see `read_format`.
     """
+    _check_object("quantize_config.json", content)
     method = first_of(content, ("quant_method", "method"))
     if method is None:
         method = "awq" if "w_bit" in content or "q_group_size" in content else "gptq"
@@ -58,6 +59,7 @@ def read_hf_quant_config(content: Config) -> CheckpointFormat:
     Raises:
         ValueError: see `read_format`.
     """
+    _check_object("hf_quant_config.json", content)
     return read_format({**content, "quant_method": "modelopt"})
 
 
@@ -68,8 +70,14 @@ def read_format(config: Config) -> CheckpointFormat:
         ValueError: its method or one of its options is not supported; the message names the key,
             its value and what is supported.
     """
+    _check_object("quantization_config", config)
     method: Any = first_of(config, ("quant_method", "method"))  # the second one: GPTQModel's
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise refused("quant_method", method, _READERS)
     return reader(config)
+
+
+def _check_object(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise refused(name, value, "an object")

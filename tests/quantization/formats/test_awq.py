@@ -83,7 +83,8 @@ def test_plain_modules() -> None:
         "model.layers.7.mlp.up_proj",
     ):
         assert found.scheme(module) is None
-    assert found.scheme("model.layers.1.mlp.gate_proj") is not None
+    for module in ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.aggregate"):
+        assert found.scheme(module) is not None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
-from hetero_llm.quantization.formats.read import read_format, read_quantize_config
+from hetero_llm.quantization.formats.read import (
+    read_format,
+    read_hf_quant_config,
+    read_quantize_config,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +40,16 @@ def test_methods_that_are_not_supported(method: Any) -> None:
     with pytest.raises(ValueError) as error:
         read_format({"quant_method": method})
     assert f"quant_method={method!r} is not supported, 'fp8' or" in str(error.value)
+
+
+@pytest.mark.parametrize("config", ["fp8", [], None, 8])
+def test_configs_that_are_no_objects(config: Any) -> None:
+    with pytest.raises(ValueError, match="quantization_config=.* is not supported, an object is"):
+        read_format(config)
+    with pytest.raises(ValueError, match=r"quantize_config.json=.* an object is"):
+        read_quantize_config(config)
+    with pytest.raises(ValueError, match=r"hf_quant_config.json=.* an object is"):
+        read_hf_quant_config(config)
 
 
 @pytest.mark.parametrize(

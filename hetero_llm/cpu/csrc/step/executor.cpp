@@ -5,7 +5,7 @@
 // units that the next free thread takes: cores that a virtual machine grants are not equally fast.
 // A thread's outputs leave registers for a small tile and go from there to where the next phase
 // reads them: rotated into queries and the KV cache, added to the residual, gated. The residual is
-// float; inputs of a product are rounded to the weights' format.
+// float; inputs of a product are rounded to its weights' format.
 //
 // A token is one row of every product. With few rows every thread norms and rounds a product's
 // input for itself, which is cheaper than a barrier; many rows are divided among the threads.
@@ -29,6 +29,7 @@ constexpr int64_t kRowBlock = 512;         // rows whose outputs a thread holds 
 constexpr int64_t kLeastRowBlock = 64;     // rows for which a panel of weights is worth fetching
 constexpr int64_t kPrivateElements = 4096; // at most, for every thread to prepare them itself
 constexpr int64_t kPrivateRows = kPrivateElements / kDepth;
+constexpr int64_t kPrivateBytes = kPrivateElements * 4;  // of float; int8 with its scales has fewer
 constexpr int64_t kSpin = 2000;            // microseconds between steps before threads sleep
 constexpr int64_t kPerPanel = kPanel / kStrip;
 // With more rows than kFewRows, kPanelsTogether panels use a block of inputs while a cache has it.
@@ -62,6 +63,7 @@ struct Executor {
     Buffer x, attended, gate, queries, shared, shared_scales, privates, private_scales, tiles, best,
         found, final_rows;
     Rest rests[2];
+    int64_t widest_row = 0;               // bytes of a prepared row of any product
 
     ~Executor() {
         delete team;
@@ -74,7 +76,6 @@ struct Run {
     Executor& e;
     const HeteroModel& m;
     const HeteroStep& step;
-    Format format;
     Isa isa;
     int threads;
     int64_t tokens, head_width, gate_width;  // heads * dim; inner, in whole strips
@@ -103,10 +104,9 @@ float* tile_of(const Run& r, int thread) { return r.tiles + thread * r.tile_size
 Rows prepare(const Run& r, const float* from, int64_t from_stride, int64_t rows, int64_t size,
              const float* norm, const Matrix& matrix, int thread) {
     const bool mine = rows * matrix.padded_depth <= kPrivateElements;
-    const int64_t bytes = element_bytes(r.format);
-    char* to = mine ? r.privates + thread * kPrivateElements * bytes : r.shared;
+    char* to = mine ? r.privates + thread * kPrivateBytes : r.shared;
     float* scales = mine ? r.private_scales + thread * kPrivateRows : r.shared_scales;
-    const int64_t stride = mine ? matrix.padded_depth : r.shared_stride;
+    const int64_t stride = row_stride(matrix), bytes = stride * element_bytes(matrix.format);
     const int64_t first = mine ? 0 : share(rows, thread, r.threads);
     const int64_t last = mine ? rows : share(rows, thread + 1, r.threads);
     float* normed = tile_of(r, thread);
@@ -116,8 +116,7 @@ Rows prepare(const Run& r, const float* from, int64_t from_stride, int64_t rows,
             rms_norm(values, norm, (float)r.m.eps, size, normed, r.isa);
             values = normed;
         }
-        prepare_row(r.format, values, size, matrix.padded_depth, to + row * stride * bytes,
-                    scales + row, r.isa);
+        prepare_row(matrix, values, to + row * bytes, scales + row, r.isa);
     }
     if (!mine) r.e.team->barrier(thread);
     return {to, stride, scales};
@@ -153,7 +152,7 @@ void product(const Run& r, const Matrix& matrix, const Rows& in, Range rows, int
     const int64_t stride = together * kPanel;
     for (int64_t row = rows.first; row < rows.last; row += kRowBlock) {
         const int64_t count = rows.last - row < kRowBlock ? rows.last - row : kRowBlock;
-        const Rows block = from_row(in, row, r.format);
+        const Rows block = from_row(in, row, matrix.format);
         for (int64_t strip = first; strip < last;) {
             const int64_t end = (strip / kPerPanel + together) * kPerPanel;
             const int64_t strips = (end < last ? end : last) - strip;
@@ -267,7 +266,7 @@ void project_heads(const Run& r, const Layer& layer, int64_t index, const Rows& 
     float* tile = tile_of(r, thread);
     const auto project = [&](int64_t unit, int64_t row) {
         const int64_t count = r.tokens - row < block ? r.tokens - row : block;
-        multiply_to_tile(r, layer.qkv, from_row(in, row, r.format), count, unit * width / kStrip,
+        multiply_to_tile(r, layer.qkv, from_row(in, row, layer.qkv.format), count, unit * width / kStrip,
                          width / kStrip, tile, width);
         for (int64_t i = 0; i < count; ++i)
             for (int64_t h = 0; h < together && unit * together + h < heads; ++h)
@@ -298,7 +297,7 @@ void add_product(const Run& r, int64_t phase, const Matrix& matrix, const float*
 
 // gate = act(gate) * up; strips of both take turns in the weights.
 void gate_product(const Run& r, int64_t phase, const Layer& layer, const Rows& in, int thread) {
-    const int64_t bytes = r.format == Format::kBf16 ? 2 : 4;
+    const int64_t bytes = layer.down.format == Format::kBf16 ? 2 : 4;
     const auto gate_tile = [&](int64_t row, int64_t rows, int64_t strip, int64_t count,
                                float* tile, int64_t stride) {
         const int64_t size = count / 2 * kStrip;
@@ -317,12 +316,12 @@ void gate_product(const Run& r, int64_t phase, const Layer& layer, const Rows& i
 // The output of `gate_product` as the next product's input. With few rows every thread makes a
 // copy, which is faster than fetching pieces of it in the middle of a product.
 Rows gated_rows(const Run& r, const Matrix& matrix, int thread) {
-    if (r.format == Format::kInt8)
+    if (matrix.format != Format::kBf16 && matrix.format != Format::kFloat)
         return prepare(r, (const float*)r.gate, r.gate_stride, r.tokens, r.m.inner, nullptr, matrix,
                        thread);
     if (r.tokens * r.gate_stride > kPrivateElements) return {r.gate, r.gate_stride, nullptr};
-    const int64_t bytes = element_bytes(r.format);
-    char* own = r.privates + thread * kPrivateElements * bytes;
+    const int64_t bytes = element_bytes(matrix.format);
+    char* own = r.privates + thread * kPrivateBytes;
     std::memcpy(own, r.gate, r.tokens * r.gate_stride * bytes);
     return {own, r.gate_stride, nullptr};
 }
@@ -492,7 +491,7 @@ void run_thread(void* context, int thread) {
 Run make_run(Executor& e, const HeteroStep& step) {
     const HeteroModel& m = e.model.sizes;
     const int64_t head_width = m.heads * m.dim;
-    Run r{e, m, step, e.model.format, e.isa, e.team->size(), step.num_tokens, head_width,
+    Run r{e, m, step, e.isa, e.team->size(), step.num_tokens, head_width,
           round_up(m.inner, kStrip), 0, round_up(m.inner, kDepth), 0, 1};
     const int64_t wide = m.hidden > head_width ? m.hidden : head_width;
     r.shared_stride = round_up(m.inner > wide ? m.inner : wide, kDepth);
@@ -502,14 +501,13 @@ Run make_run(Executor& e, const HeteroStep& step) {
     const int64_t across = 2 * m.dim > r.panels * kPanel ? 2 * m.dim : r.panels * kPanel;
     r.tile_size = round_up((most < kRowBlock ? most : kRowBlock) * across, kPanel);
     if (r.tile_size < r.shared_stride) r.tile_size = r.shared_stride;  // a normed row
-    const int64_t bytes = element_bytes(r.format);
     r.x = e.x.of<float>(r.tokens * m.hidden);
     r.attended = e.attended.of<float>(r.tokens * head_width);
-    r.gate = e.gate.of<char>(r.tokens * r.gate_stride * (r.format == Format::kBf16 ? 2 : 4));
+    r.gate = e.gate.of<char>(r.tokens * r.gate_stride * 4);
     r.queries = e.queries.of<char>(r.tokens * head_width * (e.cache.is_bf16 ? 2 : 4));
-    r.shared = e.shared.of<char>(most * r.shared_stride * bytes);
+    r.shared = e.shared.of<char>(most * e.widest_row);
     r.shared_scales = e.shared_scales.of<float>(most);
-    r.privates = e.privates.of<char>(threads * kPrivateElements * bytes);
+    r.privates = e.privates.of<char>(threads * kPrivateBytes);
     r.private_scales = e.private_scales.of<float>(threads * kPrivateRows);
     r.tiles = e.tiles.of<float>(threads * r.tile_size);
     r.best = e.best.of<Best>(threads * samples);
@@ -529,16 +527,34 @@ void plan_step(Executor& e, const HeteroStep& s) {
 
 struct Setting {
     Executor* e;
-    int64_t layer, which, rows, columns, dtype;
-    const void* data;
+    int64_t layer, which;
+    GivenWeight weight;
     bool fits;
 };
 
 void set_part(void* context, int thread) {
     Setting& s = *(Setting*)context;
-    const bool fits = set_weight(s.e->model, s.layer, s.which, s.data, s.rows, s.columns,
-                                 s.dtype == 0, thread, s.e->team->size());
+    const bool fits =
+        set_weight(s.e->model, s.layer, s.which, s.weight, thread, s.e->team->size());
     if (thread == 0) s.fits = fits;
+}
+
+int64_t widest_row(const Model& model) {
+    int64_t widest = 0;
+    const auto see = [&](const Matrix& matrix) {
+        const int64_t bytes = row_stride(matrix) * element_bytes(matrix.format);
+        widest = bytes > widest ? bytes : widest;
+    };
+    see(model.head);
+    for (const Layer& layer : model.layers)
+        for (const Matrix* each : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) see(*each);
+    return widest;
+}
+
+int64_t set(void* executor, int64_t layer, int64_t which, const GivenWeight& weight) {
+    Setting setting{(Executor*)executor, layer, which, weight, false};
+    setting.e->team->run(set_part, &setting);
+    return setting.fits ? 0 : -1;
 }
 
 }  // namespace
@@ -546,16 +562,17 @@ void set_part(void* context, int thread) {
 
 extern "C" {
 
-void* hetero_executor_new(const HeteroModel* model, void* cache, int64_t block_size,
-                          const int64_t* windows, const float* rotary, int64_t threads,
+void* hetero_executor_new(const HeteroModel* model, const HeteroForm* forms, void* cache,
+                          int64_t block_size, const int64_t* windows, const float* rotary, int64_t threads,
                           const int32_t* cpus, int64_t isa) {
     using namespace hetero;
     Executor* e = new (std::nothrow) Executor;
     if (!e) return nullptr;
-    if (!reserve_model(e->model, *model)) {
+    if (!reserve_model(e->model, *model, forms)) {
         delete e;
         return nullptr;
     }
+    e->widest_row = widest_row(e->model);
     e->isa = isa < 0 ? best_isa() : (Isa)isa;
     e->cache = {cache, model->cache_is_bf16 != 0, model->layers, block_size, model->kv_heads,
                 model->dim};
@@ -581,10 +598,14 @@ int64_t hetero_executor_slept(void* executor) {
 
 int64_t hetero_executor_set(void* executor, int64_t layer, int64_t which, const void* data,
                             int64_t rows, int64_t columns, int64_t dtype) {
-    using namespace hetero;
-    Setting setting{(Executor*)executor, layer, which, rows, columns, dtype, data, false};
-    setting.e->team->run(set_part, &setting);
-    return setting.fits ? 0 : -1;
+    return hetero::set(executor, layer, which, {data, rows, columns, dtype == 0, nullptr});
+}
+
+int64_t hetero_executor_set_quantized(void* executor, int64_t layer, int64_t which,
+                                      const HeteroQuantized* weight) {
+    const hetero::Quantized from{weight->data, weight->scales, weight->points, weight->offsets};
+    return hetero::set(executor, layer, which,
+                       {nullptr, weight->rows, weight->columns, false, &from});
 }
 
 void hetero_executor_step(void* executor, const HeteroStep* step) {

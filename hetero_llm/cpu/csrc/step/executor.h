@@ -6,11 +6,25 @@
 
 extern "C" {
 
-// Sizes of a model. weight_format: matmul.h's Format. activation: rows.h's `gated` kind.
+// Sizes of a model. activation: rows.h's `gated` kind.
 struct HeteroModel {
     int64_t layers, hidden, inner, heads, kv_heads, dim, vocab, rotary_dim, max_positions;
-    int64_t weight_format, activation, qk_norm, cache_is_bf16, tied_head;
+    int64_t activation, qk_norm, cache_is_bf16, tied_head;
     double eps, attention_scale;
+};
+
+// How a matrix is packed: matmul.h's Format and Groups.
+struct HeteroForm {
+    int64_t format, group, half_scales, zeros;
+};
+
+// A quantized weight, matmul.h's `Quantized`.
+struct HeteroQuantized {
+    int64_t rows, columns;
+    const void* data;
+    const float* scales;
+    const uint8_t* points;
+    const float* offsets;
 };
 
 // What a step runs. Arrays of tokens and sequences as in attention.h, and of each token its
@@ -46,11 +60,12 @@ struct HeteroStep {
     float* hidden;
 };
 
-// cache: the paged KV cache; windows [layers]: 0 for none; rotary [max_positions][rotary_dim]
+// forms: of qkv, output, gate and up, down of each layer, then of the head; int8 with groups takes
+// quantized weights only. cache: the paged KV cache; windows [layers]: 0 for none; rotary [max_positions][rotary_dim]
 // floats, cos then sin. isa: isa.h's level, -1 for the best. cpus: see team.h; may be null. Returns
 // null if there is no memory.
-void* hetero_executor_new(const HeteroModel* model, void* cache, int64_t block_size,
-                          const int64_t* windows, const float* rotary, int64_t threads,
+void* hetero_executor_new(const HeteroModel* model, const HeteroForm* forms, void* cache,
+                          int64_t block_size, const int64_t* windows, const float* rotary, int64_t threads,
                           const int32_t* cpus, int64_t isa);
 void hetero_executor_free(void* executor);
 
@@ -63,6 +78,10 @@ int64_t hetero_executor_slept(void* executor);
 // shape is not the model's.
 int64_t hetero_executor_set(void* executor, int64_t layer, int64_t which, const void* data,
                             int64_t rows, int64_t columns, int64_t dtype);
+
+// The same for a matrix that was quantized before, in the format of its form.
+int64_t hetero_executor_set_quantized(void* executor, int64_t layer, int64_t which,
+                                      const HeteroQuantized* weight);
 
 void hetero_executor_step(void* executor, const HeteroStep* step);
 

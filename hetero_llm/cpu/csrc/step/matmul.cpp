@@ -7,6 +7,7 @@
 #include <cfloat>
 #include <cstring>
 
+#include "matmul_groups.h"
 #include "matmul_kernels.h"
 
 namespace hetero {
@@ -79,6 +80,17 @@ INLINE float find_and_quantize(const float* x, int64_t size, int8_t* out) {
     return scale;
 }
 
+template <bool kHasRint>
+INLINE void quantize_groups(const float* x, int64_t size, int64_t group, int8_t* out, float* scales,
+                            int32_t* sums) {
+    for (int64_t k = 0; k < size; k += group) {
+        const int64_t here = size - k < group ? size - k : group;
+        float inverse;
+        *scales++ = scale_of(largest_bits(x + k, here), &inverse);
+        *sums++ = quantize_row<kHasRint>(x + k, here, inverse, out + k);
+    }
+}
+
 void round_base(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
 ON_AVX2 void round_avx2(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
 AVX512 void round_avx512(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
@@ -90,6 +102,29 @@ ON_AVX2 float quantize_avx2(const float* x, int64_t size, int8_t* out) {
 }
 AVX512 float quantize_avx512(const float* x, int64_t size, int8_t* out) {
     return find_and_quantize<true>(x, size, out);
+}
+void groups_base(const float* x, int64_t size, int64_t group, int8_t* out, float* scales,
+                 int32_t* sums) {
+    quantize_groups<false>(x, size, group, out, scales, sums);
+}
+ON_AVX2 void groups_avx2(const float* x, int64_t size, int64_t group, int8_t* out, float* scales,
+                         int32_t* sums) {
+    quantize_groups<true>(x, size, group, out, scales, sums);
+}
+AVX512 void groups_avx512(const float* x, int64_t size, int64_t group, int8_t* out, float* scales,
+                          int32_t* sums) {
+    quantize_groups<true>(x, size, group, out, scales, sums);
+}
+
+// A row for weights with groups, see `Rows`. Groups of padding alone are zeros, too.
+void prepare_groups(const Matrix& matrix, const float* x, void* out, Isa isa) {
+    const int64_t depth = matrix.depth, padded = matrix.padded_depth, size = matrix.groups.size;
+    const int64_t count = (padded + size - 1) / size;
+    int8_t* integers = (int8_t*)out;
+    float* scales = (float*)(integers + padded);
+    std::memset(integers + depth, 0, padded - depth + count * 8);
+    (isa >= kAvx512 ? groups_avx512 : isa == kAvx2 ? groups_avx2 : groups_base)(
+        x, depth, size, integers, scales, (int32_t*)(scales + count));
 }
 
 // Weights of a row as the caller has them.
@@ -240,14 +275,20 @@ void multiply_block(const Tiles& tiles, const Matrix& matrix, const Rows& x, int
 
 }  // namespace
 
-int64_t packed_bytes(Format format, int64_t outputs, int64_t depth) {
+int64_t packed_bytes(const Form& form, int64_t outputs, int64_t depth) {
     const int64_t panels = (outputs + kPanel - 1) / kPanel;
     const int64_t padded_depth = (depth + kDepth - 1) / kDepth * kDepth;
-    return panels * kPanel * padded_depth * element_bytes(format);
+    if (has_groups(form.format))
+        return panels * group_layout(form.format, form.groups, padded_depth).panel_bytes;
+    return panels * kPanel * padded_depth * element_bytes(form.format);
 }
 
 void pack(Matrix& matrix, const void* weight, bool weight_is_bf16, int64_t stride, int64_t first,
           int64_t last, int64_t to) {
+    if (matrix.format == Format::kInt4) {
+        pack_groups(matrix, weight, weight_is_bf16, stride, first, last, to);
+        return;
+    }
     const Source source{weight, weight_is_bf16, stride, matrix.depth};
     for (int64_t n = first, next; n < last; to += next - n, n = next) {
         next = least(last, n + kStrip - to % kStrip);
@@ -255,21 +296,57 @@ void pack(Matrix& matrix, const void* weight, bool weight_is_bf16, int64_t strid
     }
 }
 
-void prepare_row(Format format, const float* x, int64_t depth, int64_t padded_depth, void* out,
-                 float* scale, Isa isa) {
-    if (format == Format::kFloat) std::memcpy(out, x, depth * sizeof(float));
-    else if (format == Format::kBf16)
+void pack_quantized(Matrix& matrix, const Quantized& from, int64_t first, int64_t last,
+                    int64_t to) {
+    if (matrix.format != Format::kInt8) {
+        pack_groups(matrix, from, first, last, to);
+        return;
+    }
+    const int64_t depth = matrix.depth, panel = matrix.padded_depth * kPanel;
+    for (int64_t n = first; n < last; ++n, ++to) {
+        const int8_t* row = (const int8_t*)from.data + n * depth;
+        int8_t* column = (int8_t*)matrix.data + to / kPanel * panel + to % kPanel * 4;
+        int32_t sum = 0;
+        for (int64_t k = 0; k < depth; ++k) {
+            column[k / 4 * kStepBytes + k % 4] = row[k];
+            sum += row[k];
+        }
+        matrix.scales[to] = from.scales[n];
+        matrix.sums[to] = sum;
+    }
+}
+
+int64_t row_stride(const Matrix& matrix) {
+    if (!has_groups(matrix.format)) return matrix.padded_depth;
+    const int64_t size = matrix.groups.size, count = (matrix.padded_depth + size - 1) / size;
+    return (matrix.padded_depth + count * 8 + 63) / 64 * 64;
+}
+
+void prepare_row(const Matrix& matrix, const float* x, void* out, float* scale, Isa isa) {
+    const int64_t depth = matrix.depth, bytes = element_bytes(matrix.format);
+    if (has_groups(matrix.format)) {
+        prepare_groups(matrix, x, out, isa);
+        return;
+    }
+    if (matrix.format == Format::kFloat) std::memcpy(out, x, depth * sizeof(float));
+    else if (matrix.format == Format::kBf16)
         (isa >= kAvx512 ? round_avx512 : isa == kAvx2 ? round_avx2 : round_base)(
             x, depth, (uint16_t*)out);
     else
         *scale = (isa >= kAvx512 ? quantize_avx512 : isa == kAvx2 ? quantize_avx2 : quantize_base)(
             x, depth, (int8_t*)out);
-    const int64_t bytes = element_bytes(format);
-    std::memset((char*)out + depth * bytes, 0, (padded_depth - depth) * bytes);
+    std::memset((char*)out + depth * bytes, 0, (matrix.padded_depth - depth) * bytes);
 }
 
 void multiply(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first, int64_t strips,
               float* out, int64_t out_stride, Isa isa) {
+    if (has_groups(matrix.format)) {
+        if (isa == kAmx && rows >= kAmxRowsInt8)
+            multiply_groups_amx(matrix, x, rows, first, strips, out, out_stride);
+        else
+            multiply_groups(matrix, x, rows, first, strips, out, out_stride, isa);
+        return;
+    }
     const bool tiles_serve = matrix.format == Format::kBf16 ||
                              (matrix.format == Format::kInt8 && rows >= kAmxRowsInt8);
     if (isa == kAmx && tiles_serve) {
@@ -308,48 +385,69 @@ void multiply(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first, 
 
 namespace {
 
-hetero::Matrix make_matrix(int64_t format, int64_t outputs, int64_t depth, void* data,
-                           float* scales, int32_t* sums) {
+// A matrix as the functions below take it. groups, half_scales, zeros: `Groups`, 0 without groups.
+struct Packed {
+    int64_t format, group, half_scales, zeros, outputs, depth;
+    void* data;
+    float* scales;
+    int32_t* sums;
+};
+
+hetero::Form form_of(const Packed& p) {
     using namespace hetero;
-    return {(Format)format, outputs, depth, (outputs + kPanel - 1) / kPanel * kPanel,
-            (depth + kDepth - 1) / kDepth * kDepth, data, scales, sums};
+    return {(Format)p.format, {p.group, p.half_scales != 0, (Zeros)p.zeros}};
+}
+
+hetero::Matrix matrix_of(const Packed& p) {
+    using namespace hetero;
+    return {(Format)p.format, p.outputs, p.depth, (p.outputs + kPanel - 1) / kPanel * kPanel,
+            (p.depth + kDepth - 1) / kDepth * kDepth, p.data, p.scales, p.sums, form_of(p).groups};
 }
 
 }  // namespace
 
 extern "C" {
 
-int64_t hetero_matmul_packed_bytes(int64_t format, int64_t outputs, int64_t depth) {
-    return hetero::packed_bytes((hetero::Format)format, outputs, depth);
+int64_t hetero_matmul_packed_bytes(const Packed* packed) {
+    return hetero::packed_bytes(form_of(*packed), packed->outputs, packed->depth);
 }
 
-// weight [last, depth], `stride` elements apart, bf16 or float. scales, sums: int8, else null.
-void hetero_matmul_pack(int64_t format, int64_t outputs, int64_t depth, void* data, float* scales,
-                        int32_t* sums, const void* weight, int64_t weight_is_bf16, int64_t stride,
-                        int64_t first, int64_t last, int64_t to) {
-    hetero::Matrix matrix = make_matrix(format, outputs, depth, data, scales, sums);
+int64_t hetero_matmul_row_stride(const Packed* packed) {
+    return hetero::row_stride(matrix_of(*packed));
+}
+
+// weight [last, depth], `stride` elements apart, bf16 or float.
+void hetero_matmul_pack(const Packed* packed, const void* weight, int64_t weight_is_bf16,
+                        int64_t stride, int64_t first, int64_t last, int64_t to) {
+    hetero::Matrix matrix = matrix_of(*packed);
     hetero::pack(matrix, weight, weight_is_bf16, stride, first, last, to);
 }
 
-// x [rows, depth] float -> out [rows, padded depth] in `format`, scales [rows] (int8, else null).
-void hetero_matmul_prepare(int64_t format, const float* x, int64_t rows, int64_t depth, void* out,
+// See `Quantized`.
+void hetero_matmul_pack_quantized(const Packed* packed, const void* data, const float* scales,
+                                  const uint8_t* points, const float* offsets, int64_t first,
+                                  int64_t last, int64_t to) {
+    hetero::Matrix matrix = matrix_of(*packed);
+    hetero::pack_quantized(matrix, {data, scales, points, offsets}, first, last, to);
+}
+
+// x [rows, depth] float -> out [rows, row stride], scales [rows] (int8, else null).
+void hetero_matmul_prepare(const Packed* packed, const float* x, int64_t rows, void* out,
                            float* scales, int64_t isa) {
-    const int64_t padded = (depth + hetero::kDepth - 1) / hetero::kDepth * hetero::kDepth;
-    const int64_t bytes = padded * hetero::element_bytes((hetero::Format)format);
+    const hetero::Matrix matrix = matrix_of(*packed);
+    const int64_t bytes = hetero::row_stride(matrix) * hetero::element_bytes(matrix.format);
     for (int64_t r = 0; r < rows; ++r)
-        hetero::prepare_row((hetero::Format)format, x + r * depth, depth, padded,
-                            (char*)out + r * bytes, scales ? scales + r : nullptr,
-                            (hetero::Isa)isa);
+        hetero::prepare_row(matrix, x + r * packed->depth, (char*)out + r * bytes,
+                            scales ? scales + r : nullptr, (hetero::Isa)isa);
 }
 
 // x [rows, x_stride] prepared, out [rows, out_stride]. `copies` equal matrices lie one after the
 // other in `data` and are all multiplied (what a bench needs to find weights out of the caches).
-void hetero_matmul_multiply(int64_t format, int64_t outputs, int64_t depth, void* data,
-                            float* scales, int32_t* sums, const void* x, int64_t x_stride,
+void hetero_matmul_multiply(const Packed* packed, const void* x, int64_t x_stride,
                             const float* x_scales, int64_t rows, int64_t first, int64_t strips,
                             float* out, int64_t out_stride, int64_t isa, int64_t copies) {
-    hetero::Matrix matrix = make_matrix(format, outputs, depth, data, scales, sums);
-    const int64_t bytes = hetero::packed_bytes(matrix.format, outputs, depth);
+    hetero::Matrix matrix = matrix_of(*packed);
+    const int64_t bytes = hetero::packed_bytes(form_of(*packed), packed->outputs, packed->depth);
     for (int64_t i = 0; i < copies; ++i) {
         hetero::multiply(matrix, {x, x_stride, x_scales}, rows, first, strips, out, out_stride,
                          (hetero::Isa)isa);

@@ -3,18 +3,24 @@
 // Tiles 0-3 hold sums, 4 and 5 rows, 6 and 7 weights. Rows come straight from the prepared rows and
 // weights from the packed panel: 16 steps of a strip are one tile. Groups of more than 16 rows take
 // 2 x 2 tiles (32 rows x 32 outputs), smaller ones 1 x 4 (16 x 64).
+//
+// Of weights with groups of k a block is unpacked to int8, then the tiles sum one group of k at a
+// time, 16, 8 or 4 steps to a tile, and vectors scale the sums and add them.
 
 #include <immintrin.h>
 
 #include <cstring>
 
 #include "amx.h"
+#include "matmul_groups.h"
 #include "matmul_kernels.h"
 
 namespace hetero {
 namespace {
 
-#define AMX __attribute__((target("amx-tile,amx-bf16,amx-int8,avx512f,avx512bw,avx512dq")))
+#define AMX                                                                                        \
+    __attribute__((target("amx-tile,amx-bf16,amx-int8,avx2,fma,avx512f,avx512bw,avx512dq,"         \
+                          "avx512vl")))
 
 constexpr int64_t kTileSteps = 16;     // of k in a tile
 constexpr int64_t kTileRow = 64;       // bytes
@@ -31,16 +37,17 @@ struct alignas(64) Config {
 };
 
 // Rows of the tiles 0, 1, 4 and of the tiles 2, 3, 5 in this thread's configuration; 0: none.
-thread_local int64_t loaded_low = 0, loaded_lower = 0;
+thread_local int64_t loaded_low = 0, loaded_lower = 0, loaded_steps = 0;  // steps: of k in a tile
 
 // low, high: rows of the upper and lower tiles; high = 0: all sums are of the upper one.
-AMX void set_tiles(int64_t low, int64_t high) {
+AMX void set_tiles(int64_t low, int64_t high, int64_t steps) {
     const int64_t lower = high ? high : low;
-    if (low == loaded_low && lower == loaded_lower) return;
+    if (low == loaded_low && lower == loaded_lower && steps == loaded_steps) return;
     Config config;
-    const int64_t rows[8] = {low, low, lower, lower, low, lower, kTileSteps, kTileSteps};
+    const int64_t rows[8] = {low, low, lower, lower, low, lower, steps, steps};
     for (int i = 0; i < 8; ++i) {
-        config.row_bytes[i] = kTileRow;
+        const bool is_input = i == 4 || i == 5;
+        config.row_bytes[i] = (uint16_t)(is_input ? steps * 4 : kTileRow);
         config.rows[i] = (uint8_t)rows[i];
     }
     // GCC's intrinsic reads, to the compiler, the first 8 bytes only: without this the rest would
@@ -49,6 +56,7 @@ AMX void set_tiles(int64_t low, int64_t high) {
     _tile_loadconfig(&config);
     loaded_low = low;
     loaded_lower = lower;
+    loaded_steps = steps;
 }
 
 struct Part {
@@ -60,6 +68,7 @@ struct Part {
     int64_t low, high, strips;
     bool add;
     int64_t fetch;  // cache lines of each step to prefetch: those of all strips of the call
+    int64_t tile_steps;
 };
 
 AMX inline void fetch_ahead(const Part& p, const char* w) {
@@ -98,7 +107,7 @@ AMX void square(const Part& p) {
     BEGIN(2, true, below);
     BEGIN(3, two, below + kStrip);
     const char *w = p.weights, *x = p.x, *x_below = p.x + p.low * p.x_stride;
-    for (int64_t step = 0; step < p.steps; step += kTileSteps) {
+    for (int64_t step = 0; step < p.steps; step += p.tile_steps) {
         fetch_ahead(p, w);
         _tile_loadd(6, w, kStepBytes);
         _tile_loadd(4, x, p.x_stride);
@@ -110,9 +119,9 @@ AMX void square(const Part& p) {
             MULTIPLY(1, 4, 7);
             MULTIPLY(3, 5, 7);
         }
-        w += kTileSteps * kStepBytes;
-        x += kTileRow;
-        x_below += kTileRow;
+        w += p.tile_steps * kStepBytes;
+        x += p.tile_steps * 4;
+        x_below += p.tile_steps * 4;
     }
     FINISH(0, true, p.out);
     FINISH(1, two, p.out + kStrip);
@@ -129,7 +138,7 @@ AMX void flat(const Part& p) {
     BEGIN(2, strips > 2, p.out + 2 * kStrip);
     BEGIN(3, strips > 3, p.out + 3 * kStrip);
     const char *w = p.weights, *x = p.x;
-    for (int64_t step = 0; step < p.steps; step += kTileSteps) {
+    for (int64_t step = 0; step < p.steps; step += p.tile_steps) {
         fetch_ahead(p, w);
         _tile_loadd(4, x, p.x_stride);
         _tile_loadd(6, w, kStepBytes);
@@ -146,8 +155,8 @@ AMX void flat(const Part& p) {
             _tile_loadd(7, w + 3 * kTileRow, kStepBytes);
             MULTIPLY(3, 4, 7);
         }
-        w += kTileSteps * kStepBytes;
-        x += kTileRow;
+        w += p.tile_steps * kStepBytes;
+        x += p.tile_steps * 4;
     }
     FINISH(0, true, p.out);
     FINISH(1, strips > 1, p.out + kStrip);
@@ -159,7 +168,7 @@ AMX void flat(const Part& p) {
 void group(Part p, bool is_int8, int64_t rows) {
     p.low = least(rows, 16);
     p.high = rows - p.low;
-    set_tiles(p.low, p.high);
+    set_tiles(p.low, p.high, p.tile_steps);
     if (p.high) (is_int8 ? square<true> : square<false>)(p);
     else (is_int8 ? flat<true> : flat<false>)(p);
 }
@@ -178,18 +187,59 @@ AMX void scale_sums(const float* x_scales, const float* scales, int64_t rows, in
         }
 }
 
+// Sums of one group of k, [rows][kPanel] integers, scaled and added to `out`, or put there.
+// x_scales, x_sums: of the group, of the first row; rows x_stride bytes apart.
+AMX void add_group(const Matrix& matrix, const GroupLayout& layout, const char* header,
+                   int64_t strip, int64_t strips, const int32_t* sums, const float* x_scales,
+                   const int32_t* x_sums, int64_t x_stride, int64_t rows, bool add, float* out,
+                   int64_t out_stride) {
+    const bool halves = matrix.groups.half_scales;
+    const Zeros zeros = matrix.groups.zeros;
+    const int32_t centre =
+        matrix.format == Format::kInt4 && zeros == Zeros::kNone ? kInt4Zero : 0;
+    for (int64_t s = 0; s < strips; ++s) {
+        const int64_t output = (strip + s) * kStrip;
+        const __m512 scale = wide_scales(halves, header, output);
+        const __m512i points =
+            wide_points(zeros == Zeros::kPoints, header + layout.zeros_at, output, centre);
+        __m512 offset = _mm512_setzero_ps();
+        if (zeros == Zeros::kOffsets)
+            offset = wide_scales(halves, header + layout.zeros_at, output);
+        for (int64_t r = 0; r < rows; ++r) {
+            float* at = out + r * out_stride + s * kStrip;
+            const float x_scale = *(const float*)((const char*)x_scales + r * x_stride);
+            const int32_t x_sum = *(const int32_t*)((const char*)x_sums + r * x_stride);
+            const __m512i total =
+                _mm512_sub_epi32(_mm512_loadu_si512(sums + r * kPanel + s * kStrip),
+                                 times_points(points, x_sum));
+            __m512 value = add ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
+            value = _mm512_fmadd_ps(to_floats(total),
+                                    _mm512_mul_ps(scale, _mm512_set1_ps(x_scale)), value);
+            if (zeros == Zeros::kOffsets)
+                value =
+                    _mm512_fmadd_ps(offset, _mm512_set1_ps(x_scale * (float)x_sum), value);
+            _mm512_storeu_ps(at, value);
+        }
+    }
+}
+
+// The most steps of k in a tile that groups are multiples of.
+int64_t steps_of_tile(int64_t group) {
+    return group % 64 == 0 ? 16 : group % 32 == 0 ? 8 : 4;
+}
+
 }  // namespace
 
 AMX void release_tiles() {
     if (loaded_low == 0) return;
     _tile_release();
-    loaded_low = loaded_lower = 0;
+    loaded_low = loaded_lower = loaded_steps = 0;
 }
 
 void multiply_tiles(const void* x, int64_t x_stride, int64_t rows, const void* panel,
                     int64_t steps, int64_t strips, float* out, int64_t out_stride, bool add) {
     Part p{(const char*)panel, (const char*)x, x_stride, steps, out, out_stride, 16, rows - 16,
-           strips, add, 0};
+           strips, add, 0, kTileSteps};
     if (rows <= 16) {
         group(p, false, rows);
         return;
@@ -211,6 +261,7 @@ void multiply_amx(const Matrix& matrix, const Rows& x, int64_t rows, int64_t fir
     // 16 rows or fewer take all strips of a panel at once, more of them two.
     const int64_t width = rows <= 16 ? kTileStrips : 2;
     Part p;
+    p.tile_steps = kTileSteps;
     p.x_stride = x.stride * bytes;
     p.out_stride = out_stride;
     // Panels inside: their share of a block of many rows' inputs stays in L2.
@@ -235,6 +286,56 @@ void multiply_amx(const Matrix& matrix, const Rows& x, int64_t rows, int64_t fir
     if (is_int8)
         scale_sums(x.scales, matrix.scales + first * kStrip, rows, strips, out + first * kStrip,
                    out_stride);
+}
+
+AMX void multiply_groups_amx(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first,
+                             int64_t strips, float* out, int64_t out_stride) {
+    const GroupLayout layout = group_layout(matrix);
+    const int64_t size = matrix.groups.size, padded = matrix.padded_depth, last = first + strips;
+    const int64_t block = block_depth(matrix.groups), width = rows <= 16 ? kTileStrips : 2;
+    const bool is_int4 = matrix.format == Format::kInt4;
+    alignas(64) char unpacked[kUnpackDepth * kPanel];
+    alignas(64) int32_t sums[kGroup * kPanel];
+    Part p;
+    p.x_stride = x.stride;
+    p.out = (float*)sums;
+    p.out_stride = kPanel;
+    p.add = false;
+    p.fetch = 0;
+    p.tile_steps = steps_of_tile(size);
+    // Panels inside: their share of a block of many rows' inputs stays in L2.
+    for (int64_t begin = 0; begin < padded; begin += block) {
+        const int64_t end = least(begin + block, padded);
+        for (int64_t strip = first, next; strip < last; strip = next) {
+            next = least(last, (strip / kTileStrips + 1) * kTileStrips);
+            const int64_t inside = strip % kTileStrips;
+            const char* header = (const char*)matrix.data +
+                                 strip / kTileStrips * layout.panel_bytes +
+                                 begin / size * layout.bytes;
+            for (int64_t k = begin, g = 0; is_int4 && k < end; k += size, ++g)
+                unpack_int4(header + g * layout.bytes + layout.data_at + inside * 64,
+                            least(size, end - k), next - strip, unpacked + g * size * kPanel);
+            for (int64_t r = 0; r < rows; r += kGroup) {
+                const int64_t count = least(kGroup, rows - r);
+                const int8_t* row = (const int8_t*)x.data + r * x.stride;
+                for (int64_t s = 0; s < next - strip; s += width)
+                    for (int64_t k = begin, g = 0; k < end; k += size, ++g) {
+                        p.strips = least(width, next - strip - s);
+                        p.steps = least(size, end - k) / 4;
+                        p.x = (const char*)row + k;
+                        p.weights = is_int4 ? unpacked + g * size * kPanel + s * kTileRow
+                                            : header + g * layout.bytes + layout.data_at +
+                                                  (inside + s) * kTileRow;
+                        group(p, true, count);
+                        add_group(matrix, layout, header + g * layout.bytes, inside + s, p.strips,
+                                  sums, scales_of_row(row, padded) + k / size,
+                                  sums_of_row(row, padded, layout.count) + k / size, x.stride,
+                                  count, k > 0, out + r * out_stride + (strip + s) * kStrip,
+                                  out_stride);
+                    }
+            }
+        }
+    }
 }
 
 }  // namespace hetero

@@ -29,8 +29,8 @@ void base_tile(const TileCall& c) {
     for (int n = 0; n < N; ++n) c.out[n] = (float)sums[n] * (c.x_scales[0] * c.scales[n]);
 }
 
-// Products of the absolute row values with the weights in the rows' signs: a sum of two fits in 16
-// bits because nothing is below -127.
+// Products of the absolute weights with the row in the weights' signs: a sum of two fits in 16 bits
+// because nothing in a row is below -127. Weights of checkpoints may be -128.
 template <int R, int S>
 ON_AVX2 void avx2_tile(const TileCall& c) {
     constexpr int N = S * 2;
@@ -51,11 +51,12 @@ ON_AVX2 void avx2_tile(const TileCall& c) {
             for (int r = 0; r < R; ++r) {
                 int32_t four;
                 std::memcpy(&four, x + r * c.x_stride, sizeof four);
-                const __m256i a = _mm256_set1_epi32(four), size = _mm256_abs_epi8(a);
+                const __m256i a = _mm256_set1_epi32(four);
 #pragma GCC unroll 8
                 for (int n = 0; n < N; ++n) {
                     const __m256i b = _mm256_loadu_si256((const __m256i*)(w + n * 32));
-                    const __m256i twos = _mm256_maddubs_epi16(size, _mm256_sign_epi8(b, a));
+                    const __m256i twos =
+                        _mm256_maddubs_epi16(_mm256_abs_epi8(b), _mm256_sign_epi8(a, b));
                     sums[r][n] = _mm256_add_epi32(sums[r][n], _mm256_madd_epi16(twos, ones));
                 }
             }

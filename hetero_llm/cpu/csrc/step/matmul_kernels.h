@@ -41,6 +41,17 @@ const Tiles& float_tiles(Isa isa);
 const Tiles& bf16_tiles(Isa isa);
 const Tiles& int8_tiles(Isa isa);
 
+// Products of weights with groups; arguments as of `multiply`.
+void multiply_groups(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first,
+                     int64_t strips, float* out, int64_t out_stride, Isa isa);
+void multiply_groups_amx(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first,
+                         int64_t strips, float* out, int64_t out_stride);
+
+// `pack` of int4 and `pack_quantized` of weights with groups.
+void pack_groups(Matrix& matrix, const void* weight, bool weight_is_bf16, int64_t stride,
+                 int64_t first, int64_t last, int64_t to);
+void pack_groups(Matrix& matrix, const Quantized& from, int64_t first, int64_t last, int64_t to);
+
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // bf16 and int8 on AMX; arguments as of `multiply`.

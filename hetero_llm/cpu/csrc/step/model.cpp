@@ -12,10 +12,16 @@ enum Which : int64_t {
     kDown, kQNorm, kKNorm
 };
 
-bool take_matrix(Arena& arena, Matrix& matrix, Format format, int64_t outputs, int64_t depth) {
-    matrix = {format, outputs, depth, round_up(outputs, kPanel), round_up(depth, kDepth),
-              arena.take(packed_bytes(format, outputs, depth)), nullptr, nullptr};
-    if (format == Format::kInt8) {
+Form form_of(const HeteroForm& form) {
+    return {(Format)form.format, {form.group, form.half_scales != 0, (Zeros)form.zeros}};
+}
+
+constexpr int64_t kLayerForms = 4;  // of a layer: qkv, output, gate and up, down
+
+bool take_matrix(Arena& arena, Matrix& matrix, const Form& form, int64_t outputs, int64_t depth) {
+    matrix = {form.format, outputs, depth, round_up(outputs, kPanel), round_up(depth, kDepth),
+              arena.take(packed_bytes(form, outputs, depth)), nullptr, nullptr, form.groups};
+    if (form.format == Format::kInt8) {
         matrix.scales = (float*)arena.take(matrix.padded_outputs * 4);
         matrix.sums = (int32_t*)arena.take(matrix.padded_outputs * 4);
         if (!matrix.sums) return false;
@@ -23,9 +29,9 @@ bool take_matrix(Arena& arena, Matrix& matrix, Format format, int64_t outputs, i
     return matrix.data != nullptr;
 }
 
-int64_t matrix_bytes(Format format, int64_t outputs, int64_t depth) {
-    const int64_t more = format == Format::kInt8 ? 8 * round_up(outputs, kPanel) : 0;
-    return packed_bytes(format, outputs, depth) + more + 2 * kLine;
+int64_t matrix_bytes(const Form& form, int64_t outputs, int64_t depth) {
+    const int64_t more = form.format == Format::kInt8 ? 8 * round_up(outputs, kPanel) : 0;
+    return packed_bytes(form, outputs, depth) + more + 2 * kLine;
 }
 
 // Outputs of the interleaved gate and up: whole strips of each, the last ones padded.
@@ -33,7 +39,8 @@ int64_t interleaved(const HeteroModel& s) { return 2 * round_up(s.inner, kStrip)
 
 float* take_floats(Arena& arena, int64_t count) { return (float*)arena.take(count * 4); }
 
-bool take_layer(Model& model, Layer& layer) {
+// forms: of qkv, output, gate and up, down.
+bool take_layer(Model& model, Layer& layer, const HeteroForm* forms) {
     const HeteroModel& s = model.sizes;
     Arena& arena = model.arena;
     const int64_t qkv = model.all_heads() * s.dim;
@@ -41,13 +48,13 @@ bool take_layer(Model& model, Layer& layer) {
     layer.qkv_bias = take_floats(arena, round_up(qkv, kPanel));
     layer.q_norm = take_floats(arena, s.dim);
     layer.k_norm = take_floats(arena, s.dim);
-    bool done = take_matrix(arena, layer.qkv, model.format, qkv, s.hidden);
+    bool done = take_matrix(arena, layer.qkv, form_of(forms[0]), qkv, s.hidden);
     layer.out_bias = take_floats(arena, round_up(s.hidden, kPanel));
-    done &= take_matrix(arena, layer.out, model.format, s.hidden, s.heads * s.dim);
+    done &= take_matrix(arena, layer.out, form_of(forms[1]), s.hidden, s.heads * s.dim);
     layer.second_norm = take_floats(arena, s.hidden);
-    done &= take_matrix(arena, layer.gate_up, model.format, interleaved(s), s.hidden);
+    done &= take_matrix(arena, layer.gate_up, form_of(forms[2]), interleaved(s), s.hidden);
     layer.down_bias = take_floats(arena, round_up(s.hidden, kPanel));
-    done &= take_matrix(arena, layer.down, model.format, s.hidden, s.inner);
+    done &= take_matrix(arena, layer.down, form_of(forms[3]), s.hidden, s.inner);
     return done && layer.second_norm;
 }
 
@@ -59,50 +66,63 @@ void copy_vector(const void* data, int64_t count, bool is_bf16, const float* to)
 }
 
 struct Source {
-    const void* data;
-    int64_t rows, columns;
-    bool is_bf16;
+    const GivenWeight& weight;
     int64_t part, parts;
 };
 
+// Packs rows [first, last) of a weight to the places of outputs from `to`.
+void pack_rows(const Source& from, int64_t first, int64_t last, int64_t to, Matrix& matrix) {
+    const GivenWeight& weight = from.weight;
+    if (weight.quantized) pack_quantized(matrix, *weight.quantized, first, last, to);
+    else pack(matrix, weight.data, weight.is_bf16, weight.columns, first, last, to);
+}
+
+bool fits(const Source& from, int64_t rows, const Matrix& to) {
+    const bool keeps = from.weight.quantized != nullptr;
+    const bool format_fits = keeps ? to.format == Format::kInt8 || has_groups(to.format)
+                                   : to.format != Format::kInt8Groups;
+    return format_fits && from.weight.rows == rows && from.weight.columns == to.depth;
+}
+
 bool set_vector(const Source& from, int64_t count, const float* to) {
-    if (from.rows * from.columns != count) return false;
-    if (from.part == 0) copy_vector(from.data, count, from.is_bf16, to);
+    const GivenWeight& weight = from.weight;
+    if (weight.quantized || weight.rows * weight.columns != count) return false;
+    if (from.part == 0) copy_vector(weight.data, count, weight.is_bf16, to);
     return true;
 }
 
 bool set_matrix(const Source& from, Matrix& to) {
-    if (from.rows != to.outputs || from.columns != to.depth) return false;
+    if (!fits(from, to.outputs, to)) return false;
     const int64_t panels = to.padded_outputs / kPanel;
     const int64_t first = panels * from.part / from.parts * kPanel;
     const int64_t last = panels * (from.part + 1) / from.parts * kPanel;
-    const int64_t end = last < from.rows ? last : from.rows;
-    if (first < end) pack(to, from.data, from.is_bf16, from.columns, first, end, first);
+    const int64_t end = last < to.outputs ? last : to.outputs;
+    if (first < end) pack_rows(from, first, end, first, to);
     return true;
 }
 
 bool set_gate_up(const Source& from, int64_t inner, Matrix& to) {
-    if (from.rows != 2 * inner || from.columns != to.depth) return false;
+    if (!fits(from, 2 * inner, to)) return false;
     const int64_t strips = round_up(inner, kStrip) / kStrip;
     const int64_t last = strips * (from.part + 1) / from.parts;
     for (int64_t s = strips * from.part / from.parts; s < last; ++s) {
         const int64_t first = s * kStrip, end = first + kStrip < inner ? first + kStrip : inner;
-        pack(to, from.data, from.is_bf16, from.columns, first, end, 2 * first);
-        pack(to, from.data, from.is_bf16, from.columns, inner + first, inner + end,
-             2 * first + kStrip);
+        pack_rows(from, first, end, 2 * first, to);
+        pack_rows(from, inner + first, inner + end, 2 * first + kStrip, to);
     }
     return true;
 }
 
 bool set_embedding(Model& model, const Source& from) {
     const HeteroModel& s = model.sizes;
-    if (from.rows != s.vocab || from.columns != s.hidden) return false;
+    const GivenWeight& weight = from.weight;
+    if (weight.quantized || weight.rows != s.vocab || weight.columns != s.hidden) return false;
     if (!model.embedding) return true;  // tied: the head has it
-    const int64_t bytes = s.hidden * (from.is_bf16 ? 2 : 4);
+    const int64_t bytes = s.hidden * (weight.is_bf16 ? 2 : 4);
     const int64_t first = s.vocab * from.part / from.parts;
     const int64_t last = s.vocab * (from.part + 1) / from.parts;
-    model.embedding_is_bf16 = from.is_bf16;
-    std::memcpy((char*)model.embedding + first * bytes, (const char*)from.data + first * bytes,
+    model.embedding_is_bf16 = weight.is_bf16;
+    std::memcpy((char*)model.embedding + first * bytes, (const char*)weight.data + first * bytes,
                 (last - first) * bytes);
     return true;
 }
@@ -124,34 +144,37 @@ void embed_from_head(const Matrix& head, int64_t token, float* out) {
 
 }  // namespace
 
-bool reserve_model(Model& model, const HeteroModel& sizes) {
+bool reserve_model(Model& model, const HeteroModel& sizes, const HeteroForm* forms) {
     model.sizes = sizes;
-    model.format = (Format)sizes.weight_format;
     const HeteroModel& s = sizes;
     const int64_t qkv = model.all_heads() * s.dim;
+    const Form head = form_of(forms[kLayerForms * s.layers]);
     // Quantized rows of a head are no embedding.
-    const bool keeps_rows = !s.tied_head || model.format == Format::kInt8;
+    const bool is_quantized = head.format == Format::kInt8 || has_groups(head.format);
+    const bool keeps_rows = !s.tied_head || is_quantized;
     const int64_t vectors = 4 * (4 * s.hidden + round_up(qkv, kPanel) + 2 * s.dim + 2 * kPanel);
-    const int64_t layer = matrix_bytes(model.format, qkv, s.hidden) +
-                          matrix_bytes(model.format, s.hidden, s.heads * s.dim) +
-                          matrix_bytes(model.format, interleaved(s), s.hidden) +
-                          matrix_bytes(model.format, s.hidden, s.inner) + vectors + 8 * kLine;
     const int64_t embedding = keeps_rows ? s.vocab * s.hidden * 4 : 0;  // pages unused cost nothing
-    if (!model.arena.reserve(embedding + s.layers * layer + s.hidden * 4 + 2 * kLine +
-                             matrix_bytes(model.format, s.vocab, s.hidden)))
-        return false;
+    int64_t bytes = embedding + s.hidden * 4 + 2 * kLine + matrix_bytes(head, s.vocab, s.hidden);
+    for (int64_t i = 0; i < s.layers; ++i) {
+        const HeteroForm* own = forms + kLayerForms * i;
+        bytes += matrix_bytes(form_of(own[0]), qkv, s.hidden) +
+                 matrix_bytes(form_of(own[1]), s.hidden, s.heads * s.dim) +
+                 matrix_bytes(form_of(own[2]), interleaved(s), s.hidden) +
+                 matrix_bytes(form_of(own[3]), s.hidden, s.inner) + vectors + 8 * kLine;
+    }
+    if (!model.arena.reserve(bytes)) return false;
     model.layers.resize(s.layers);
-    for (Layer& each : model.layers)
-        if (!take_layer(model, each)) return false;
+    for (int64_t i = 0; i < s.layers; ++i)
+        if (!take_layer(model, model.layers[i], forms + kLayerForms * i)) return false;
     model.final_norm = take_floats(model.arena, s.hidden);
-    if (!take_matrix(model.arena, model.head, model.format, s.vocab, s.hidden)) return false;
+    if (!take_matrix(model.arena, model.head, head, s.vocab, s.hidden)) return false;
     model.embedding = keeps_rows ? model.arena.take(embedding) : nullptr;
     return !keeps_rows || model.embedding;
 }
 
-bool set_weight(Model& model, int64_t layer, int64_t which, const void* data, int64_t rows,
-                int64_t columns, bool is_bf16, int64_t part, int64_t parts) {
-    const Source from{data, rows, columns, is_bf16, part, parts};
+bool set_weight(Model& model, int64_t layer, int64_t which, const GivenWeight& weight, int64_t part,
+                int64_t parts) {
+    const Source from{weight, part, parts};
     const HeteroModel& s = model.sizes;
     if (which == kEmbedding) return set_embedding(model, from);
     if (which == kFinalNorm) return set_vector(from, s.hidden, model.final_norm);

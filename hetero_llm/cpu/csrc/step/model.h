@@ -19,7 +19,6 @@ struct Layer {
 
 struct Model {
     HeteroModel sizes;
-    Format format;
     std::vector<Layer> layers;
     Matrix head;
     const float* final_norm;
@@ -31,13 +30,21 @@ struct Model {
     int64_t all_heads() const { return sizes.heads + 2 * sizes.kv_heads; }
 };
 
-// Reserves memory for all weights; false if there is none.
-bool reserve_model(Model& model, const HeteroModel& sizes);
+// Reserves memory for all weights; false if there is none. forms: see hetero_executor_new.
+bool reserve_model(Model& model, const HeteroModel& sizes, const HeteroForm* forms);
+
+// A weight as the caller has it, row-major: bf16, float or, if `quantized` is not null, integers.
+struct GivenWeight {
+    const void* data;
+    int64_t rows, columns;
+    bool is_bf16;
+    const Quantized* quantized;
+};
 
 // See hetero_executor_set. Thread `part` of `parts` packs its share of the rows; part 0 copies
-// vectors. False if the shape is not the model's.
-bool set_weight(Model& model, int64_t layer, int64_t which, const void* data, int64_t rows,
-                int64_t columns, bool is_bf16, int64_t part, int64_t parts);
+// vectors. False if the shape is not the model's, or integers are not in the matrix's format.
+bool set_weight(Model& model, int64_t layer, int64_t which, const GivenWeight& weight, int64_t part,
+                int64_t parts);
 
 // Row `token` of the embedding as floats, [hidden].
 void embed(const Model& model, int64_t token, float* out, Isa isa);

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.kernels.native_parts import AttentionTokens, Format
+from bench.kernels.native_parts import DEPTH, PANEL, AttentionTokens, Format, PackedMatrix, Zeros
 
 _MOST_INTEGER = np.float32(127)
 
@@ -45,6 +45,61 @@ def ref_multiply(
     (x_integers, x_scales), (integers, scales) = ref_quantize(x), ref_quantize(weight)
     sums = x_integers.astype(np.float64) @ integers.T.astype(np.float64)
     return sums * (x_scales[:, None] * scales)
+
+
+def ref_quantize_groups(
+    x: NDArray[np.float32], size: int
+) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.int32]]:
+    """Integers [rows, depth], scales and sums [rows, groups] of rows [rows, depth] whose groups of
+    `size` are quantized each for itself."""
+    rows, depth = x.shape
+    integers = np.zeros((rows, depth), np.int8)
+    scales = np.zeros((rows, -(-depth // size)), np.float32)
+    for group in range(scales.shape[1]):
+        columns = slice(group * size, (group + 1) * size)
+        integers[:, columns], scales[:, group] = ref_quantize(np.ascontiguousarray(x[:, columns]))
+    starts = np.arange(0, depth, size)
+    return integers, scales, np.add.reduceat(integers, starts, axis=1, dtype=np.int32)
+
+
+def ref_unpack_groups(
+    matrix: PackedMatrix,
+) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.generic] | None]:
+    """What a packed matrix with groups holds, padding included: integers [padded outputs, padded
+    depth], those of int8 as unsigned bytes; scales and, if it has any, points or offsets [padded
+    outputs, groups]."""
+    assert matrix.groups is not None
+    size, panels = matrix.groups.size, matrix.padded_outputs // PANEL
+    padded = -(-matrix.depth // DEPTH) * DEPTH
+    wide = np.float16 if matrix.groups.half_scales else np.float32
+    zeros_of = {Zeros.POINTS: np.dtype(np.uint8), Zeros.OFFSETS: np.dtype(wide)}
+    integers = np.zeros((panels, PANEL, padded), np.uint8)
+    scales: list[NDArray[np.float32]] = []
+    zeros: list[NDArray[np.generic]] = []
+    rest = matrix.data[: matrix.data.size // matrix.copies].reshape(panels, -1)
+
+    def take(count: int) -> NDArray[np.uint8]:
+        nonlocal rest
+        taken, rest = rest[:, :count], rest[:, count:]
+        return np.ascontiguousarray(taken)
+
+    for begin in range(0, padded, size):
+        depth = min(size, padded - begin)
+        scales.append(take(PANEL * np.dtype(wide).itemsize).view(wide).astype(np.float32))
+        if matrix.groups.zeros is not Zeros.NONE:
+            kind = zeros_of[matrix.groups.zeros]
+            zeros.append(take(PANEL * kind.itemsize).view(kind))
+        if matrix.format is Format.INT4:
+            four = take(depth * PANEL // 2).reshape(panels, depth // 8, PANEL, 4)
+            here = np.concatenate((four & 15, four >> 4), axis=-1)
+        else:
+            here = take(depth * PANEL).reshape(panels, depth // 4, PANEL, 4)
+        integers[:, :, begin : begin + depth] = here.swapaxes(1, 2).reshape(panels, PANEL, depth)
+    assert rest.size == 0
+    of_groups = [
+        np.stack(parts, axis=-1).reshape(-1, len(parts)) for parts in (scales, zeros) if parts
+    ]
+    return integers.reshape(-1, padded), of_groups[0], of_groups[1] if zeros else None
 
 
 def ref_attention(

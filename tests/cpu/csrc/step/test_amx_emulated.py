@@ -32,6 +32,18 @@ from tests.cpu.csrc.step.test_matmul import (
     test_products_equal_their_reference,
     test_results_do_not_depend_on_how_strips_and_rows_are_shared,
 )
+from tests.cpu.csrc.step.test_matmul_groups import (
+    test_nan_reaches_the_result as test_nan_reaches_the_result_of_groups,
+)
+from tests.cpu.csrc.step.test_matmul_groups import (
+    test_products_equal_their_reference as test_products_of_groups_equal_their_reference,
+)
+from tests.cpu.csrc.step.test_matmul_groups import (
+    test_results_do_not_depend_on_how_strips_and_rows_are_shared as test_groups_shared,
+)
+from tests.cpu.csrc.step.test_matmul_groups import (
+    test_the_same_on_every_instruction_set as test_groups_are_the_same_on_every_instruction_set,
+)
 
 AMX = native.ISA_NAMES.index("amx")
 STEP = Path(native.__file__).parent / "csrc" / "step"

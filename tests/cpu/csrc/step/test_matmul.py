@@ -1,4 +1,5 @@
-"""Packed products against sums in double, for every format and instruction set of the machine."""
+"""Packed products against sums in double, for every instruction set of the machine and every format
+but those with groups (test_matmul_groups.py)."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from bench.kernels.native_parts import (
     empty_matrix,
     multiply,
     pack,
+    pack_quantized,
     prepare,
 )
 from tests.cpu.csrc.step.references import ref_multiply, ref_quantize, ref_round
@@ -25,6 +27,7 @@ from tests.cpu.csrc.step.references import ref_multiply, ref_quantize, ref_round
 ISA_NAMES = ("base", "avx2", "avx512", "avx512_bf16", "amx")
 ROWS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 33, 64, 200)
 SIZES = ((16, 32), (64, 64), (40, 100), (200, 1000), (129, 333), (192, 577))  # outputs, depth
+FORMATS = (Format.BF16, Format.FLOAT, Format.INT8)
 UNTOUCHED = 12345.0
 
 
@@ -59,7 +62,7 @@ def bound(
     return 6e-8 * 6 * np.sqrt(weight.shape[1]) * sizes
 
 
-@pytest.mark.parametrize("format", Format, ids=lambda f: f.name)
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_products_equal_their_reference(
     library: ctypes.CDLL, format: Format, size: tuple[int, int], isa: int
@@ -85,7 +88,7 @@ def _expected(
     return ref_multiply(format, weight, x), bound(format, weight, x)
 
 
-@pytest.mark.parametrize("format", Format, ids=lambda f: f.name)
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 @pytest.mark.parametrize("depth", [576, 4096])
 def test_results_do_not_depend_on_how_strips_and_rows_are_shared(
     library: ctypes.CDLL, format: Format, depth: int, isa: int
@@ -119,6 +122,24 @@ def test_integers_give_the_same_on_every_instruction_set(library: ctypes.CDLL, i
     np.testing.assert_array_equal(got, want)
 
 
+def test_integers_of_a_checkpoint_are_packed_as_they_are(library: ctypes.CDLL, isa: int) -> None:
+    """-128 among them, which rounding never gives."""
+    rng = np.random.default_rng(5)
+    weight = rng.integers(-128, 128, (90, 333)).astype(np.int8)
+    weight[3] = -128
+    scales = (rng.random((90, 1)) + 0.5).astype(np.float32)
+    matrix = empty_matrix(library, Format.INT8, 90, depth=333)
+    for first, last, to in ((0, 40, 50), (40, 90, 0)):
+        pack_quantized(library, matrix, weight, scales, first=first, last=last, to=to)
+    for rows in (1, 2, 3, 9):
+        x = random(rows, rows, 333)
+        integers, x_scales = ref_quantize(x)
+        sums = integers.astype(np.int64) @ np.roll(weight, 50, axis=0).T.astype(np.int64)
+        expected = sums * (x_scales[:, None] * np.roll(scales[:, 0], 50))
+        out = product(library, matrix, prepare(library, Format.INT8, x, isa=isa), isa)
+        np.testing.assert_allclose(out[:, :90], expected, rtol=3e-7)
+
+
 def test_rows_are_prepared_as_by_their_references(library: ctypes.CDLL, isa: int) -> None:
     x = random(5, 6, 331) * np.float32(3)
     x[1] = 0
@@ -136,7 +157,7 @@ def test_rows_are_prepared_as_by_their_references(library: ctypes.CDLL, isa: int
         assert rows.data.shape[1] == 384 and not rows.data[:, 331:].any()
 
 
-@pytest.mark.parametrize("format", Format, ids=lambda f: f.name)
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 def test_nan_reaches_the_result(library: ctypes.CDLL, format: Format, isa: int) -> None:
     x = random(6, 9, 128)
     x[4, 77] = np.nan
@@ -145,7 +166,7 @@ def test_nan_reaches_the_result(library: ctypes.CDLL, format: Format, isa: int) 
     assert np.isnan(out[4]).all() and not np.isnan(np.delete(out, 4, axis=0)).any()
 
 
-@pytest.mark.parametrize("format", Format, ids=lambda f: f.name)
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 @pytest.mark.parametrize("depth", [64, 90, 1500, 2100])
 def test_pieces_are_packed_where_they_belong(
     library: ctypes.CDLL, format: Format, depth: int

@@ -1,0 +1,264 @@
+"""Products with quantized weights beside cuBLAS in bf16, by kind, layer and number of rows.
+
+Few rows: our kernels, with the launch that `choose` names (`us`) and with the best of all
+candidates (`best_us`). `share`: bytes of the prepared matrix, of x and of y, over the time, over
+the speed of a large copy in the same run. Weights are random and as many as keep L2 from holding
+them; all is timed in CUDA graphs. `step` adds up the layers of a model: what they would take in one
+step. Many rows: `product_of`, which quantizes rows or dequantizes the matrix.
+
+Predictions for the 8B shape (6.98e9 weights in its layers), before anything was measured. Bytes at
+a copy speed of 4.2 TB/s; instructions for an element as counted in the SASS of the inner loops, at
+70% of 132 x 128 a clock at 1.755 GHz; reads from L2, in which x is read once for each tile of
+features, at 5.5 TB/s (an assumption). The largest of the three, and 10% for all else, is what a
+step's layers should take, in ms:
+
+| at 1 / 8 / 32 / 64 rows | bytes | instructions | their time | L2 | layers of a step |
+|---|---|---|---|---|---|
+| fp8, a row | 1.66 | 3.2/2.7/3.0/3.1 | 1.1/0.9/1.0/1.1 | 2.5 at 64 | 1.8 / 1.8 / 1.9 / 2.8 |
+| fp8, 128 x 128 | 1.66 | 3.6/3.0/3.5/3.9 | 1.2/1.0/1.2/1.3 | 2.5 | 1.8 / 1.8 / 1.9 / 2.8 |
+| int8, a row | 1.66 | 3.9/3.1/3.5/3.6 | 1.3/1.1/1.2/1.2 | 2.5 | 1.8 / 1.8 / 1.9 / 2.8 |
+| int4, 128, zeros | 0.88 | 2.6/2.6/3.1/3.4 | 0.9/0.9/1.0/1.1 | 1.9 | 1.0 / 1.0 / 1.4 / 2.1 |
+| fp4, 32 | 0.88 | 4.2/4.2/5.3/6.5 | 1.4/1.4/1.8/2.2 | 1.9 | 1.6 / 1.6 / 2.0 / 2.4 |
+| fp4, 16 (e4m3) | 0.94 | 5.7/5.7/7.9/9.9 | 1.9/1.9/2.7/3.3 | 2.0 | 2.1 / 2.1 / 3.0 / 3.7 |
+| nf4, 64 | 0.93 | 5.6/5.6/6.5/7.0 | 1.9/1.9/2.2/2.4 | 2.0 | 2.1 / 2.1 / 2.4 / 2.6 |
+
+One row of 4 bits counts the tensor-core kernel, which `choose` takes there; the vector kernel's
+counts are 4.6 (int4), 6.1 (fp4) and 7.8 (nf4).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.common import bench_parser, names_of, numbers, print_table, write_results
+from bench.gpu_timing import copy_bandwidth
+from bench.kernels.skinny_gemm import L2_BYTES, MODELS, compile_all, graph_us, label, rows_like
+from hetero_llm.gpu.kernels.dequantize import dequantize_to
+from hetero_llm.gpu.kernels.quantized_gemm import (
+    PreparedMatrix,
+    choose,
+    fits,
+    plan_launch,
+    prepare,
+)
+from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct
+from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig
+from hetero_llm.quantization.matrix import BLOCK_ROWS, Kind, QuantizedMatrix
+
+LAYERS = ("qkv", "o", "gate_up", "down")
+FEW = [1, 8, 32, 64]
+MANY = [128, 256, 1024, 4096]
+WORST_ERROR = {"few": 1e-2, "many": 6e-2}  # over the largest output; many rows may be quantized
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kind of weights with its scales."""
+
+    kind: Kind
+    group: int | None = None
+    rows: int = 1
+    scale_dtype: torch.dtype = torch.float16
+    zeros: bool = False
+
+
+FORMS = {
+    "fp8": Form("fp8", scale_dtype=torch.float32),
+    "fp8_block": Form("fp8", 128, BLOCK_ROWS, torch.float32),
+    "int8": Form("int8", scale_dtype=torch.float32),
+    "int4": Form("int4", 128, zeros=True),
+    "int4_symmetric": Form("int4", 128),
+    "fp4_32": Form("fp4", 32, scale_dtype=torch.bfloat16),
+    "fp4_16": Form("fp4", 16, scale_dtype=torch.float8_e4m3fn),
+    "nf4": Form("nf4", 64, scale_dtype=torch.float32),
+}
+
+
+def random_matrix(form: Form, n: int, k: int) -> PreparedMatrix:
+    """Codes of all values, scales that make products of order one."""
+    if form.kind == "fp8":
+        data = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn)
+    elif form.kind == "int8":
+        data = torch.randint(-127, 128, (n, k), device="cuda", dtype=torch.int8)
+    else:
+        data = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
+    largest = {"fp8": 1.0, "int8": 70.0, "int4": 5.0, "fp4": 3.0, "nf4": 0.5}[form.kind]
+    group = form.group or k
+    shape = (-(-n // form.rows), -(-k // group))
+    scale = (0.5 + torch.rand(shape, device="cuda")) / (largest * k**0.5)
+    if form.scale_dtype == torch.float8_e4m3fn:
+        scale = scale * 256  # e4m3 has no smaller ones; a scale for all would take it off
+    zero = torch.randint(6, 10, shape, device="cuda", dtype=torch.uint8) if form.zeros else None
+    matrix = QuantizedMatrix(
+        form.kind, data, scale.to(form.scale_dtype).contiguous(), group, form.rows, zero
+    )
+    return prepare(matrix)
+
+
+def candidates(m: int, matrix: PreparedMatrix) -> list[SkinnyConfig]:
+    """All launches worth timing, what `choose` says first."""
+    configs = [choose(m, matrix)]
+    if m == 1:
+        for block_n, warps, split in (
+            *((8, 1, 1), (8, 2, 1), (8, 4, 1), (4, 1, 1), (4, 2, 1), (4, 4, 1)),
+            *((16, 1, 1), (8, 1, 2), (8, 2, 2)),
+        ):
+            block_k = 256 * matrix.parts * warps
+            configs.append(SkinnyConfig(1, block_n, block_k, split, warps))
+    block_m = next(size for size in (8, 16, 32, 64) if m <= size)
+    # Features, columns, stages, warps.
+    few = [(32, 256, 4, 2), (32, 256, 8, 2), (64, 256, 4, 4), (64, 256, 6, 4), (64, 512, 3, 4)]
+    more = [(64, 256, 3, 4), (64, 128, 5, 4), (128, 256, 3, 8), (128, 128, 5, 8), (256, 128, 3, 8)]
+    for block_n, block_k, stages, warps in few if block_m <= 16 else more:
+        for split in (1, 2, 4, 8):
+            if block_n <= BLOCK_ROWS and 100 <= matrix.shape[0] // block_n * split <= 1200:
+                configs.append(SkinnyConfig(block_m, block_n, block_k, split, warps, stages))
+    for split in (1, 2, 4):
+        configs.append(dataclasses.replace(configs[0], split_k=split))
+    return [c for c in dict.fromkeys(configs) if fits(c, m, matrix) and _in_memory(c, matrix)]
+
+
+def _in_memory(config: SkinnyConfig, matrix: PreparedMatrix) -> bool:
+    """Whether the pipeline fits a multiprocessor's 227 KB."""
+    stage = config.block_k * (config.block_n // matrix.parts * 2 + 2 * config.block_m)
+    return config.block_m == 1 or stage * config.num_stages <= 200 << 10
+
+
+def copies_of(matrix_bytes: int, make: Callable[[], Any]) -> list[Any]:
+    """As many as do not fit L2 together."""
+    return [make() for _ in range(max(2, int(2.5 * L2_BYTES / matrix_bytes) + 1))]
+
+
+def time_few(
+    matrices: list[PreparedMatrix], plain: list[Tensor], m: int, *, tune: bool
+) -> dict[str, Any]:
+    """One layer at one number of rows."""
+    n, k = matrices[0].shape
+    x, y = rows_like((n, k), m)
+    exact = F.linear(x.float(), dequantize_to(matrices[0], torch.empty(n, k, device="cuda")))
+    library = graph_us(lambda: [F.linear(x, w) for w in plain]) / len(plain)
+    configs = candidates(m, matrices[0]) if tune else [choose(m, matrices[0])]
+    plans = {c: [plan_launch(x, w, None, y=y, config=c) for w in matrices] for c in configs}
+    compile_all([plan[0] for plan in plans.values()])
+    times, worst = {}, 0.0
+    for config, plan in plans.items():
+        y.zero_()
+        try:
+            plan[0]()
+            torch.cuda.synchronize()
+        except Exception as error:  # too much shared memory: not one of the candidates then
+            print(f"  {label(config)}: {error}", flush=True)
+            continue
+        worst = max(worst, ((y.float() - exact).abs().max() / exact.abs().max()).item())
+        times[config] = graph_us(lambda plan=plan: [launch() for launch in plan]) / len(plan)
+    best = min(times, key=lambda config: times[config])
+    return {
+        "bytes": matrices[0].nbytes + x.nbytes + y.nbytes,
+        "library_us": library,
+        "us": times.get(configs[0], float("nan")),
+        "best_us": times[best],
+        "best": label(best),
+        "error": worst,
+        "all": {label(config): us for config, us in times.items()},
+    }
+
+
+def say(row: dict[str, Any]) -> None:
+    """One line of a table, as soon as it is there."""
+    values = (f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values())
+    print(" ".join(values), flush=True)
+
+
+def few_rows(args: argparse.Namespace, copy: float) -> list[dict[str, Any]]:
+    """Prints one table for each kind."""
+    dims = MODELS[args.shape]
+    results = []
+    for name in args.kinds:
+        step: dict[int, dict[str, float]] = {}
+        for layer in LAYERS:
+            n, k = dims.shapes()[layer]
+            first = random_matrix(FORMS[name], n, k)
+            make = lambda: random_matrix(FORMS[name], n, k)  # noqa: B023, E731
+            matrices = [first, *copies_of(first.nbytes, make)]
+            plain = copies_of(2 * n * k, lambda: torch.randn(n, k, device="cuda").bfloat16())  # noqa: B023
+            for m in args.rows:
+                cell = time_few(matrices, plain, m, tune=not args.no_tuning)
+                row = {
+                    "kind": name,
+                    "layer": layer,
+                    "rows": m,
+                    "bf16_us": cell["library_us"],
+                    "us": cell["us"],
+                    "share": cell["bytes"] / cell["us"] / copy / 1e6,
+                    "best_us": cell["best_us"],
+                    "best share": cell["bytes"] / cell["best_us"] / copy / 1e6,
+                    "error": cell["error"],
+                    "best": cell["best"],
+                }
+                results.append({**row, "all": cell["all"]})
+                say(row)
+                total = step.setdefault(m, {"bf16": 0.0, "chosen": 0.0, "best": 0.0})
+                total["bf16"] += cell["library_us"] * dims.layers / 1e3
+                total["chosen"] += cell["us"] * dims.layers / 1e3
+                total["best"] += cell["best_us"] * dims.layers / 1e3
+        print_table([{"step": name, "rows": m, **total} for m, total in step.items()])
+    return results
+
+
+def many_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """`product_of` beside the bf16 product."""
+    results = []
+    for name in args.kinds:
+        for layer in LAYERS:
+            n, k = MODELS[args.shape].shapes()[layer]
+            product = QuantizedProduct(random_matrix(FORMS[name], n, k))
+            plain = dequantize_to(product.matrix, torch.empty(n, k, device="cuda").bfloat16())
+            for m in args.many:
+                x, _ = rows_like((n, k), m)
+                exact = F.linear(x, plain).float()
+                wrong = product(x, None, None).float() - exact
+                row = {
+                    "kind": name,
+                    "layer": layer,
+                    "rows": m,
+                    "bf16_us": graph_us(lambda: F.linear(x, plain)),  # noqa: B023
+                    "us": graph_us(lambda: product(x, None, None)),  # noqa: B023
+                    "error": (wrong.abs().max() / exact.abs().max()).item(),
+                }
+                results.append(row)
+                say(row)
+    return results
+
+
+def main() -> None:
+    parser = bench_parser(__doc__)
+    parser.add_argument("--shape", choices=MODELS, default="llama-3.1-8b")
+    parser.add_argument("--kinds", type=names_of(tuple(FORMS)), default=list(FORMS))
+    parser.add_argument("--rows", type=numbers, default=FEW)
+    parser.add_argument("--many", type=numbers, default=MANY)
+    parser.add_argument("--no-tuning", action="store_true", help="only what `choose` says")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this bench needs a CUDA device")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    copy = copy_bandwidth()
+    print(f"copy: {copy:.3g} TB/s", flush=True)
+    few, many = few_rows(args, copy), many_rows(args)
+    results = {"shape": args.shape, "copy_TBps": copy, "few_rows": few, "many_rows": many}
+    write_results("kernels_quantized_gemm", results, args.out)
+    for rows, limit in ((few, WORST_ERROR["few"]), (many, WORST_ERROR["many"])):
+        if not all(row["error"] < limit for row in rows):
+            raise SystemExit("a kernel is wrong")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,418 @@
+// Products of packed int4, and of int8 with groups: exact sums of integers in a group, which are
+// scaled and added to float sums in the order of k, by a fused multiply-add at every level: results
+// are equal to the last bit.
+//
+// Few rows read int4 as it is; more of them share what is unpacked once, a block at a time.
+
+#include "matmul_groups.h"
+
+#include <cmath>
+
+namespace hetero {
+namespace {
+
+constexpr int64_t kUnpackRows = 13;  // with fewer rows, every tile of them unpacks for itself
+
+struct GroupCall {
+    const char* weights;    // integers of the first group and strip
+    int64_t weight_bytes;   // from a group's integers to the next one's
+    const char* header;     // scales of the first group of the panel
+    int64_t header_bytes;   // from a group's scales to the next one's
+    int64_t zeros_at;       // behind a group's scales
+    int64_t strip;          // first one in the panel
+    Groups groups;
+    int32_t centre;         // of the integers
+    int64_t depth;          // k of all groups of the call
+    const int8_t* x;        // first row and k
+    int64_t x_stride;       // bytes, of x, x_scales and x_sums
+    const float* x_scales;  // first row and group
+    const int32_t* x_sums;
+    float* out;
+    int64_t out_stride;     // elements
+    bool add;               // to what `out` holds
+};
+using GroupTile = void (*)(const GroupCall& call);
+
+constexpr int kTileRows = 6;
+
+// As `Tiles`.
+struct GroupTiles {
+    GroupTile tile[kTileRows][kTileStrips];
+    int rows;
+    int strips[kTileRows];
+};
+
+inline float x_scale_of(const GroupCall& c, int64_t r, int64_t group) {
+    return *(const float*)((const char*)(c.x_scales + group) + r * c.x_stride);
+}
+inline int32_t x_sum_of(const GroupCall& c, int64_t r, int64_t group) {
+    return *(const int32_t*)((const char*)(c.x_sums + group) + r * c.x_stride);
+}
+
+// -- any processor --------------------------------------------------------------------------------
+
+float half_to_float(uint16_t half) {
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
+    uint32_t bits;
+    if (rest >= 0x7c00) bits = 0x7f800000 | (rest & 0x3ff) << 13;
+    else if (rest >= 0x400) bits = (rest << 13) + (112u << 23);
+    else {
+        const float small = (float)rest * 5.9604644775390625e-8f;  // 2^-24
+        std::memcpy(&bits, &small, 4);
+    }
+    bits |= sign;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+float read_scale(const GroupCall& c, const char* at, int64_t output) {
+    float value;
+    if (!c.groups.half_scales) {
+        std::memcpy(&value, at + 4 * output, 4);
+        return value;
+    }
+    uint16_t half;
+    std::memcpy(&half, at + 2 * output, 2);
+    return half_to_float(half);
+}
+
+// One row. Plain loops over the outputs, which GCC makes vectors of.
+template <bool kInt4, int S>
+void base_tile(const GroupCall& c) {
+    constexpr int N = S * kStrip;
+    const char *weights = c.weights, *header = c.header;
+    const int8_t* x = c.x;
+    float out[N] = {};
+    if (c.add) std::memcpy(out, c.out, sizeof out);
+    for (int64_t g = 0, left = c.depth; left > 0; ++g, left -= c.groups.size) {
+        const int64_t here = least(left, c.groups.size);
+        int32_t sums[N] = {};
+        const char* w = weights;
+        for (int64_t k = 0; k < here; k += kInt4 ? 8 : 4, w += kStepBytes, x += kInt4 ? 8 : 4)
+            for (int n = 0; n < N; ++n) {
+                if constexpr (kInt4)
+                    for (int j = 0; j < 4; ++j)
+                        sums[n] += x[j] * (w[4 * n + j] & 15) +
+                                   x[4 + j] * ((uint8_t)w[4 * n + j] >> 4);
+                else
+                    for (int j = 0; j < 4; ++j) sums[n] += x[j] * (int8_t)w[4 * n + j];
+            }
+        const float x_scale = c.x_scales[g];
+        const int32_t x_sum = c.x_sums[g];
+        for (int n = 0; n < N; ++n) {
+            const int64_t output = c.strip * kStrip + n;
+            int32_t point = c.centre;
+            if (c.groups.zeros == Zeros::kPoints) point += (uint8_t)header[c.zeros_at + output];
+            const float scale = read_scale(c, header, output) * x_scale;
+            out[n] = std::fma((float)(sums[n] - point * x_sum), scale, out[n]);
+            if (c.groups.zeros == Zeros::kOffsets)
+                out[n] = std::fma(read_scale(c, header + c.zeros_at, output),
+                                  x_scale * (float)x_sum, out[n]);
+        }
+        weights += c.weight_bytes;
+        header += c.header_bytes;
+    }
+    std::memcpy(c.out, out, sizeof out);
+}
+
+// -- AVX2 -----------------------------------------------------------------------------------------
+
+#define HALVES __attribute__((target("avx2,fma,f16c")))
+
+HALVES inline __m256 read_scales(const GroupCall& c, const char* at, int64_t output) {
+    return c.groups.half_scales ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(at + 2 * output)))
+                                : _mm256_loadu_ps((const float*)(at + 4 * output));
+}
+
+HALVES inline __m256i spread(const int8_t* four) {
+    int32_t x;
+    std::memcpy(&x, four, sizeof x);
+    return _mm256_set1_epi32(x);
+}
+
+// 32 k of one row and 8 outputs. Codes up to 15 leave sums of 16 products in 16 bits; of int8 the
+// absolute weights meet the row in the weights' signs, in which a sum of two fits: nothing in a row
+// is below -127.
+template <bool kInt4>
+HALVES inline __m256i dot(const char* w, const int8_t* x, __m256i sum) {
+    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
+    if constexpr (kInt4) {
+        __m256i twos = _mm256_setzero_si256();
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+            const __m256i both = _mm256_loadu_si256((const __m256i*)(w + j * kStepBytes));
+            const __m256i first = _mm256_and_si256(both, low);
+            const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+            twos = _mm256_add_epi16(twos, _mm256_maddubs_epi16(first, spread(x + 8 * j)));
+            twos = _mm256_add_epi16(twos, _mm256_maddubs_epi16(second, spread(x + 8 * j + 4)));
+        }
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(twos, ones));
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+        const __m256i b = _mm256_loadu_si256((const __m256i*)(w + j * kStepBytes));
+        const __m256i signs = _mm256_sign_epi8(spread(x + 4 * j), b);
+        const __m256i twos = _mm256_maddubs_epi16(_mm256_abs_epi8(b), signs);
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(twos, ones));
+    }
+    return sum;
+}
+
+template <bool kInt4, int R, int S>
+HALVES void avx2_tile(const GroupCall& c) {
+    constexpr int N = S * 2;
+    constexpr int64_t kTogether = kInt4 ? 32 : 16;
+    const char *weights = c.weights, *header = c.header;
+    const int8_t* x = c.x;
+    for (int64_t g = 0, left = c.depth; left > 0; ++g, left -= c.groups.size) {
+        const int64_t here = least(left, c.groups.size);
+        __m256i sums[R][N];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) sums[r][n] = _mm256_setzero_si256();
+        const char* w = weights;
+        for (int64_t k = 0; k < here; k += kTogether, w += 4 * kStepBytes, x += kTogether)
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r)
+                    sums[r][n] = dot<kInt4>(w + n * 32, x + r * c.x_stride, sums[r][n]);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+            const int64_t output = c.strip * kStrip + n * 8;
+            const __m256 scale = read_scales(c, header, output);
+            __m256i points = _mm256_set1_epi32(c.centre);
+            if (c.groups.zeros == Zeros::kPoints)
+                points = _mm256_add_epi32(points, _mm256_cvtepu8_epi32(_mm_loadl_epi64(
+                                                      (const __m128i*)(header + c.zeros_at + output))));
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) {
+                float* to = c.out + r * c.out_stride + n * 8;
+                const float x_scale = x_scale_of(c, r, g);
+                const int32_t x_sum = x_sum_of(c, r, g);
+                const __m256i total = _mm256_sub_epi32(  // as times_points
+                    sums[r][n], _mm256_madd_epi16(points, _mm256_set1_epi32(x_sum)));
+                __m256 out = c.add || g ? _mm256_loadu_ps(to) : _mm256_setzero_ps();
+                out = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total),
+                                      _mm256_mul_ps(scale, _mm256_set1_ps(x_scale)), out);
+                if (c.groups.zeros == Zeros::kOffsets)
+                    out = _mm256_fmadd_ps(read_scales(c, header + c.zeros_at, output),
+                                          _mm256_set1_ps(x_scale * (float)x_sum), out);
+                _mm256_storeu_ps(to, out);
+            }
+        }
+        weights += c.weight_bytes;
+        header += c.header_bytes;
+    }
+}
+
+// -- AVX-512 with 8-bit dot products --------------------------------------------------------------
+
+#define VNNI __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")))
+
+// sum + the dot products of each four unsigned weights with x. Around its intrinsic GCC 12 copies the
+// sums of a large tile, and spills them.
+VNNI inline __attribute__((always_inline)) __m512i dot(__m512i sum, __m512i weights, __m512i x) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
+    return sum;
+}
+
+// The instruction wants unsigned times signed: int4 is unsigned, int8 is moved up by 128. Sums begin
+// with what the zero points take off. kZeros is a parameter because GCC leaves its branches in the
+// loops, where they cost a third of the time of groups of 32.
+template <bool kInt4, Zeros kZeros, int R, int S>
+VNNI void vnni_tile(const GroupCall& call) {
+    constexpr int64_t kTogether = kInt4 ? 32 : 16, kOne = kInt4 ? 8 : 4;
+    const GroupCall c = call;  // a copy that stores to `out` cannot change
+    const __m512i up = _mm512_set1_epi8(-128), low = _mm512_set1_epi8(15);
+    const int32_t centre = kInt4 ? c.centre : c.centre + 128;
+    const bool halves = c.groups.half_scales;
+    const int64_t output = c.strip * kStrip;
+    const char *weights = c.weights, *header = c.header;
+    const int8_t* x = c.x;
+    constexpr bool kKeep = R * S <= 8;  // results in registers
+    __m512 kept[R][S];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int s = 0; s < S; ++s)
+            kept[r][s] = kKeep && c.add ? _mm512_loadu_ps(c.out + r * c.out_stride + s * kStrip)
+                                        : _mm512_setzero_ps();
+    bool add = c.add;
+    for (int64_t g = 0, left = c.depth; left > 0; ++g, left -= c.groups.size) {
+        const int64_t here = least(left, c.groups.size);
+        __m512i sums[R][S];
+#pragma GCC unroll 4
+        for (int s = 0; s < S; ++s) {
+            const __m512i points = wide_points(kZeros == Zeros::kPoints, header + c.zeros_at,
+                                               output + s * kStrip, centre);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                sums[r][s] = kInt4 && kZeros == Zeros::kOffsets
+                                 ? _mm512_setzero_si512()
+                                 : times_points(points, -x_sum_of(c, r, g));
+        }
+        const char* w = weights;
+        for (int64_t k = 0; k < here; k += kTogether)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j, w += kStepBytes, x += kOne) {
+                __m512i first[S], second[S];
+#pragma GCC unroll 4
+                for (int s = 0; s < S; ++s) {
+                    const __m512i b = _mm512_loadu_si512(w + s * 64);
+                    if constexpr (kInt4) {
+                        first[s] = _mm512_and_si512(b, low);
+                        second[s] = _mm512_and_si512(_mm512_srli_epi16(b, 4), low);
+                    } else first[s] = _mm512_xor_si512(b, up);
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    int32_t four;
+                    std::memcpy(&four, x + r * c.x_stride, sizeof four);
+                    const __m512i a = _mm512_set1_epi32(four);
+#pragma GCC unroll 4
+                    for (int s = 0; s < S; ++s)
+                        sums[r][s] = dot(sums[r][s], first[s], a);
+                    if constexpr (kInt4) {
+                        std::memcpy(&four, x + r * c.x_stride + 4, sizeof four);
+                        const __m512i b = _mm512_set1_epi32(four);
+#pragma GCC unroll 4
+                        for (int s = 0; s < S; ++s)
+                            sums[r][s] = dot(sums[r][s], second[s], b);
+                    }
+                }
+            }
+#pragma GCC unroll 4
+        for (int s = 0; s < S; ++s) {
+            const __m512 scale = wide_scales(halves, header, output + s * kStrip);
+            __m512 offset = _mm512_setzero_ps();
+            if constexpr (kZeros == Zeros::kOffsets)
+                offset = wide_scales(halves, header + c.zeros_at, output + s * kStrip);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                float* to = c.out + r * c.out_stride + s * kStrip;
+                const float x_scale = x_scale_of(c, r, g);
+                __m512 out = kKeep ? kept[r][s]
+                             : add ? _mm512_loadu_ps(to)
+                                   : _mm512_setzero_ps();
+                out = _mm512_fmadd_ps(to_floats(sums[r][s]),
+                                      _mm512_mul_ps(scale, _mm512_set1_ps(x_scale)), out);
+                if constexpr (kZeros == Zeros::kOffsets)
+                    out = _mm512_fmadd_ps(
+                        offset, _mm512_set1_ps(x_scale * (float)x_sum_of(c, r, g)), out);
+                if constexpr (kKeep) kept[r][s] = out;
+                else _mm512_storeu_ps(to, out);
+            }
+        }
+        add = true;
+        weights += c.weight_bytes;
+        header += c.header_bytes;
+    }
+    if constexpr (kKeep)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int s = 0; s < S; ++s)
+                _mm512_storeu_ps(c.out + r * c.out_stride + s * kStrip, kept[r][s]);
+}
+
+#define ROW(tile, R, ...) \
+    {tile<__VA_ARGS__, R, 1>, tile<__VA_ARGS__, R, 2>, tile<__VA_ARGS__, R, 3>, \
+     tile<__VA_ARGS__, R, 4>}
+#define BASE(kInt4)                                                                      \
+    {{{base_tile<kInt4, 1>, base_tile<kInt4, 2>, base_tile<kInt4, 3>, base_tile<kInt4, 4>}}, 1, {4}}
+#define AVX2(kInt4)                                                                      \
+    {{ROW(avx2_tile, 1, kInt4), {avx2_tile<kInt4, 2, 1>, avx2_tile<kInt4, 2, 2>},        \
+      {avx2_tile<kInt4, 3, 1>}, {avx2_tile<kInt4, 4, 1>}}, 4, {4, 2, 1, 1}}
+#define VNNI_TILES(...)                                                                  \
+    {{ROW(vnni_tile, 1, __VA_ARGS__), ROW(vnni_tile, 2, __VA_ARGS__),                    \
+      ROW(vnni_tile, 3, __VA_ARGS__), ROW(vnni_tile, 4, __VA_ARGS__),                    \
+      ROW(vnni_tile, 5, __VA_ARGS__), ROW(vnni_tile, 6, __VA_ARGS__)}, 6, {4, 4, 4, 4, 4, 4}}
+#define BY_ZEROS(kInt4)                                                                  \
+    {VNNI_TILES(kInt4, Zeros::kNone), VNNI_TILES(kInt4, Zeros::kPoints),                 \
+     VNNI_TILES(kInt4, Zeros::kOffsets)}
+
+// By whether they take int4, and by Zeros.
+const GroupTiles kBaseTiles[] = {BASE(false), BASE(true)};
+const GroupTiles kAvx2Tiles[] = {AVX2(false), AVX2(true)};
+const GroupTiles kVnniTiles[][3] = {BY_ZEROS(false), BY_ZEROS(true)};
+
+// All rows with strips [strip, strip + strips) of one panel, of which `call` is the first.
+void multiply_strips(const GroupTiles& tiles, GroupCall c, int64_t rows, int64_t strips) {
+    const int64_t parts = (rows + tiles.rows - 1) / tiles.rows;
+    const GroupCall first = c;
+    for (int64_t part = 0; part < parts; ++part) {
+        const int64_t r = rows * part / parts, count = rows * (part + 1) / parts - r;
+        c.x = first.x + r * c.x_stride;
+        c.x_scales = (const float*)((const char*)first.x_scales + r * c.x_stride);
+        c.x_sums = (const int32_t*)((const char*)first.x_sums + r * c.x_stride);
+        for (int64_t s = 0, wide; s < strips; s += wide) {
+            wide = least(tiles.strips[count - 1], strips - s);
+            c.strip = first.strip + s;
+            c.weights = first.weights + s * 64;
+            c.out = first.out + r * c.out_stride + s * kStrip;
+            tiles.tile[count - 1][wide - 1](c);
+        }
+    }
+}
+
+// Unpacks int4 of `strips` strips and groups of `depth` k in all; from: the first strip's integers.
+void unpack_groups(const GroupLayout& layout, int64_t size, const char* from, int64_t depth,
+                   int64_t strips, char* to) {
+    for (int64_t left = depth; left > 0; left -= size) {
+        unpack_int4(from, least(left, size), strips, to);
+        from += layout.bytes;
+        to += size * kPanel;
+    }
+}
+
+}  // namespace
+
+void multiply_groups(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first,
+                     int64_t strips, float* out, int64_t out_stride, Isa isa) {
+    const bool vnni = isa >= kAvx512 && has_vnni(), is_int4 = matrix.format == Format::kInt4;
+    const bool unpack = vnni && is_int4 && rows >= kUnpackRows;
+    const bool takes_int4 = is_int4 && !unpack;
+    const GroupTiles& tiles = vnni            ? kVnniTiles[takes_int4][(int)matrix.groups.zeros]
+                              : isa >= kAvx2 ? kAvx2Tiles[takes_int4]
+                                             : kBaseTiles[takes_int4];
+    const GroupLayout layout = group_layout(matrix);
+    const int64_t size = matrix.groups.size, last = first + strips;
+    const int64_t block = rows > tiles.rows ? block_depth(matrix.groups) : layout.count * size;
+    alignas(64) char unpacked[kUnpackDepth * kPanel];
+    GroupCall c{};
+    c.weight_bytes = unpack ? size * kPanel : layout.bytes;
+    c.header_bytes = layout.bytes;
+    c.zeros_at = layout.zeros_at;
+    c.groups = matrix.groups;
+    c.centre = is_int4 && matrix.groups.zeros == Zeros::kNone ? kInt4Zero : 0;
+    c.x_stride = x.stride;
+    c.out_stride = out_stride;
+    const int8_t* row = (const int8_t*)x.data;
+    // Panels inside: their block of many rows' inputs stays in L2.
+    for (int64_t begin = 0; begin < matrix.padded_depth; begin += block) {
+        const int64_t group = begin / size;
+        c.depth = least(block, matrix.padded_depth - begin);
+        c.add = begin > 0;
+        c.x = row + begin;
+        c.x_scales = scales_of_row(row, matrix.padded_depth) + group;
+        c.x_sums = sums_of_row(row, matrix.padded_depth, layout.count) + group;
+        for (int64_t strip = first, next; strip < last; strip = next) {
+            next = least(last, (strip / kTileStrips + 1) * kTileStrips);
+            c.header = (const char*)matrix.data + strip / kTileStrips * layout.panel_bytes +
+                       group * layout.bytes;
+            c.strip = strip % kTileStrips;
+            c.weights = c.header + layout.data_at + c.strip * 64;
+            c.out = out + strip * kStrip;
+            if (unpack) {
+                unpack_groups(layout, size, c.weights, c.depth, next - strip, unpacked);
+                c.weights = unpacked;
+            }
+            multiply_strips(tiles, c, rows, next - strip);
+        }
+    }
+}
+
+}  // namespace hetero

@@ -1,0 +1,45 @@
+"""What `hetero-llm quantize` writes, as compressed-tensors reads it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hetero_llm.quantization import online
+from hetero_llm.quantization.compressed import WRITTEN, quantization_config, stored_tensors
+from hetero_llm.quantization.matrix import dequantize
+from hetero_llm.quantization.names import OnlineName
+from tests.quant_tools.reading import weight
+
+QUANTIZERS: dict[OnlineName, Any] = {
+    "fp8": online.quantize_fp8,
+    "fp8_block": online.quantize_fp8_block,
+    "ifq": online.quantize_int8,
+    "int4": online.quantize_int4,
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize(("rows", "columns"), [(256, 384), (200, 256)])
+def test_the_package_decompresses_it(name: OnlineName, rows: int, columns: int) -> None:
+    """Names, types and shapes of tensors, keys of the config, and the values."""
+    quantization: Any = importlib.import_module("compressed_tensors.quantization")
+    compressors: Any = importlib.import_module("compressed_tensors.compressors")
+    matrix = QUANTIZERS[name](weight(rows, columns))
+    config = quantization_config(name, matrix.group, ["lm_head"])
+    read = quantization.QuantizationConfig.model_validate(config)
+    scheme = read.config_groups["group_0"]
+    inferring: Any = importlib.import_module("compressed_tensors.compressors.format")
+    assert inferring.infer_module_format(nn.Linear, scheme).value == read.format
+    compressor = compressors.BaseCompressor.get_value_from_registry(read.format)
+    stored = stored_tensors(matrix)
+    assert set(stored) == set(compressor.compression_param_names(scheme))
+    whole = compressor.decompress(stored, scheme)["weight"]
+    # The package multiplies in the type of the scales.
+    rounding = 2**-7 if matrix.scale.dtype == torch.bfloat16 else 1e-6
+    expected = dequantize(matrix, torch.float32)
+    torch.testing.assert_close(whole.float(), expected, rtol=rounding, atol=1e-9)
