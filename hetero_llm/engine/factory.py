@@ -167,7 +167,10 @@ def build_engine(
     _check_offload(config, device)
     folder, model_config = find_model(load)
     if device.type == "cpu":  # whose executor has no products with blocks
-        model_config = with_plain_weights(model_config)
+        plain = with_plain_weights(model_config)
+        if plain is not model_config:
+            logger.info("%s: blocks become plain weights when they are loaded", folder)
+        model_config = plain
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     check_draft_length(config.speculation, max_model_len)
     model_config = dataclasses.replace(model_config, max_model_len=max_model_len)
