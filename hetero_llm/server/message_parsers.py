@@ -132,11 +132,11 @@ class MessageParsers:
         """The constraint of an answer before which the model may reason. Only reasoning between
         tokens of its own can be told from the answer."""
         if self._in_reasoning:
-            return replace(constraint, begins_after=())
+            return replace(constraint, begins_after=())  # which leaves the engine no choice
         if self.format.channels is not None:
             return replace(constraint, begins_after=self.tokenizer.token_ids(HARMONY_ANSWER))
         if self.format.reasoning is None:
-            return replace(constraint, begins_after=())
+            return constraint
         start = self.format.reasoning.answer_start(prompt.text or "", self._marker_ids)
         return replace(
             constraint, begins_after=start.begins_after, may_begin_with=start.may_begin_with
