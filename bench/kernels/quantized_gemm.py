@@ -109,7 +109,7 @@ def candidates(m: int, matrix: PreparedMatrix) -> list[SkinnyConfig]:
     if m == 1:
         for block_n, warps, split in (
             *((8, 1, 1), (8, 2, 1), (8, 4, 1), (4, 1, 1), (4, 2, 1), (4, 4, 1)),
-            *((16, 1, 1), (8, 1, 2), (8, 2, 2)),
+            *((8, 1, 2), (8, 2, 2)),
         ):
             block_k = 256 * matrix.parts * warps
             configs.append(SkinnyConfig(1, block_n, block_k, split, warps))

@@ -104,8 +104,6 @@ def _why_torch(
         logger.info("batch_invariant: torch serves instead of the native executor")
         return "batch_invariant is served by torch"
     reason = unsupported_reason(config, dtype)
-    if config.quantization is not None or config.online_quantization is not None:
-        reason = "quantized weights"
     if reason is not None:
         logger.warning("torch serves, the native executor cannot run this model: %s", reason)
     return reason

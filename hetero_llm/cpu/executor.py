@@ -580,8 +580,7 @@ def _hand_over_quantized(
         _set(library, handle, layer, which, dequantize(matrix, torch.float32))
     else:
         _set_quantized(library, handle, layer, which, kept, matrix.shape)
-    for tensor in matrix.tensors().values():
-        tensor.data = tensor.new_empty(0)
+    weight.release()
 
 
 def _set(library: ctypes.CDLL, handle: int, layer: int, which: int, weight: torch.Tensor) -> None:

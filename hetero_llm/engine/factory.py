@@ -167,7 +167,10 @@ def build_engine(
     _check_offload(config, device)
     folder, model_config = find_model(load)
     if device.type == "cpu":  # whose executor has no products with blocks
-        model_config = with_plain_weights(model_config)
+        plain = with_plain_weights(model_config)
+        if plain is not model_config:
+            logger.info("%s: blocks become plain weights when they are loaded", folder)
+        model_config = plain
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     check_draft_length(config.speculation, max_model_len)
     model_config = dataclasses.replace(model_config, max_model_len=max_model_len)
@@ -241,6 +244,7 @@ def _join(
         show_progress=inputs.show_progress,
         backend=backend,
     )
+    num_parameters = model.parameters_per_token()  # before an executor takes the weights over
     device_draft = None if drafter is not None else _load_device_draft(config, inputs, backend)
     shape = cache_shape(config, model_config, dtype, device)
     host = open_host_memory(config.offload, inputs.platform, shape, inputs.scheduler)
@@ -264,7 +268,7 @@ def _join(
             config.speculation, model_config, max_model_len, tokenizer, proposer
         )
     _set_step_times(drafter, runner)
-    times = step_times(model_config, model.parameters_per_token())
+    times = step_times(model_config, num_parameters)
     tier = None if host is None else host.join(built.cache, times)
     offload = None if tier is None or host is None else host
     if inputs.grammars is not None:

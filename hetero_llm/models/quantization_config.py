@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,17 @@ from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import Reader, read_json
 from hetero_llm.quantization.formats.scheme import CheckpointFormat
-from hetero_llm.quantization.names import CHECKPOINT_NAMES, NOT_BUILT, ONLINE_NAMES, OnlineName
+from hetero_llm.quantization.names import (
+    CHECKPOINT_NAMES,
+    NOT_BUILT,
+    OLDER_FILES,
+    ONLINE_NAMES,
+    OnlineName,
+    older_method,
+)
 
-_OTHER_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Files beside config.json in which older tools said the same: AutoGPTQ, AWQ's, ModelOpt."""
-_KEYS_OF_AWQ = ("w_bit", "q_group_size")
+logger = logging.getLogger(__name__)
+
 _ONLINE_ALIASES: dict[str, OnlineName] = {"bitsandbytes": "ifq_nf4"}
 """Names of vLLM for the quantization of plain weights while they are loaded."""
 
@@ -32,22 +39,12 @@ def stored_quantization(folder: Path, config: Reader) -> Mapping[str, Any] | Non
         if not isinstance(raw, Mapping):
             raise config.bad("quantization_config", "an object is needed")
         return raw
-    for name in _OTHER_FILES:
+    for name in OLDER_FILES:
         path = folder / name
         if path.exists():
             found = read_json(path)
-            return {**found, "quant_method": _method_of(name, found)}
+            return {**found, "quant_method": older_method(name, found)}
     return None
-
-
-def _method_of(file: str, content: Mapping[str, Any]) -> Any:
-    """What `quant_method` would say in a file that need not have it."""
-    said = content.get("quant_method", content.get("method"))
-    if said is not None:
-        return said
-    if file == "hf_quant_config.json":
-        return "modelopt"
-    return "awq" if any(key in content for key in _KEYS_OF_AWQ) else "gptq"
 
 
 def online_quantization(wanted: str | None, stored: Mapping[str, Any] | None) -> OnlineName | None:
@@ -91,6 +88,7 @@ def checkpoint_format(config: ModelConfig, folder: Path) -> CheckpointFormat | N
     Raises:
         ModelLoadError: the checkpoint's format, or an option of it, is not supported.
     """
+    from hetero_llm.quantization.formats.kv_cache import has_kv_scales
     from hetero_llm.quantization.formats.read import read_format
     from hetero_llm.quantization.online import OnlineFormat
 
@@ -99,6 +97,8 @@ def checkpoint_format(config: ModelConfig, folder: Path) -> CheckpointFormat | N
     if config.quantization is None:
         return None
     try:
+        if has_kv_scales(config.quantization):
+            logger.info("%s: scales of a KV cache are stored, and not used", folder)
         return read_format(config.quantization)
     except ValueError as error:
         raise ModelLoadError(f"{folder}: quantization_config: {error}") from error

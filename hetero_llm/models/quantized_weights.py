@@ -30,7 +30,7 @@ from hetero_llm.quantization.matrix import (
     concatenate,
     dequantize,
 )
-from hetero_llm.quantization.online import OnlineFormat
+from hetero_llm.quantization.online import OnlineFormat, OnlineScheme
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +165,9 @@ def _parts_in_files(
     module: str, scheme: Scheme, shape: tuple[int, int], transposed: bool, stored: Stored
 ) -> tuple[StoredPart, ...]:
     """The parts that the files have of a matrix; none if it is a plain weight."""
+    weight = stored.get(f"{module}.weight")
+    if weight is not None and weight[1].is_plain and not isinstance(scheme, OnlineScheme):
+        return ()
     try:
         parts = scheme.parts(*shape)
     except ValueError as error:
@@ -173,10 +176,6 @@ def _parts_in_files(
         parts = tuple(
             replace(part, shapes=tuple(shape[::-1] for shape in part.shapes)) for part in parts
         )
-    weight = stored.get(f"{module}.weight")
-    types = next((part.types for part in parts if part.suffix == "weight"), ())
-    if weight is not None and weight[1].is_plain and weight[1].type_name not in types:
-        return ()
     found, problems = [], []
     for part in parts:
         name = part.name_in(module)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 OnlineName = Literal["fp8", "fp8_block", "ifq", "ifq_nf4", "int4"]
 ONLINE_NAMES: tuple[OnlineName, ...] = get_args(OnlineName)
@@ -28,6 +29,21 @@ kernels stand for the format: which kernel serves is measured here, not chosen."
 
 NOT_BUILT = (
     *("aqlm", "squeezellm", "quip", "hqq", "deepspeedfp", "fbgemm_fp8", "tpu_int8", "qqq"),
-    *("torchao", "quark", "auto-round", "experts_int8", "ptpc_fp8"),
+    *("torchao", "quark", "experts_int8", "ptpc_fp8"),
 )
 """Named by vLLM or TACO-LLM, refused here."""
+
+OLDER_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Files beside config.json in which older tools said what `quantization_config` says: AutoGPTQ,
+AWQ's, ModelOpt."""
+_KEYS_OF_AWQ = ("w_bit", "q_group_size")
+
+
+def older_method(file: str, content: Mapping[str, Any]) -> Any:
+    """What `quant_method` would say in one of `OLDER_FILES`, which need not have it."""
+    said = content.get("quant_method", content.get("method"))
+    if said is not None:
+        return said
+    if file == "hf_quant_config.json":
+        return "modelopt"
+    return "awq" if any(key in content for key in _KEYS_OF_AWQ) else "gptq"

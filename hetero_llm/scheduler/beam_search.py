@@ -239,7 +239,8 @@ def best_sequences(request: Request, group: BeamGroup, beams: list[Sequence]) ->
     finished: list[Sequence] = []
     for index, hypothesis in enumerate(hypotheses[: request.params.n]):
         last = hypothesis.token_ids[-1]
-        ended = last in request.end_ids
+        # With a grammar `last` may be a stop token that min_tokens forbids, and that ends nothing.
+        ended = beams[0].ends_with(last, len(hypothesis.token_ids))
         finished.append(
             Sequence(
                 request,

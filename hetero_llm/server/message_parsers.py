@@ -155,11 +155,11 @@ class MessageParsers:
         if constraint.begins_after is not None:
             return constraint
         if self._in_reasoning:
-            return replace(constraint, begins_after=())
+            return replace(constraint, begins_after=())  # which leaves the engine no choice
         if self.format.channels is not None:
             return replace(constraint, begins_after=self.tokenizer.token_ids(HARMONY_ANSWER))
         if self.format.reasoning is None:
-            return replace(constraint, begins_after=())
+            return constraint
         start = self.format.reasoning.answer_start(prompt.text or "", self._marker_ids)
         return replace(
             constraint, begins_after=start.begins_after, may_begin_with=start.may_begin_with

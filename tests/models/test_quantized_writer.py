@@ -14,7 +14,7 @@ from hetero_llm.models.quantized_writer import write_quantized
 from hetero_llm.quantization.compressed import WRITTEN
 from hetero_llm.quantization.matrix import dequantize
 from hetero_llm.quantization.names import OnlineName
-from tests.models.test_quantized_loading import FAMILIES, WIDE, greedy, linears, load
+from tests.models.test_loader_online import FAMILIES, WIDE, greedy, linears, load
 from tests.models.tiny import make_tiny_checkpoint
 
 

@@ -6,7 +6,6 @@ checked against the size of the file before anything of that size is read.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import numpy as np
 
 from hetero_llm.core.errors import ModelLoadError, shown
 from hetero_llm.quantization.gguf.types import BLOCK_TYPES, OTHER_TYPES, BlockType
-from hetero_llm.utils.files import check_regular
+from hetero_llm.utils.files import MIB, check_regular
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
@@ -36,6 +35,7 @@ _NUMBERS = {
 _LEAST_PAIR = 8 + 4 + 1  # bytes of a pair of metadata: length of the key, type, a value
 _LEAST_TENSOR = 8 + 4 + 8 + 4 + 8
 _MOST_FLOATS = 1 << 16
+_MOST_HEADER = 128 * MIB  # a vocabulary of 256,000 tokens has 10
 _NO_TOKEN = 2**32 - 1
 
 
@@ -338,11 +338,8 @@ class _Header:
                 f"the file ends inside of {what}, which has {nbytes} bytes and more: it is cut off "
                 "or damaged, copy or download it again"
             )
+        if self._size - self._left + nbytes > _MOST_HEADER:
+            raise self._bad(f"{what} with what goes before has more than {_MOST_HEADER // MIB} MiB")
 
     def _bad(self, reason: str) -> ModelLoadError:
         return ModelLoadError(f"{self._path}: {reason}")
-
-
-def is_whole_file(path: Path) -> bool:
-    """Whether a path can be opened as one GGUF file: an existing regular one of that name."""
-    return is_gguf(path) and os.path.isfile(path)

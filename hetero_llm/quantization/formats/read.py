@@ -1,7 +1,6 @@
 """From the value of `quantization_config` in config.json to the reader of its format.
 
-Older tools wrote files of their own: quantize_config.json (AutoGPTQ), quant_config.json or
-quantize_config.json (AWQ), hf_quant_config.json (ModelOpt). Their contents have functions here.
+Older tools wrote files of their own, with the same content: see `names.older_method`.
 """
 
 from __future__ import annotations
@@ -37,30 +36,6 @@ _READERS: Mapping[str, Callable[[Config], CheckpointFormat]] = {
     "bitsandbytes": bitsandbytes.read,
     "mxfp4": mxfp4.read,
 }
-
-
-def read_quantize_config(content: Config) -> CheckpointFormat:
-    """The format of a folder with the content of quantize_config.json or quant_config.json, which
-    AutoGPTQ and AWQ's tools wrote when config.json named no method.
-
-    Raises:
-        ValueError: see `read_format`.
-    """
-    _check_object("quantize_config.json", content)
-    method = first_of(content, ("quant_method", "method"))
-    if method is None:
-        method = "awq" if "w_bit" in content or "q_group_size" in content else "gptq"
-    return read_format({**content, "quant_method": method})
-
-
-def read_hf_quant_config(content: Config) -> CheckpointFormat:
-    """The format of a folder with the content of ModelOpt's hf_quant_config.json.
-
-    Raises:
-        ValueError: see `read_format`.
-    """
-    _check_object("hf_quant_config.json", content)
-    return read_format({**content, "quant_method": "modelopt"})
 
 
 def read_format(config: Config) -> CheckpointFormat:

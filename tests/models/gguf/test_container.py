@@ -146,6 +146,15 @@ def test_wrong_values(tmp_path: Path, contents: bytes, message: str) -> None:
     refused(contents, tmp_path, message)
 
 
+def test_a_large_header(tmp_path: Path) -> None:
+    """The file has holes: nothing of it is read."""
+    path = tmp_path / "large.gguf"
+    path.write_bytes(pair(b"k", ARRAY, struct.pack("<IQ", UINT8, 2**30)))
+    os.truncate(path, 2**31)
+    with pytest.raises(ModelLoadError, match="'k' with what goes before has more than 128 MiB"):
+        read_header(path)
+
+
 def with_tensor(kind: int, shape: tuple[int, ...], raw: bytes, name: str = "t") -> bytes:
     return GgufWriter({}, {name: (kind, shape, raw)}).contents()
 

@@ -11,8 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hetero_llm.quantization.formats.scheme import Scheme
+from hetero_llm.quantization.formats.read import read_format
+from hetero_llm.quantization.formats.scheme import CheckpointFormat, Scheme
 from hetero_llm.quantization.matrix import QuantizedMatrix, dequantize
+from hetero_llm.quantization.names import older_method
 
 Numbers = NDArray[Any]
 
@@ -47,6 +49,17 @@ def assert_is(matrix: QuantizedMatrix, expected: Numbers) -> None:
     """The matrix is [N, K] `expected` but for the rounding of float32."""
     found = dequantize(matrix, torch.float32).double().numpy()
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=0)
+
+
+def read_quantize_config(content: Mapping[str, Any]) -> CheckpointFormat:
+    """The format that a quantize_config.json or quant_config.json of this content stands for."""
+    method = older_method("quantize_config.json", content)
+    return read_format({**content, "quant_method": method})
+
+
+def read_hf_quant_config(content: Mapping[str, Any]) -> CheckpointFormat:
+    """The format that a hf_quant_config.json of this content stands for."""
+    return read_format({**content, "quant_method": older_method("hf_quant_config.json", content)})
 
 
 def draw(seed: int, low: int, high: int, *shape: int) -> Numbers:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_llm.quantization.formats.read import read_format, read_quantize_config
+from hetero_llm.quantization.formats.read import read_format
 from tests.quantization.formats.stored import (
     Numbers,
     assert_is,
     draw,
     matrix_of,
     numbers,
+    read_quantize_config,
     scales,
     words,
 )

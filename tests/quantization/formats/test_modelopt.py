@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_llm.quantization.formats.read import read_format, read_hf_quant_config
+from hetero_llm.quantization.formats.read import read_format
 from tests.quantization.formats.stored import (
     E2M1,
     assert_is,
@@ -19,6 +19,7 @@ from tests.quantization.formats.stored import (
     halves,
     matrix_of,
     numbers,
+    read_hf_quant_config,
     scales,
     spread,
 )

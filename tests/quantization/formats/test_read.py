@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 
-from hetero_llm.quantization.formats.read import (
-    read_format,
-    read_hf_quant_config,
-    read_quantize_config,
-)
+from hetero_llm.quantization.formats.read import read_format
+from tests.quantization.formats.stored import read_hf_quant_config, read_quantize_config
 
 
 @pytest.mark.parametrize(

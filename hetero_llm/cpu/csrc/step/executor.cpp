@@ -266,8 +266,9 @@ void project_heads(const Run& r, const Layer& layer, int64_t index, const Rows& 
     float* tile = tile_of(r, thread);
     const auto project = [&](int64_t unit, int64_t row) {
         const int64_t count = r.tokens - row < block ? r.tokens - row : block;
-        multiply_to_tile(r, layer.qkv, from_row(in, row, layer.qkv.format), count, unit * width / kStrip,
-                         width / kStrip, tile, width);
+        const Rows rows = from_row(in, row, layer.qkv.format);
+        multiply_to_tile(r, layer.qkv, rows, count, unit * width / kStrip, width / kStrip, tile,
+                         width);
         for (int64_t i = 0; i < count; ++i)
             for (int64_t h = 0; h < together && unit * together + h < heads; ++h)
                 place_head(r, layer, index, row + i, unit * together + h,
@@ -563,8 +564,8 @@ int64_t set(void* executor, int64_t layer, int64_t which, const GivenWeight& wei
 extern "C" {
 
 void* hetero_executor_new(const HeteroModel* model, const HeteroForm* forms, void* cache,
-                          int64_t block_size, const int64_t* windows, const float* rotary, int64_t threads,
-                          const int32_t* cpus, int64_t isa) {
+                          int64_t block_size, const int64_t* windows, const float* rotary,
+                          int64_t threads, const int32_t* cpus, int64_t isa) {
     using namespace hetero;
     Executor* e = new (std::nothrow) Executor;
     if (!e) return nullptr;

@@ -61,12 +61,12 @@ struct HeteroStep {
 };
 
 // forms: of qkv, output, gate and up, down of each layer, then of the head; int8 with groups takes
-// quantized weights only. cache: the paged KV cache; windows [layers]: 0 for none; rotary [max_positions][rotary_dim]
-// floats, cos then sin. isa: isa.h's level, -1 for the best. cpus: see team.h; may be null. Returns
-// null if there is no memory.
+// quantized weights only. cache: the paged KV cache; windows [layers]: 0 for none; rotary
+// [max_positions][rotary_dim] floats, cos then sin. isa: isa.h's level, -1 for the best. cpus: see
+// team.h; may be null. Returns null if there is no memory.
 void* hetero_executor_new(const HeteroModel* model, const HeteroForm* forms, void* cache,
-                          int64_t block_size, const int64_t* windows, const float* rotary, int64_t threads,
-                          const int32_t* cpus, int64_t isa);
+                          int64_t block_size, const int64_t* windows, const float* rotary,
+                          int64_t threads, const int32_t* cpus, int64_t isa);
 void hetero_executor_free(void* executor);
 
 // Team::slept_ns of its threads.

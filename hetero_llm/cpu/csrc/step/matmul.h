@@ -5,8 +5,8 @@
 // quarter of a panel: the unit in which threads share the work. Depth and outputs are padded with
 // zeros to multiples of 64.
 //
-// Weights with scales for groups of k (kInt4, kInt8Groups): a panel is a row of groups, each with its
-// scales [64], then zero points or offsets [64] if there are any, then its integers: int4
+// Weights with scales for groups of k (kInt4, kInt8Groups): a panel is a row of groups, each with
+// its scales [64], then zero points or offsets [64] if there are any, then its integers: int4
 // [k / 8][64][4], where byte j has k = j in its low half and k = 4 + j in its high half, int8
 // [k / 4][64][4]. A panel is one stream. The last group may be shorter.
 

@@ -121,8 +121,8 @@ void base_tile(const GroupCall& c) {
 #define HALVES __attribute__((target("avx2,fma,f16c")))
 
 HALVES inline __m256 read_scales(const GroupCall& c, const char* at, int64_t output) {
-    return c.groups.half_scales ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(at + 2 * output)))
-                                : _mm256_loadu_ps((const float*)(at + 4 * output));
+    if (!c.groups.half_scales) return _mm256_loadu_ps((const float*)(at + 4 * output));
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(at + 2 * output)));
 }
 
 HALVES inline __m256i spread(const int8_t* four) {
@@ -184,9 +184,11 @@ HALVES void avx2_tile(const GroupCall& c) {
             const int64_t output = c.strip * kStrip + n * 8;
             const __m256 scale = read_scales(c, header, output);
             __m256i points = _mm256_set1_epi32(c.centre);
-            if (c.groups.zeros == Zeros::kPoints)
-                points = _mm256_add_epi32(points, _mm256_cvtepu8_epi32(_mm_loadl_epi64(
-                                                      (const __m128i*)(header + c.zeros_at + output))));
+            if (c.groups.zeros == Zeros::kPoints) {
+                const char* at = header + c.zeros_at + output;
+                const __m256i own = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at));
+                points = _mm256_add_epi32(points, own);
+            }
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
                 float* to = c.out + r * c.out_stride + n * 8;
@@ -212,16 +214,16 @@ HALVES void avx2_tile(const GroupCall& c) {
 
 #define VNNI __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")))
 
-// sum + the dot products of each four unsigned weights with x. Around its intrinsic GCC 12 copies the
-// sums of a large tile, and spills them.
+// sum + the dot products of each four unsigned weights with x. Around its intrinsic GCC 12 copies
+// the sums of a large tile, and spills them.
 VNNI inline __attribute__((always_inline)) __m512i dot(__m512i sum, __m512i weights, __m512i x) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
     return sum;
 }
 
-// The instruction wants unsigned times signed: int4 is unsigned, int8 is moved up by 128. Sums begin
-// with what the zero points take off. kZeros is a parameter because GCC leaves its branches in the
-// loops, where they cost a third of the time of groups of 32.
+// The instruction wants unsigned times signed: int4 is unsigned, int8 is moved up by 128. Sums
+// begin with what the zero points take off. kZeros is a parameter because GCC leaves its branches
+// in the loops.
 template <bool kInt4, Zeros kZeros, int R, int S>
 VNNI void vnni_tile(const GroupCall& call) {
     constexpr int64_t kTogether = kInt4 ? 32 : 16, kOne = kInt4 ? 8 : 4;

@@ -10,7 +10,7 @@
 namespace hetero {
 namespace {
 
-// -- one row ---------------------------------------------------------------------------------------
+// -- one row --------------------------------------------------------------------------------------
 
 // A row before it is laid out: [padded_depth] integers, and one value of each for every group.
 struct Row {
@@ -35,7 +35,7 @@ uint16_t float_to_half(float value) {
     return (uint16_t)(sign | rounded >> 13);
 }
 
-// -- rounding floats to int4 -----------------------------------------------------------------------
+// -- rounding floats to int4 ----------------------------------------------------------------------
 
 constexpr float kLargestHalf = 65504.0f, kMagic = 12582912.0f;  // 1.5 * 2^23 rounds a sum
 constexpr int kSide = 4, kTries = kSide * kSide;                // ranges, one to a lane
@@ -143,7 +143,7 @@ void widen_row(const void* weight, bool is_bf16, int64_t at, int64_t count, floa
     }
 }
 
-// -- the layout ------------------------------------------------------------------------------------
+// -- the layout -----------------------------------------------------------------------------------
 
 void put_scale(const Matrix& matrix, char* parts, int64_t output, float value) {
     if (!matrix.groups.half_scales) {

@@ -22,7 +22,7 @@ from hetero_llm.models.read_config import load_model_config
 from hetero_llm.quantization.formats.read import read_format
 from hetero_llm.quantization.formats.scheme import StoredPart
 from hetero_llm.quantization.matrix import dequantize
-from tests.models.test_quantized_loading import FAMILIES, greedy
+from tests.models.test_loader_online import FAMILIES, greedy
 from tests.models.tiny import make_tiny_checkpoint, rewrite_config
 
 INT4_GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
