@@ -158,8 +158,7 @@ def test_constraints_reach_the_engine(
     answer = strict.post(path, GOOD[path] | fields)
     assert answer.status_code == 200, answer.text
     params = strict.engine.seen[-1][2]
-    begins = {"begins_after": ()} if path == CHAT else {}  # chats say themselves where
-    assert params.structured_outputs == StructuredOutputsParams(**wanted, **begins)
+    assert params.structured_outputs == StructuredOutputsParams(**wanted)
 
 
 @pytest.mark.parametrize(("name", "value"), CHAT_REFUSED.items())
