@@ -262,7 +262,7 @@ def start(folder: Path | str, **engine_args: Any) -> LLM:
         ("load_format", "pickle", "'safetensors'"),
         ("max_num_seq", 5, "did you mean 'max_num_seqs'"),
         ("temprature", 5, "unknown argument"),
-        ("quantization", "awq", "not available yet"),
+        ("quantization", "awq", "weights are plain"),
         ("batch_invariant", "yes", "True or False"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_llm.quantization.formats.read import read_format
-from tests.quantization.formats.stored import read_hf_quant_config, read_quantize_config
+from tests.quantization.formats.stored import read_quantize_config
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,6 @@ def test_methods_that_are_not_supported(method: Any) -> None:
 def test_configs_that_are_no_objects(config: Any) -> None:
     with pytest.raises(ValueError, match="quantization_config=.* is not supported, an object is"):
         read_format(config)
-    with pytest.raises(ValueError, match=r"quantize_config.json=.* an object is"):
-        read_quantize_config(config)
-    with pytest.raises(ValueError, match=r"hf_quant_config.json=.* an object is"):
-        read_hf_quant_config(config)
 
 
 @pytest.mark.parametrize(
