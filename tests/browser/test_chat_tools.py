@@ -343,8 +343,16 @@ def test_what_the_server_refuses(page: Browser) -> None:
         ("tools", [{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name"),
         ("tools", [NOW, NOW], "tools[1].function.name"),
         ("tools", [], ""),
-        ("schema", {"type": "array", "uniqueItems": True}, "json.uniqueItems"),
-        ("schema", {"properties": {"a": {"type": "nothing"}}}, "json.properties.a.type"),
+        (
+            "schema",
+            {"type": "array", "uniqueItems": True},
+            "response_format.json_schema.schema.uniqueItems",
+        ),
+        (
+            "schema",
+            {"properties": {"a": {"type": "nothing"}}},
+            "response_format.json_schema.schema.properties.a.type",
+        ),
     ):
         fill(page, name, value)
         if not param:
