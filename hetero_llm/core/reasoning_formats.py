@@ -52,8 +52,8 @@ class ReasoningFormat:
         return prompt.rstrip().endswith(self.closes)
 
     def answer_start(self, prompt: str, token_ids: Mapping[str, int]) -> AnswerStart:
-        """Where the answer begins. Only reasoning that a token ends can be told from it; without
-        one the answer begins at once.
+        """Where the answer begins: behind the token that ends reasoning. A model without such a
+        token has its constraint hold from the first token on.
 
         Args:
             prompt: its end is enough.

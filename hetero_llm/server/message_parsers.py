@@ -149,9 +149,9 @@ class MessageParsers:
     def _behind_reasoning(
         self, constraint: StructuredOutputsParams, prompt: Prompt
     ) -> StructuredOutputsParams:
-        """The constraint of an answer before which the model may reason. Only reasoning between
-        tokens of its own can be told from the answer. A constraint that says where it begins stays
-        as it is."""
+        """The constraint of an answer before which the model may reason: it begins behind the token
+        that ends reasoning, where the model has one. A constraint with `begins_after` stays as it
+        is."""
         if constraint.begins_after is not None:
             return constraint
         if self._in_reasoning:

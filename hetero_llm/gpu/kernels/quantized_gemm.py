@@ -150,8 +150,8 @@ def prepares(matrix: QuantizedMatrix) -> bool:
 def prepare(matrix: QuantizedMatrix) -> PreparedMatrix:
     """The same matrix as the kernels read it; called once for each, when a model is loaded.
 
-    Codes and scales are written anew and `matrix` stays as it is: whoever serves from the result
-    alone lets go of `matrix`, and for the time of one call needs memory for both.
+    Codes and scales are written anew and `matrix` stays as it is, so a call needs memory for
+    both; the caller frees `matrix` if only the result is multiplied with.
     """
     assert prepares(matrix), f"no prepared form of groups of {matrix.group}"
     scale, row_scale = matrix.scale, matrix.row_scale

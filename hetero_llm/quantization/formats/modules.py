@@ -33,8 +33,8 @@ class PlainModules:
     An entry is a part of the name between dots ("mlp.gate" of "model.layers.0.mlp.gate", not of
     "model.layers.0.mlp.gate_proj"), or a regular expression that the name begins with, up to a dot
     ("re:" before it is left out), after transformers' `should_convert_module`. Some writers take an
-    entry that stands anywhere in the name, "gate" for "gate_proj" (AutoAWQ): whoever reads the
-    files finds such a matrix plain there.
+    entry that stands anywhere in the name, "gate" for "gate_proj" (AutoAWQ): the
+    loader finds such a matrix plain in the files.
 
     Raises:
         ValueError: an entry is no regular expression.
