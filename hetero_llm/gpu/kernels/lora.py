@@ -8,8 +8,8 @@ adapters that rows of the step name (the grouped products of Punica, Chen et al.
 - `lora_expand_kernel`, y += scale * B u: behind the base product, whose output it adds to. It sums
   the partial sums in the order of the splits, so a result does not depend on timing.
 
-A layer that multiplies with several matrices at once (queries, keys and values) has a part for each:
-A of all parts one below the other, and the features of a part take the sums of that part alone.
+A layer that multiplies with several matrices at once (queries, keys and values) has a part for
+each: A of all parts one below the other, and the features of a part take that part's sums alone.
 
 Wrappers `lora_shrink` and `lora_expand`, reference `lora_reference`; timed by `bench.kernels.lora`.
 """
