@@ -55,7 +55,9 @@ class LoadConfig:
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """KV cache: `block_size` in tokens; `num_blocks` None: sized from free memory. `conservative`:
-    also count memory that was not allocated by torch. `dtype` is "auto", "fp8" or "fp8_e4m3"."""
+    also count memory that was not allocated by torch. `dtype` is "auto", "float16", "bfloat16",
+    "fp8", "fp8_e4m3" or "fp8_e5m2"; `scales_path`: file of an e4m3 cache's scales, None: the
+    checkpoint's."""
 
     block_size: int
     dtype: str
@@ -63,6 +65,7 @@ class CacheConfig:
     memory_utilization: float
     conservative: bool
     enable_prefix_caching: bool
+    scales_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,7 @@ class EngineConfig:
             memory_utilization=args["gpu_memory_utilization"],
             conservative=args["conservative_dry_run"],
             enable_prefix_caching=args["enable_prefix_caching"],
+            scales_path=args["quantization_param_path"],
         )
         return EngineConfig(
             load=load,

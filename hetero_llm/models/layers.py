@@ -149,6 +149,8 @@ class CausalLM(nn.Module):
     selects_rows = False
     """Whether `forward` returns the rows that `Attend.select` leaves in the last layer, rather than
     need all of them."""
+    kv_scales: Tensor | None = None
+    """The checkpoint's scales of an e4m3 KV cache, see `kv_scales.py`; None: it has none."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm.

@@ -23,6 +23,7 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import short_reason
 from hetero_llm.models.configs.transformers import TransformersConfig
 from hetero_llm.models.folders import LOAD_FORMATS, resolve_model_folder
+from hetero_llm.models.kv_scales import stored_kv_scales
 from hetero_llm.models.layers import CausalLM, RearrangedView
 from hetero_llm.models.quantization_config import checkpoint_format
 from hetero_llm.models.quantized_weights import (
@@ -36,6 +37,7 @@ from hetero_llm.models.quantized_weights import (
 from hetero_llm.models.registry import model_class
 from hetero_llm.models.weight_files import StoredTensor, WeightFile, find_weight_files
 from hetero_llm.models.weight_reader import Piece, ReadAhead, copy_pieces, pieces_of
+from hetero_llm.quantization.formats.kv_cache import kv_scale_of
 from hetero_llm.quantization.formats.scheme import CheckpointFormat
 from hetero_llm.utils.topology import usable_memory_bytes
 
@@ -99,9 +101,13 @@ def load_model(
         _check_sizes(folder, config, files)
     wanted = checkpoint_format(config, folder)
     plans = _plan(folder, config, files, dtype, torch.device(device), build, wanted)
+    kv_scales = None
+    if files is not None and config.quantization is not None:
+        kv_scales = stored_kv_scales(files, config)
     with default_dtype(dtype), torch.device(device), linears_of(plans) as linears:
         model = build(config)
     model.eval().requires_grad_(False)
+    model.kv_scales = kv_scales
     filler = MatrixFiller(plans, linears, dtype=dtype, device=torch.device(device))
     if files is None:
         _fill_randomly(model, seed)
@@ -299,7 +305,7 @@ def _matches(
     for name, (file, stored) in stored_tensors.items():
         if name in targets or filler.claims(name):
             found[name] = _Match(name, file, stored, targets.get(name))
-        elif not filler.skips(name):
+        elif model.config.quantization is None or kv_scale_of(stored.name) is None:
             unexpected.append(stored.name)
     _use_tied_head(model, targets, found, skipped)
     problems = {

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.config import ModelConfig
@@ -20,8 +19,6 @@ from hetero_llm.quantization.names import (
     OnlineName,
     older_method,
 )
-
-logger = logging.getLogger(__name__)
 
 _ONLINE_ALIASES: dict[str, OnlineName] = {"bitsandbytes": "ifq_nf4"}
 """Names of vLLM for the quantization of plain weights while they are loaded."""
@@ -82,13 +79,31 @@ def with_plain_weights(config: ModelConfig) -> ModelConfig:
     return replace(config, quantization=None)
 
 
+def kv_cache_of(config: ModelConfig) -> Literal["default", "scales"] | None:
+    """What a checkpoint says of an e4m3 KV cache: "default" if the cache shall be one where the
+    user leaves it open, "scales" if it has the scales alone (`wants_fp8_kv`).
+
+    Raises:
+        ModelLoadError: its KV cache is quantized otherwise.
+    """
+    from hetero_llm.quantization.formats.kv_cache import has_kv_scales, wants_fp8_kv
+
+    if config.quantization is None:
+        return None
+    try:
+        if wants_fp8_kv(config.quantization):
+            return "default"
+        return "scales" if has_kv_scales(config.quantization) else None
+    except ValueError as error:
+        raise ModelLoadError(f"quantization_config: {error}") from error
+
+
 def checkpoint_format(config: ModelConfig, folder: Path) -> CheckpointFormat | None:
     """The format of the weights that are read; None: they are plain and stay so.
 
     Raises:
         ModelLoadError: the checkpoint's format, or an option of it, is not supported.
     """
-    from hetero_llm.quantization.formats.kv_cache import has_kv_scales
     from hetero_llm.quantization.formats.read import read_format
     from hetero_llm.quantization.online import OnlineFormat
 
@@ -97,8 +112,6 @@ def checkpoint_format(config: ModelConfig, folder: Path) -> CheckpointFormat | N
     if config.quantization is None:
         return None
     try:
-        if has_kv_scales(config.quantization):
-            logger.info("%s: scales of a KV cache are stored, and not used", folder)
         return read_format(config.quantization)
     except ValueError as error:
         raise ModelLoadError(f"{folder}: quantization_config: {error}") from error
