@@ -525,7 +525,7 @@ def _load_weights(
         backend: see `BuiltEngine`; "native": the layers stay, since the executor reads the weights
             itself.
     """
-    from hetero_llm.models.loader import load_model
+    from hetero_llm.models.loader import load_model, quantized_sizes
 
     load = partial(
         load_model,
@@ -542,7 +542,16 @@ def _load_weights(
         from hetero_llm.gpu.memory import load_weights
         from hetero_llm.gpu.weight_offload import plan_offload
 
-        plan = plan_offload(model_config, dtype, config.load.cpu_offload_gb)
+        offload_gb, sizes = config.load.cpu_offload_gb, {}
+        if offload_gb:
+            sizes = quantized_sizes(
+                folder,
+                model_config,
+                dtype=dtype,
+                load_format=config.load.load_format,
+                allow_pickle=config.load.allow_pickle_weights,
+            )
+        plan = plan_offload(model_config, dtype, offload_gb, sizes)
         model = load_weights(load, device, plan)
     else:
         model = load()

@@ -10,6 +10,11 @@ ONLINE_NAMES: tuple[OnlineName, ...] = get_args(OnlineName)
 """Of plain weights, while they are loaded: fp8 by row or by blocks of 128 x 128, int8 by row
 (TACO-LLM's W8A16), nf4 by 64 columns, int4 by 128 columns."""
 
+ONLINE_BYTES: dict[OnlineName, float] = {
+    "fp8": 1, "fp8_block": 1, "ifq": 1, "ifq_nf4": 1 / 2 + 2 / 64, "int4": 1 / 2 + 3 / 128,
+}  # fmt: skip
+"""Bytes of a weight with its share of the scales, those of whole rows and blocks left out."""
+
 CHECKPOINT_NAMES: dict[str, str] = {
     "fp8": "fp8",
     "compressed-tensors": "compressed-tensors",
