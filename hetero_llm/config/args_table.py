@@ -60,9 +60,14 @@ _MODEL = grouped(
         "auto",
         "How weights are stored: 'auto' is safetensors, or a GGUF file if the model is one, 'pt' "
         "is pickled files (needs allow_pickle_weights), 'gguf' is the GGUF file in a folder; "
-        "'dummy' makes random ones, for profiling.",
-        choices=("auto", "safetensors", "pt", "gguf", "dummy"),
-        later_choices=("npcache", "tensorizer", "sharded_state", "bitsandbytes", "mistral"),
+        "'dummy' makes random ones, for profiling. 'bitsandbytes' is 'auto' with "
+        "quantization=bitsandbytes; other readers of vLLM stand for what they read: 'npcache' is "
+        "'pt', 'hf' is 'auto', the others 'safetensors'.",
+        choices=(
+            *("auto", "safetensors", "pt", "gguf", "dummy", "bitsandbytes", "npcache", "hf"),
+            *("fastsafetensors", "runai_streamer", "instanttensor"),
+        ),
+        later_choices=("tensorizer", "sharded_state", "runai_streamer_sharded", "mistral"),
     ),
     effective(
         "allow_pickle_weights",
@@ -117,7 +122,7 @@ _MODEL = grouped(
         None,
         "How the weights are quantized; default: what the checkpoint says. Plain weights are "
         "quantized while they are loaded by 'fp8' (a scale for each row), 'fp8_block' (for each "
-        "128 x 128), 'ifq' (int8), 'ifq_nf4' or 'int4'.",
+        "128 x 128), 'ifq' (int8), 'ifq_nf4' (bitsandbytes) or 'int4'.",
         short=("-q",),
     ),
     effective(

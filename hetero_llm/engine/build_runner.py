@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LARGE_TABLE = 1 << 30  # bytes
+_FP8_GPU = (8, 9)  # the compute capability from which on e4m3 is converted in hardware
 _TRIED_TOKENS = (1, 16)  # sizes of the steps that `_can_be_captured` tries
 
 
@@ -176,6 +177,8 @@ def check_context(
         from hetero_llm.gpu.attention_context import check_supported
 
         check_supported(model_config)
+    if device.type == "cuda" and not config.batch_invariant:
+        _check_fp8_weights(model_config, device)
     length = scheduler.max_model_len
     needed = -(-length // cache.block_size)
     if cache.num_blocks is not None:
@@ -190,6 +193,20 @@ def check_context(
             "a context of %d tokens has a rotary table of %.1f GiB; max_model_len lowers it",
             *(length, table / 2**30),
         )
+
+
+def _check_fp8_weights(model_config: ModelConfig, device: torch.device) -> None:
+    """Raises ConfigError if the GPU has no conversion from e4m3."""
+    import torch
+
+    from hetero_llm.models.quantization_config import has_fp8_weights
+
+    if not has_fp8_weights(model_config) or torch.cuda.get_device_capability(device) >= _FP8_GPU:
+        return
+    online, stored = model_config.online_quantization, model_config.quantization or {}
+    reason = "e4m3 weights need a GPU of compute capability 8.9 or later; "
+    reason += "use ifq or int4" if online else "batch_invariant=True serves them, slowly"
+    raise ConfigError("quantization", online or stored.get("quant_method"), reason)
 
 
 def _check_device_memory(
@@ -354,7 +371,7 @@ def _why_no_fp8(
         return "cannot be combined with batch_invariant: use one of them"
     if runs_on_torch(config.batch_invariant, model_config):
         return "a model with images needs auto"
-    if wanted != "fp8_e5m2" and torch.cuda.get_device_capability(device) < (8, 9):
+    if wanted != "fp8_e5m2" and torch.cuda.get_device_capability(device) < _FP8_GPU:
         return "needs a GPU of compute capability 8.9 or later; use auto or fp8_e5m2"
     return None
 

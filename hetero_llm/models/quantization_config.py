@@ -15,13 +15,11 @@ from hetero_llm.quantization.names import (
     CHECKPOINT_NAMES,
     NOT_BUILT,
     OLDER_FILES,
+    ONLINE_ALIASES,
     ONLINE_NAMES,
     OnlineName,
     older_method,
 )
-
-_ONLINE_ALIASES: dict[str, OnlineName] = {"bitsandbytes": "ifq_nf4"}
-"""Names of vLLM for the quantization of plain weights while they are loaded."""
 
 
 def stored_quantization(folder: Path, config: Reader) -> Mapping[str, Any] | None:
@@ -54,21 +52,44 @@ def online_quantization(wanted: str | None, stored: Mapping[str, Any] | None) ->
         return None
     if stored is not None:
         method = str(stored.get("quant_method"))
-        if CHECKPOINT_NAMES.get(wanted) != method:
+        if CHECKPOINT_NAMES.get(wanted) != CHECKPOINT_NAMES.get(method, method):
             reason = f"the checkpoint's weights are quantized already, by {method!r}; leave it out"
             raise ConfigError("quantization", wanted, reason)
         return None
-    name = _ONLINE_ALIASES.get(wanted, wanted)
+    name = ONLINE_ALIASES.get(wanted, wanted)
     for known in ONLINE_NAMES:
         if name == known:
             return known
     if wanted in NOT_BUILT:
-        raise ConfigError("quantization", wanted, "this format is not built")
+        instead = NOT_BUILT[wanted]
+        reason = "this format is not built" + (f"; {instead!r} is" if instead else "")
+        raise ConfigError("quantization", wanted, reason)
     if wanted in CHECKPOINT_NAMES:
         reason = "the checkpoint's weights are plain; of these are made: " + ", ".join(ONLINE_NAMES)
         raise ConfigError("quantization", wanted, reason)
     known_names = dict.fromkeys((*ONLINE_NAMES, *CHECKPOINT_NAMES))
     raise ConfigError("quantization", wanted, "one of " + ", ".join(known_names))
+
+
+def has_fp8_weights(config: ModelConfig) -> bool:
+    """Whether weights are e4m3 in memory, by what the configuration says."""
+    if config.online_quantization is not None:
+        return config.online_quantization in ("fp8", "fp8_block")
+    stored = config.quantization or {}
+    method = str(stored.get("quant_method"))
+    if method.startswith("modelopt"):
+        inner = _mapping(stored.get("quantization")) or stored
+        layers = [_mapping(one) for one in _mapping(inner.get("quantized_layers")).values()]
+        algorithms = (one.get("quant_algo") for one in (inner, *layers))
+        return any(str(one).upper().startswith("FP8") for one in algorithms)
+    groups = [_mapping(one) for one in _mapping(stored.get("config_groups")).values()]
+    weights = [_mapping(one.get("weights")) for one in groups]
+    is_float = any(one.get("type") == "float" and one.get("num_bits") == 8 for one in weights)
+    return method in ("fp8", "fbgemm_fp8") or is_float
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def with_plain_weights(config: ModelConfig) -> ModelConfig:

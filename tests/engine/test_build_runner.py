@@ -129,6 +129,38 @@ def test_head_sizes_are_checked_before_the_weights(tiny_folder: Path) -> None:
         check_context(config, steps, model, BF16, GPU)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "quantization", "reason"),
+    [
+        ({"quantization": "fp8"}, None, "'fp8': e4m3 .* 8.9 or later; use ifq or int4"),
+        ({}, {"quant_method": "fp8"}, "'fp8': e4m3 weights .*; batch_invariant=True serves"),
+        ({"quantization": "int4"}, None, None),
+        ({"batch_invariant": True}, {"quant_method": "fp8"}, None),
+    ],
+)
+def test_fp8_weights_need_a_gpu_with_fp8(
+    tiny_folder: Path,
+    arguments: dict[str, Any],
+    quantization: dict[str, Any] | None,
+    reason: str | None,
+    capability: list[tuple[int, int]],
+) -> None:
+    config = configured(tiny_folder, num_gpu_blocks_override=64, **arguments)
+    online = arguments.get("quantization")
+    model = replace(
+        load_model_config(tiny_folder),
+        head_dim=16, quantization=quantization, online_quantization=online,
+    )  # fmt: skip
+    steps = limit_steps(config, 64, "cuda", serving=False)
+    check_context(config, steps, model, BF16, GPU)
+    capability[0] = (8, 6)
+    if reason is None:
+        check_context(config, steps, model, BF16, GPU)
+        return
+    with pytest.raises(ConfigError, match=f"^quantization={reason}"):
+        check_context(config, steps, model, BF16, GPU)
+
+
 class TestScalesFile:
     @staticmethod
     def path(folder: Path, layers: int) -> str:
