@@ -342,15 +342,16 @@ def _cache_dtype(
 
     from hetero_llm.models.quantization_config import kv_cache_of
 
-    wanted, stored = config.cache.dtype, kv_cache_of(model_config)
-    if wanted == "auto":
-        serves = _why_no_fp8(config, model_config, "fp8", device) is None
-        return torch.float8_e4m3fn if stored == "default" and serves else dtype
+    wanted = config.cache.dtype
     if wanted in ("float16", "bfloat16"):
         if dtype != getattr(torch, wanted):
             name = str(dtype).removeprefix("torch.")
             raise ConfigError("kv_cache_dtype", wanted, f"the model runs in {name}; use auto")
         return dtype
+    stored = kv_cache_of(model_config)
+    if wanted == "auto":
+        serves = _why_no_fp8(config, model_config, "fp8", device) is None
+        return torch.float8_e4m3fn if stored == "default" and serves else dtype
     reason = _why_no_fp8(config, model_config, wanted, device)
     if reason is None and wanted == "fp8_e5m2" and stored is not None:
         reason = "the checkpoint has scales of an e4m3 cache; use fp8"

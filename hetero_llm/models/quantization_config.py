@@ -116,7 +116,8 @@ def kv_cache_of(config: ModelConfig) -> Literal["default", "scales"] | None:
             return "default"
         return "scales" if has_kv_scales(config.quantization) else None
     except ValueError as error:
-        raise ModelLoadError(f"quantization_config: {error}") from error
+        reason = f"{error}; kv_cache_dtype=bfloat16 or float16, the model's type, does without"
+        raise ModelLoadError(f"quantization_config: {reason}") from error
 
 
 def checkpoint_format(config: ModelConfig, folder: Path) -> CheckpointFormat | None:

@@ -117,8 +117,9 @@ def test_fp8_e5m2_needs_no_fp8_unit(tiny_folder: Path, capability: list[tuple[in
 
 def test_another_scheme_is_named(tiny_folder: Path) -> None:
     scheme = {**DECLARED, "kv_cache_scheme": {**SCHEME, "num_bits": 4}}
-    with pytest.raises(ModelLoadError, match="kv_cache_scheme.num_bits=4"):
+    with pytest.raises(ModelLoadError, match="kv_cache_scheme.num_bits=4.*; kv_cache_dtype=bfl"):
         cache_dtype(tiny_folder, quantization=scheme)
+    assert cache_dtype(tiny_folder, quantization=scheme, kv_cache_dtype="bfloat16") == BF16
 
 
 def test_head_sizes_are_checked_before_the_weights(tiny_folder: Path) -> None:

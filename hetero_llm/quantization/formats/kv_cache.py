@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from hetero_llm.quantization.formats.options import Config, choice, refused, table
+from hetero_llm.quantization.formats.options import Config, choice, first_of, refused, table
 
 KVScalePart = Literal["q", "k", "v", "kv"]
 
@@ -44,7 +44,8 @@ def has_kv_scales(config: Config) -> bool:
     Raises:
         ValueError: its KV cache is quantized otherwise.
     """
-    algorithm = table(config, "quantization").get("kv_cache_quant_algo")
+    inner = table(config, "quantization")
+    algorithm = first_of(inner, ("kv_cache_quant_algo",), config.get("kv_cache_quant_algo"))
     if algorithm is not None:
         if str(algorithm).upper() != "FP8":
             raise refused("kv_cache_quant_algo", algorithm, ("FP8",))
