@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_llm import LLM
+from hetero_llm import LLM, SamplingParams
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import ConfigError, ModelLoadError
@@ -18,6 +19,7 @@ from hetero_llm.engine.build_runner import cache_shape, check_context, read_kv_s
 from hetero_llm.engine.resolve import limit_steps
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.read_config import load_model_config
+from tests.models.tiny import make_tiny_checkpoint, rewrite_config
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SCHEME = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -80,6 +82,17 @@ def test_the_checkpoints_scheme_yields_where_it_cannot_serve(
     assert cache_dtype(tiny_folder, quantization=DECLARED, batch_invariant=True) == BF16
     capability[0] = (8, 0)
     assert cache_dtype(tiny_folder, quantization=DECLARED) == BF16
+
+
+def test_a_cpu_serves_such_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_tiny_checkpoint(tmp_path, "llama", layers=1)
+    rewrite_config(folder, quantization_config={**DECLARED, "config_groups": {}})
+    start = {"device": "cpu", "skip_tokenizer_init": True}
+    with caplog.at_level(logging.INFO), LLM(str(folder), **start) as llm:
+        asks = SamplingParams(max_tokens=3, ignore_eos=True, detokenize=False)
+        (output,) = llm.generate(prompt_token_ids=[[5, 6]], sampling_params=asks, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 3
+    assert "the KV cache stays bfloat16: that of the checkpoint, fp8, cannot" in caplog.text
 
 
 @pytest.mark.parametrize(
