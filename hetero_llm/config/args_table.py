@@ -60,9 +60,14 @@ _MODEL = grouped(
         "auto",
         "How weights are stored: 'auto' is safetensors, or a GGUF file if the model is one, 'pt' "
         "is pickled files (needs allow_pickle_weights), 'gguf' is the GGUF file in a folder; "
-        "'dummy' makes random ones, for profiling.",
-        choices=("auto", "safetensors", "pt", "gguf", "dummy"),
-        later_choices=("npcache", "tensorizer", "sharded_state", "bitsandbytes", "mistral"),
+        "'dummy' makes random ones, for profiling. 'bitsandbytes' is 'auto' with "
+        "quantization=bitsandbytes; other readers of vLLM stand for what they read: 'npcache' is "
+        "'pt', 'hf' is 'auto', the others 'safetensors'.",
+        choices=(
+            *("auto", "safetensors", "pt", "gguf", "dummy", "bitsandbytes", "npcache", "hf"),
+            *("fastsafetensors", "runai_streamer", "instanttensor"),
+        ),
+        later_choices=("tensorizer", "sharded_state", "runai_streamer_sharded", "mistral"),
     ),
     effective(
         "allow_pickle_weights",
@@ -117,15 +122,15 @@ _MODEL = grouped(
         None,
         "How the weights are quantized; default: what the checkpoint says. Plain weights are "
         "quantized while they are loaded by 'fp8' (a scale for each row), 'fp8_block' (for each "
-        "128 x 128), 'ifq' (int8), 'ifq_nf4' or 'int4'.",
+        "128 x 128), 'ifq' (int8), 'ifq_nf4' (bitsandbytes) or 'int4'.",
         short=("-q",),
     ),
-    not_yet(
+    effective(
         "quantization_param_path",
         Kind.PATH,
         None,
-        "JSON file with the scaling factors of an FP8 KV cache.",
-        feature="scaling factors of an FP8 KV cache",
+        "JSON file with the scaling factors of an FP8 KV cache (kv_cache_dtype=fp8), instead of "
+        "those that the checkpoint may have.",
     ),
     effective(
         "max_model_len",
@@ -274,9 +279,18 @@ _MEMORY = grouped(
         "kv_cache_dtype",
         _STR,
         "auto",
-        "Type of the KV cache on a GPU: 'auto' is the model's; 'fp8' (e4m3, no scale) halves it.",
-        choices=("auto", "fp8", "fp8_e4m3"),
-        later_choices=("fp8_e5m2",),
+        "Type of the KV cache: 'auto' is the model's, or fp8 on a GPU if the checkpoint has a KV "
+        "cache scheme; 'fp8' (e4m3, with the scales of the checkpoint or of "
+        "quantization_param_path, else 1) and 'fp8_e5m2' halve it and need a GPU; 'float16' and "
+        "'bfloat16' must be the model's.",
+        choices=("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+        later_choices=(
+            "fp8_inc",
+            "fp8_ds_mla",
+            "int8_per_token_head",
+            "fp8_per_token_head",
+            "nvfp4",
+        ),
     ),
     obsolete(
         "swap_space",

@@ -18,6 +18,12 @@ from hetero_llm.config.speculation_config import speculation_from_args
 from hetero_llm.core.errors import ConfigError
 
 _MAX_NUM_SEQS = 256
+_LOAD_FORMATS = {
+    "npcache": "pt", "hf": "auto", "bitsandbytes": "auto",
+    "fastsafetensors": "safetensors", "runai_streamer": "safetensors",
+    "instanttensor": "safetensors",
+}  # fmt: skip
+"""Ways of vLLM to read weights -> the format that they read."""
 
 
 # large: one field for each argument that concerns loading
@@ -55,7 +61,9 @@ class LoadConfig:
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """KV cache: `block_size` in tokens; `num_blocks` None: sized from free memory. `conservative`:
-    also count memory that was not allocated by torch. `dtype` is "auto", "fp8" or "fp8_e4m3"."""
+    also count memory that was not allocated by torch. `dtype` is "auto", "float16", "bfloat16",
+    "fp8", "fp8_e4m3" or "fp8_e5m2"; `scales_path`: file of an e4m3 cache's scales, None: the
+    checkpoint's."""
 
     block_size: int
     dtype: str
@@ -63,6 +71,7 @@ class CacheConfig:
     memory_utilization: float
     conservative: bool
     enable_prefix_caching: bool
+    scales_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +164,7 @@ class EngineConfig:
             tokenizer_revision=args["tokenizer_revision"]
             or (args["revision"] if args["tokenizer"] in (None, model) else None),
             download_dir=args["download_dir"],
-            load_format=args["load_format"],
+            load_format=_LOAD_FORMATS.get(args["load_format"], args["load_format"]),
             allow_pickle_weights=args["allow_pickle_weights"],
             model_sha256=args["model_sha256"],
             dtype=args["dtype"],
@@ -167,7 +176,7 @@ class EngineConfig:
             seed=args["seed"],
             model_impl=args["model_impl"],
             hf_overrides=args["hf_overrides"] or {},
-            quantization=args["quantization"],
+            quantization=_quantization(args["load_format"], args["quantization"]),
         )
         cache = CacheConfig(
             block_size=args["block_size"],
@@ -176,6 +185,7 @@ class EngineConfig:
             memory_utilization=args["gpu_memory_utilization"],
             conservative=args["conservative_dry_run"],
             enable_prefix_caching=args["enable_prefix_caching"],
+            scales_path=args["quantization_param_path"],
         )
         return EngineConfig(
             load=load,
@@ -204,6 +214,16 @@ class EngineConfig:
             pooling=pooling_from_args(args),
             constraints=constraints_from_args(args),
         )
+
+
+def _quantization(load_format: str, wanted: str | None) -> str | None:
+    """The load format "bitsandbytes" quantizes plain weights, or reads those of bitsandbytes."""
+    if load_format != "bitsandbytes":
+        return wanted
+    if wanted not in (None, "bitsandbytes"):
+        reason = f"needs quantization=bitsandbytes, not {wanted!r}; leave one of them out"
+        raise ConfigError("load_format", load_format, reason)
+    return "bitsandbytes"
 
 
 def _max_num_seqs(wanted: int | None, max_num_batched_tokens: int | None) -> int:

@@ -100,6 +100,7 @@ def _check_arguments(config: EngineConfig, model: PoolingModel, device: torch.de
     for field, value, usual in (
         ("speculation", drafts, None),
         ("kv_cache_dtype", config.cache.dtype, "auto"),
+        ("quantization_param_path", config.cache.scales_path, None),
         ("cpu_offload_gb", config.load.cpu_offload_gb, 0),
         ("cpu_weight_dtype", config.cpu.weight_dtype, "auto"),
         ("quantization", config.load.quantization, None),

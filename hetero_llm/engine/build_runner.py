@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LARGE_TABLE = 1 << 30  # bytes
+_FP8_GPU = (8, 9)  # the compute capability from which on e4m3 is converted in hardware
 _TRIED_TOKENS = (1, 16)  # sizes of the steps that `_can_be_captured` tries
 
 
@@ -56,6 +57,7 @@ class RunnerInputs:
     native: NativeBackend | None
     typical: TypicalAcceptance | None
     layer_ready: LayerReadyFlags | None
+    kv_scales: torch.Tensor | None
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -85,10 +87,11 @@ def build_runner(
     Raises:
         ConfigError: there is not enough memory.
     """
+    shape = cache_shape(config, model_config, dtype, device)
     inputs = RunnerInputs(
         model,
         model_config,
-        cache_shape(config, model_config, dtype, device),
+        shape,
         device,
         scheduler_config,
         config.cache,
@@ -98,6 +101,7 @@ def build_runner(
         native,
         None if config.speculation is None else config.speculation.typical,
         layer_ready,
+        _kv_scales(config, model, model_config, shape.dtype),
     )
     if config.cache.num_blocks is not None:
         needed, length = inputs.blocks_per_sequence, scheduler_config.max_model_len
@@ -160,14 +164,21 @@ def check_context(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Checks that a sequence of `max_model_len` tokens fits, before anything is loaded or
-    allocated: the length may come from an unchecked config.json. A rotary table of
-    more than 1 GiB is logged.
+    """Checks that attention serves the model with its KV cache, and that a sequence of
+    `max_model_len` tokens fits, before anything is loaded or allocated: the length may come from an
+    unchecked config.json. A rotary table of more than 1 GiB is logged.
 
     Raises:
-        ConfigError: it does not fit.
+        ConfigError: one of them does not hold.
     """
     shape, cache = cache_shape(config, model_config, dtype, device), config.cache
+    read_kv_scales(config, model_config, shape.dtype)
+    if device.type == "cuda" and not runs_on_torch(config.batch_invariant, model_config):
+        from hetero_llm.gpu.attention_context import check_supported
+
+        check_supported(model_config)
+    if device.type == "cuda" and not config.batch_invariant:
+        _check_fp8_weights(model_config, device)
     length = scheduler.max_model_len
     needed = -(-length // cache.block_size)
     if cache.num_blocks is not None:
@@ -182,6 +193,20 @@ def check_context(
             "a context of %d tokens has a rotary table of %.1f GiB; max_model_len lowers it",
             *(length, table / 2**30),
         )
+
+
+def _check_fp8_weights(model_config: ModelConfig, device: torch.device) -> None:
+    """Raises ConfigError if the GPU has no conversion from e4m3."""
+    import torch
+
+    from hetero_llm.models.quantization_config import has_fp8_weights
+
+    if not has_fp8_weights(model_config) or torch.cuda.get_device_capability(device) >= _FP8_GPU:
+        return
+    online, stored = model_config.online_quantization, model_config.quantization or {}
+    reason = "e4m3 weights need a GPU of compute capability 8.9 or later; "
+    reason += "use ifq or int4" if online else "batch_invariant=True serves them, slowly"
+    raise ConfigError("quantization", online or stored.get("quant_method"), reason)
 
 
 def _check_device_memory(
@@ -229,11 +254,11 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
     takes_images = isinstance(inputs.model_config, ImageModelConfig)
     if takes_images:
         logger.info("a model with images runs without CUDA graphs")
-    on_torch = inputs.batch_invariant or takes_images
+    on_torch = runs_on_torch(inputs.batch_invariant, inputs.model_config)
     graphs = not on_torch and not inputs.enforce_eager and _can_be_captured(inputs.model)
 
     def runner_with(num_blocks: int, graphs: bool) -> BuiltRunner:
-        cache = PagedKVCache(inputs.shape, num_blocks, inputs.device)
+        cache = PagedKVCache(inputs.shape, num_blocks, inputs.device, inputs.kv_scales)
         if on_torch:
             return BuiltRunner(_torch_runner(inputs, cache, None), cache)
         runner = GpuModelRunner(
@@ -285,6 +310,11 @@ def _can_be_captured(model: CausalLM) -> bool:
     return True
 
 
+def runs_on_torch(batch_invariant: bool, model_config: ModelConfig) -> bool:
+    """Whether plain torch computes the attention on a GPU."""
+    return batch_invariant or isinstance(model_config, ImageModelConfig)
+
+
 def cache_shape(
     config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> KVCacheShape:
@@ -292,33 +322,108 @@ def cache_shape(
 
     Raises:
         ConfigError: the configured dtype does not fit the model, the device or another argument.
+        ModelLoadError: the checkpoint's KV cache is quantized in a way that is not served.
     """
     from hetero_llm.runner.kv_cache import KVCacheShape
 
-    if config.cache.dtype != "auto" and isinstance(model_config, ImageModelConfig):
-        raise ConfigError("kv_cache_dtype", config.cache.dtype, "a model with images needs auto")
     return KVCacheShape(
         model_config.num_layers,
         model_config.num_kv_heads,
         model_config.head_dim,
         config.cache.block_size,
-        _cache_dtype(config, dtype, device),
+        _cache_dtype(config, model_config, dtype, device),
     )
 
 
-def _cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def _cache_dtype(
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
     import torch
 
+    from hetero_llm.models.quantization_config import kv_cache_of
+
     wanted = config.cache.dtype
-    if wanted == "auto":
+    if wanted in ("float16", "bfloat16"):
+        if dtype != getattr(torch, wanted):
+            name = str(dtype).removeprefix("torch.")
+            raise ConfigError("kv_cache_dtype", wanted, f"the model runs in {name}; use auto")
         return dtype
+    stored = kv_cache_of(model_config)
+    if wanted == "auto":
+        serves = _why_no_fp8(config, model_config, "fp8", device) is None
+        return torch.float8_e4m3fn if stored == "default" and serves else dtype
+    reason = _why_no_fp8(config, model_config, wanted, device)
+    if reason is None and wanted == "fp8_e5m2" and stored is not None:
+        reason = "the checkpoint has scales of an e4m3 cache; use fp8"
+    if reason is not None:
+        raise ConfigError("kv_cache_dtype", wanted, reason)
+    return torch.float8_e5m2 if wanted == "fp8_e5m2" else torch.float8_e4m3fn
+
+
+def _why_no_fp8(
+    config: EngineConfig, model_config: ModelConfig, wanted: str, device: torch.device
+) -> str | None:
+    """Why a KV cache of 8-bit floats cannot be served here; None if it can."""
+    import torch
+
     if device.type == "cpu":
-        raise ConfigError("kv_cache_dtype", wanted, "needs a GPU; use auto on a CPU")
+        return "needs a GPU; use auto on a CPU"
     if config.batch_invariant:
-        raise ConfigError(
-            "kv_cache_dtype", wanted, "cannot be combined with batch_invariant: use one of them"
+        return "cannot be combined with batch_invariant: use one of them"
+    if runs_on_torch(config.batch_invariant, model_config):
+        return "a model with images needs auto"
+    if wanted != "fp8_e5m2" and torch.cuda.get_device_capability(device) < _FP8_GPU:
+        return "needs a GPU of compute capability 8.9 or later; use auto or fp8_e5m2"
+    return None
+
+
+def read_kv_scales(
+    config: EngineConfig, model_config: ModelConfig, cache_dtype: torch.dtype
+) -> torch.Tensor | None:
+    """The scales of `quantization_param_path`; None without it.
+
+    Raises:
+        ConfigError: they do not fit the model or the cache.
+    """
+    import torch
+
+    from hetero_llm.models.kv_scales import read_scales_file
+
+    path = config.cache.scales_path
+    if path is None:
+        return None
+    if cache_dtype != torch.float8_e4m3fn:
+        reason = "has the scales of an e4m3 KV cache; set kv_cache_dtype=fp8, or leave it out"
+        raise ConfigError("quantization_param_path", path, reason)
+    return read_scales_file(path, model_config)
+
+
+def _kv_scales(
+    config: EngineConfig, model: CausalLM, model_config: ModelConfig, cache_dtype: torch.dtype
+) -> torch.Tensor | None:
+    """The scales of a runner's KV cache; None: all are 1. Says in the log what the user may not
+    expect of the cache."""
+    import torch
+
+    from hetero_llm.models.quantization_config import kv_cache_of
+
+    is_default = config.cache.dtype == "auto" and kv_cache_of(model_config) == "default"
+    if cache_dtype != torch.float8_e4m3fn:
+        if is_default:
+            name = str(cache_dtype).removeprefix("torch.")
+            logger.info("the KV cache stays %s: that of the checkpoint, fp8, cannot serve", name)
+        return None
+    if is_default:
+        logger.info("the KV cache is fp8, as the checkpoint says; kv_cache_dtype changes it")
+    scales = read_kv_scales(config, model_config, cache_dtype)
+    if scales is None:
+        scales = model.kv_scales
+    if scales is None:
+        logger.warning(
+            "the fp8 KV cache has no scales, neither of the checkpoint nor of "
+            "quantization_param_path: 1 is used, which may cost accuracy"
         )
-    return torch.float8_e4m3fn
+    return scales if scales is None or (scales != 1).any() else None
 
 
 def _check_fixed_blocks(fixed: int, needed: int, max_model_len: int) -> None:

@@ -42,6 +42,7 @@ from hetero_llm.engine.build_runner import (
     build_runner,
     cache_shape,
     check_context,
+    runs_on_torch,
 )
 from hetero_llm.engine.default_sampling import default_sampling
 from hetero_llm.engine.engine import Engine
@@ -64,7 +65,6 @@ from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import BlockTransfers
 from hetero_llm.kv_cache.hit_log import HitCounter, HitLog
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
-from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 from hetero_llm.models.quantization_config import with_plain_weights
 from hetero_llm.pooling.pooling_model import read_pooling_model
 from hetero_llm.scheduler.grammar_drafts import GrammarDrafts
@@ -290,7 +290,8 @@ def _join(
         scheduler,
         runner,
         OutputProcessor(tokenizer, scheduler.stop_sequence),
-        asynchronous=device.type == "cuda" and not _on_torch(config, model_config),
+        asynchronous=device.type == "cuda"
+        and not runs_on_torch(config.batch_invariant, model_config),
         speculation_log=make_log(config.speculation),
         background_drafter=background_drafter_of(drafter, config.speculation),
         grammars=inputs.grammars,
@@ -378,6 +379,7 @@ def _device_draft(
     own = dataclasses.replace(
         config,
         load=dataclasses.replace(config.load, cpu_offload_gb=0.0, load_format=load_format),
+        cache=dataclasses.replace(config.cache, scales_path=None),  # of the target
         speculation=None,
         offload=None,
     )
@@ -478,11 +480,6 @@ def _check_offload(config: EngineConfig, device: torch.device) -> None:
         )
 
 
-def _on_torch(config: EngineConfig, model_config: ModelConfig) -> bool:
-    """Whether the device-agnostic torch runner runs the model, on a GPU too."""
-    return config.batch_invariant or isinstance(model_config, ImageModelConfig)
-
-
 def _native_backend(
     config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> NativeBackend | None:
@@ -528,7 +525,7 @@ def _load_weights(
         backend: see `BuiltEngine`; "native": the layers stay, since the executor reads the weights
             itself.
     """
-    from hetero_llm.models.loader import load_model
+    from hetero_llm.models.loader import load_model, quantized_sizes
 
     load = partial(
         load_model,
@@ -545,7 +542,16 @@ def _load_weights(
         from hetero_llm.gpu.memory import load_weights
         from hetero_llm.gpu.weight_offload import plan_offload
 
-        plan = plan_offload(model_config, dtype, config.load.cpu_offload_gb)
+        offload_gb, sizes = config.load.cpu_offload_gb, {}
+        if offload_gb:
+            sizes = quantized_sizes(
+                folder,
+                model_config,
+                dtype=dtype,
+                load_format=config.load.load_format,
+                allow_pickle=config.load.allow_pickle_weights,
+            )
+        plan = plan_offload(model_config, dtype, offload_gb, sizes)
         model = load_weights(load, device, plan)
     else:
         model = load()

@@ -194,12 +194,20 @@ def resolve_device(name: str) -> torch.device:
 
 def resolve_dtype(name: str, stored: str, device: torch.device) -> str:
     """The dtype of a name. "auto" is the checkpoint's, with two exceptions: half precision instead
-    of float32, and bfloat16 instead of float16 on a CPU, which has no fast float16 path."""
+    of float32, and bfloat16 instead of float16 on a CPU, which has no fast float16 path.
+
+    Raises:
+        ConfigError: the GPU has no bfloat16.
+    """
     import torch
 
+    has_bfloat16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
     if name != "auto":
+        if name == "bfloat16" and not has_bfloat16:
+            reason = "needs a GPU of compute capability 8.0 or later; use half"
+            raise ConfigError("dtype", name, reason)
         return _DTYPES.get(name, name)
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+    if not has_bfloat16:
         return "float16"
     return "float16" if stored == "float16" and device.type == "cuda" else "bfloat16"
 

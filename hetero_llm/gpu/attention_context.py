@@ -30,7 +30,7 @@ StarCoder has 48 heads of 128 on one KV head, Falcon-7B 71 of 64. Not timed: wha
 and shared memory of Hopper."""
 
 
-def check_supported(config: ModelConfig, cache_dtype: torch.dtype) -> None:
+def check_supported(config: ModelConfig) -> None:
     """Raises ConfigError for a model whose attention the kernels do not serve."""
     dim = config.head_dim
     if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM or dim % 8:
@@ -48,10 +48,6 @@ def check_supported(config: ModelConfig, cache_dtype: torch.dtype) -> None:
             f"the GPU kernels serve {MAX_GROUP} at most; "
             f"batch_invariant=True or device='cpu' runs it through torch",
         )
-    if cache_dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability() < (8, 9):
-        raise ConfigError(
-            "kv_cache_dtype", "fp8", "needs a GPU of compute capability 8.9 or later; use auto"
-        )
 
 
 class AttentionContext:
@@ -65,6 +61,7 @@ class AttentionContext:
         windows: the different sliding windows of the layers, None for full attention.
         slopes: [heads] float32 of ALiBi, or None.
         keys, values: of each layer, [blocks, block size, KV heads, head_dim].
+        kv_scales, inverses: of each layer, see `PagedKVCache`.
         max_pieces: pieces of cut tiles that a workspace holds.
     """
 
@@ -90,6 +87,9 @@ class AttentionContext:
         self.max_pieces = max(1, programs // config.num_kv_heads)
         self.keys = [cache.keys(layer) for layer in range(config.num_layers)]
         self.values = [cache.values(layer) for layer in range(config.num_layers)]
+        none = [None] * config.num_layers
+        self.kv_scales = none if cache.scales is None else list(cache.scales)
+        self.inverses = none if cache.inverses is None else list(cache.inverses)
 
     def decode_tile(self, num_tokens: int, *, short: bool) -> TileShape:
         """The tile of a step in which every sequence has one token.

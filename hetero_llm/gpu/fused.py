@@ -50,7 +50,8 @@ def speed_up(model: CausalLM) -> None:
         elif isinstance(module, Activation) and module.name is not None:
             module.function = partial(_activation, name=module.name, plain=module.function)
         elif isinstance(module, Linear) and module.quantized is not None:
-            _multiply_by_kernels(module, module.quantized)
+            if not module.on_host:
+                _multiply_by_kernels(module, module.quantized)
         elif isinstance(module, Linear) and module.weight.device.type == "cuda":
             module.product = linear
     speed_up_experts(model)

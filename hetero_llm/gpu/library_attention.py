@@ -46,18 +46,21 @@ def attend_chunk(
     keys: ChunkKeys,
     *,
     scale: float,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends one chunk whose own keys are already stored.
 
     Args:
         q: [count, H, D] bfloat16 or float16, contiguous.
         key_cache, value_cache: [blocks, block_size, N, D] views of one layer.
+        kv_scales: as of `kernels.paged_attention`.
 
     Returns:
         [count, H, D].
     """
     start, end = keys.start, keys.start + keys.count
-    k, v = (_gather(cache, keys.blocks, q.dtype)[:end] for cache in (key_cache, value_cache))
+    k, v = _gather((key_cache, value_cache), keys.blocks, q.dtype, kv_scales)
+    k, v = k[:end], v[:end]
     own, own_weight = _cudnn(q, k[start:], v[start:], True, scale)
     if start == 0:
         return own
@@ -93,13 +96,14 @@ def attend_ragged(
     *,
     scale: float,
     window: int | None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends several chunks whose own keys are already stored.
 
     Args:
         q: [T, H, D], the chunks' rows one after the other; others as of `attend_chunk`.
     """
-    k, v = (_gather(cache, keys.blocks, q.dtype) for cache in (key_cache, value_cache))
+    k, v = _gather((key_cache, value_cache), keys.blocks, q.dtype, kv_scales)
     out, *_ = torch.ops.aten._flash_attention_forward(
         *(q, k, v, keys.row_starts, keys.starts, keys.max_rows, keys.max_keys, 0.0, True, False),
         scale=scale,
@@ -193,13 +197,23 @@ class _Trial:
         return bool((ours.float() - expected).abs().max() < 0.05)
 
 
-def _gather(cache: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[tokens, N, D] of whole blocks, in `dtype`."""
-    if cache.dtype.itemsize == 1:
-        gathered = cache.view(torch.uint8).index_select(0, blocks).view(cache.dtype).to(dtype)
-    else:
-        gathered = cache.index_select(0, blocks)
-    return gathered.flatten(0, 1)
+def _gather(
+    caches: tuple[torch.Tensor, torch.Tensor],
+    blocks: torch.Tensor,
+    dtype: torch.dtype,
+    kv_scales: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of whole blocks, [tokens, N, D] in `dtype`, multiplied with their scales."""
+    gathered = []
+    for part, cache in enumerate(caches):
+        if cache.dtype.itemsize == 1:
+            found = cache.view(torch.uint8).index_select(0, blocks).view(cache.dtype).to(dtype)
+        else:
+            found = cache.index_select(0, blocks)
+        if kv_scales is not None:  # multiplied in float32, and rounded once
+            found.mul_(kv_scales[part, :, None])
+        gathered.append(found.flatten(0, 1))
+    return gathered[0], gathered[1]
 
 
 def _cudnn(

@@ -200,7 +200,7 @@ def load_weights(load: Callable[[], CausalLM], device: torch.device, plan: Offlo
     def load_and_stage() -> CausalLM:
         with weights_on_host(plan) as moved:
             model = load()
-        stage_products(moved, device)
+        stage_products(moved, device, plan)
         return model
 
     free, total = torch.cuda.mem_get_info()

@@ -151,7 +151,7 @@ class GpuModelRunner:
         layer_ready: DeviceLayerReadyFlags | None = None,
         most_looks: int = MOST_LOOKS,
     ) -> None:
-        check_supported(config, cache.shape.dtype)
+        check_supported(config)
         device, dtype = cache.data.device, next(model.parameters()).dtype
         columns = -(-max_model_len // cache.shape.block_size)
         block_tables = torch.zeros(max_num_seqs, columns, dtype=torch.int32, device=device)

@@ -112,7 +112,8 @@ class StepAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         keys, values = self._context.keys[layer], self._context.values[layer]
-        store(k, v, self._inputs.slot_mapping, keys, values)
+        inverses = self._context.inverses[layer]
+        store(k, v, self._inputs.slot_mapping, keys, values, inverses=inverses)
         return self._attend(layer, q, keys, values)
 
     def rotary(
@@ -131,6 +132,7 @@ class StepAttention:
             keys,
             values,
             heads.num_heads,
+            inverses=self._context.inverses[layer],
         )
         return self._attend(layer, q, keys, values)
 
@@ -144,11 +146,12 @@ class StepAttention:
     ) -> torch.Tensor:
         config = self._context.config
         window = config.sliding_windows[layer]
-        scale = config.attn_scale
+        scale, kv_scales = config.attn_scale, self._context.kv_scales[layer]
         if self._sampled is not None and layer == self._sampled.layer:
             return self._attend_sampled(self._sampled, self.select(layer, q), keys, values)
         if not self._planned and len(self._library) == 1:  # it is the whole step
-            return _attend_by_library(q, keys, values, self._library[0], scale, window)
+            part = self._library[0]
+            return _attend_by_library(q, keys, values, part, scale, window, kv_scales)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._planned:
             paged_attention(
@@ -164,11 +167,13 @@ class StepAttention:
                 window=window,
                 softcap=config.attn_softcap,
                 slopes=self._context.slopes,
+                kv_scales=kv_scales,
                 any_cut=self._any_cut,
                 out=out,
             )
         for part in self._library:
-            out[part.rows] = _attend_by_library(q[part.rows], keys, values, part, scale, window)
+            rows = q[part.rows]
+            out[part.rows] = _attend_by_library(rows, keys, values, part, scale, window, kv_scales)
         return out
 
     def _attend_sampled(
@@ -189,6 +194,7 @@ class StepAttention:
             window=context.config.sliding_windows[sampled.layer],
             softcap=context.config.attn_softcap,
             slopes=context.slopes,
+            kv_scales=context.kv_scales[sampled.layer],
             any_cut=sampled.any_cut,
         )
 
@@ -200,10 +206,13 @@ def _attend_by_library(
     part: LibraryRows,
     scale: float,
     window: int | None,
+    kv_scales: torch.Tensor | None,
 ) -> torch.Tensor:
     if isinstance(part.keys, ChunkKeys):
-        return attend_chunk(q, keys, values, part.keys, scale=scale)
-    return attend_ragged(q, keys, values, part.keys, scale=scale, window=window)
+        return attend_chunk(q, keys, values, part.keys, scale=scale, kv_scales=kv_scales)
+    return attend_ragged(
+        q, keys, values, part.keys, scale=scale, window=window, kv_scales=kv_scales
+    )
 
 
 class LibraryPlanner:

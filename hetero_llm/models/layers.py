@@ -149,6 +149,8 @@ class CausalLM(nn.Module):
     selects_rows = False
     """Whether `forward` returns the rows that `Attend.select` leaves in the last layer, rather than
     need all of them."""
+    kv_scales: Tensor | None = None
+    """The checkpoint's scales of an e4m3 KV cache, see `kv_scales.py`; None: it has none."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm.
@@ -201,7 +203,12 @@ class Linear(nn.Module):
 
     `product` may be replaced on the instance (native and row-independent products). A quantized
     layer's `weight` is a `QuantizedWeight`, and its product one that takes it (`set_quantized`).
+
+    Attributes:
+        on_host: `set_quantized` moves the matrix to host memory: see `gpu.weight_offload`.
     """
+
+    on_host = False
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
@@ -222,6 +229,8 @@ class Linear(nn.Module):
     def set_quantized(self, matrix: QuantizedMatrix) -> None:
         """Puts a quantized matrix into the place of the weight, and its product into that of
         the plain one."""
+        if self.on_host:
+            matrix = matrix.to("cpu")
         del self.weight
         # The parameter's type stays for the readers of plain weights, who are nearly all.
         self.weight = cast(nn.Parameter, QuantizedWeight(matrix))

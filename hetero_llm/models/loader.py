@@ -23,6 +23,7 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import short_reason
 from hetero_llm.models.configs.transformers import TransformersConfig
 from hetero_llm.models.folders import LOAD_FORMATS, resolve_model_folder
+from hetero_llm.models.kv_scales import stored_kv_scales
 from hetero_llm.models.layers import CausalLM, RearrangedView
 from hetero_llm.models.quantization_config import checkpoint_format
 from hetero_llm.models.quantized_weights import (
@@ -36,7 +37,9 @@ from hetero_llm.models.quantized_weights import (
 from hetero_llm.models.registry import model_class
 from hetero_llm.models.weight_files import StoredTensor, WeightFile, find_weight_files
 from hetero_llm.models.weight_reader import Piece, ReadAhead, copy_pieces, pieces_of
+from hetero_llm.quantization.formats.kv_cache import kv_scale_of
 from hetero_llm.quantization.formats.scheme import CheckpointFormat
+from hetero_llm.quantization.names import ONLINE_BYTES
 from hetero_llm.utils.topology import usable_memory_bytes
 
 __all__ = ["LOAD_FORMATS", "default_dtype", "load_model", "resolve_model_folder"]
@@ -99,9 +102,13 @@ def load_model(
         _check_sizes(folder, config, files)
     wanted = checkpoint_format(config, folder)
     plans = _plan(folder, config, files, dtype, torch.device(device), build, wanted)
+    kv_scales = None
+    if files is not None and config.quantization is not None:
+        kv_scales = stored_kv_scales(files, config)
     with default_dtype(dtype), torch.device(device), linears_of(plans) as linears:
         model = build(config)
     model.eval().requires_grad_(False)
+    model.kv_scales = kv_scales
     filler = MatrixFiller(plans, linears, dtype=dtype, device=torch.device(device))
     if files is None:
         _fill_randomly(model, seed)
@@ -110,6 +117,36 @@ def load_model(
     else:
         _fill_from_files(model, folder, files, filler, show_progress)
     return model
+
+
+def quantized_sizes(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    load_format: str = "auto",
+    allow_pickle: bool = False,
+) -> dict[int, int]:
+    """Bytes of each quantized weight that `load_model` will make, by the place of its `Linear` in
+    the order in which the model creates them: of checkpoints as stored, which differs by a few
+    percent from the form in memory. Arguments and errors are those of `load_model`."""
+    wanted = checkpoint_format(config, folder)
+    if wanted is None:
+        return {}
+    with default_dtype(dtype), torch.device("meta"), linears_of() as linears:
+        model = model_class(config.architecture)(config)
+    share = 1.0 if config.online_quantization is None else ONLINE_BYTES[config.online_quantization]
+    if load_format == "dummy":
+        return {place: int(x.weight.numel() * share) for place, x in enumerate(linears)}
+    files = find_weight_files(folder, load_format, allow_pickle=allow_pickle, keep_blocks=True)
+    stored, _ = _stored_tensors(model, folder, files)
+    sizes: dict[int, int] = {}
+    for plan in plan_matrices(model, linears, wanted, stored):
+        size = stored_bytes(plan, stored)
+        if config.online_quantization is not None:
+            size = int(plan.rows * plan.columns * share)
+        sizes[plan.linear] = sizes.get(plan.linear, 0) + size
+    return sizes
 
 
 def _check_sizes(folder: Path, config: ModelConfig, files: tuple[WeightFile, ...]) -> None:
@@ -299,7 +336,7 @@ def _matches(
     for name, (file, stored) in stored_tensors.items():
         if name in targets or filler.claims(name):
             found[name] = _Match(name, file, stored, targets.get(name))
-        elif not filler.skips(name):
+        elif model.config.quantization is None or kv_scale_of(stored.name) is None:
             unexpected.append(stored.name)
     _use_tied_head(model, targets, found, skipped)
     problems = {

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.config import ModelConfig
@@ -16,15 +15,11 @@ from hetero_llm.quantization.names import (
     CHECKPOINT_NAMES,
     NOT_BUILT,
     OLDER_FILES,
+    ONLINE_ALIASES,
     ONLINE_NAMES,
     OnlineName,
     older_method,
 )
-
-logger = logging.getLogger(__name__)
-
-_ONLINE_ALIASES: dict[str, OnlineName] = {"bitsandbytes": "ifq_nf4"}
-"""Names of vLLM for the quantization of plain weights while they are loaded."""
 
 
 def stored_quantization(folder: Path, config: Reader) -> Mapping[str, Any] | None:
@@ -57,21 +52,44 @@ def online_quantization(wanted: str | None, stored: Mapping[str, Any] | None) ->
         return None
     if stored is not None:
         method = str(stored.get("quant_method"))
-        if CHECKPOINT_NAMES.get(wanted) != method:
+        if CHECKPOINT_NAMES.get(wanted) != CHECKPOINT_NAMES.get(method, method):
             reason = f"the checkpoint's weights are quantized already, by {method!r}; leave it out"
             raise ConfigError("quantization", wanted, reason)
         return None
-    name = _ONLINE_ALIASES.get(wanted, wanted)
+    name = ONLINE_ALIASES.get(wanted, wanted)
     for known in ONLINE_NAMES:
         if name == known:
             return known
     if wanted in NOT_BUILT:
-        raise ConfigError("quantization", wanted, "this format is not built")
+        instead = NOT_BUILT[wanted]
+        reason = "this format is not built" + (f"; {instead!r} is" if instead else "")
+        raise ConfigError("quantization", wanted, reason)
     if wanted in CHECKPOINT_NAMES:
         reason = "the checkpoint's weights are plain; of these are made: " + ", ".join(ONLINE_NAMES)
         raise ConfigError("quantization", wanted, reason)
     known_names = dict.fromkeys((*ONLINE_NAMES, *CHECKPOINT_NAMES))
     raise ConfigError("quantization", wanted, "one of " + ", ".join(known_names))
+
+
+def has_fp8_weights(config: ModelConfig) -> bool:
+    """Whether weights are e4m3 in memory, by what the configuration says."""
+    if config.online_quantization is not None:
+        return config.online_quantization in ("fp8", "fp8_block")
+    stored = config.quantization or {}
+    method = str(stored.get("quant_method"))
+    if method.startswith("modelopt"):
+        inner = _mapping(stored.get("quantization")) or stored
+        layers = [_mapping(one) for one in _mapping(inner.get("quantized_layers")).values()]
+        algorithms = (one.get("quant_algo") for one in (inner, *layers))
+        return any(str(one).upper().startswith("FP8") for one in algorithms)
+    groups = [_mapping(one) for one in _mapping(stored.get("config_groups")).values()]
+    weights = [_mapping(one.get("weights")) for one in groups]
+    is_float = any(one.get("type") == "float" and one.get("num_bits") == 8 for one in weights)
+    return method in ("fp8", "fbgemm_fp8") or is_float
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def with_plain_weights(config: ModelConfig) -> ModelConfig:
@@ -82,13 +100,32 @@ def with_plain_weights(config: ModelConfig) -> ModelConfig:
     return replace(config, quantization=None)
 
 
+def kv_cache_of(config: ModelConfig) -> Literal["default", "scales"] | None:
+    """What a checkpoint says of an e4m3 KV cache: "default" if the cache shall be one where the
+    user leaves it open, "scales" if it has the scales alone (`wants_fp8_kv`).
+
+    Raises:
+        ModelLoadError: its KV cache is quantized otherwise.
+    """
+    from hetero_llm.quantization.formats.kv_cache import has_kv_scales, wants_fp8_kv
+
+    if config.quantization is None:
+        return None
+    try:
+        if wants_fp8_kv(config.quantization):
+            return "default"
+        return "scales" if has_kv_scales(config.quantization) else None
+    except ValueError as error:
+        reason = f"{error}; kv_cache_dtype=bfloat16 or float16, the model's type, does without"
+        raise ModelLoadError(f"quantization_config: {reason}") from error
+
+
 def checkpoint_format(config: ModelConfig, folder: Path) -> CheckpointFormat | None:
     """The format of the weights that are read; None: they are plain and stay so.
 
     Raises:
         ModelLoadError: the checkpoint's format, or an option of it, is not supported.
     """
-    from hetero_llm.quantization.formats.kv_cache import has_kv_scales
     from hetero_llm.quantization.formats.read import read_format
     from hetero_llm.quantization.online import OnlineFormat
 
@@ -97,8 +134,6 @@ def checkpoint_format(config: ModelConfig, folder: Path) -> CheckpointFormat | N
     if config.quantization is None:
         return None
     try:
-        if has_kv_scales(config.quantization):
-            logger.info("%s: scales of a KV cache are stored, and not used", folder)
         return read_format(config.quantization)
     except ValueError as error:
         raise ModelLoadError(f"{folder}: quantization_config: {error}") from error

@@ -22,7 +22,6 @@ from hetero_llm.models.experts import Experts, Router
 from hetero_llm.models.layers import CausalLM, Linear, RearrangedView
 from hetero_llm.models.linear_weights import on_linear_weight
 from hetero_llm.models.weight_files import StoredTensor, WeightFile
-from hetero_llm.quantization.formats.kv_cache import KV_SCALES
 from hetero_llm.quantization.formats.scheme import CheckpointFormat, Scheme, StoredPart
 from hetero_llm.quantization.matrix import (
     QuantizedMatrix,
@@ -229,11 +228,6 @@ class MatrixFiller:
     def claims(self, name: str) -> bool:
         """Whether a stored tensor is part of a quantized matrix."""
         return name in self._plan_of
-
-    def skips(self, name: str) -> bool:
-        """Whether a stored tensor belongs to a quantized checkpoint and is not used: a scale of a
-        KV cache, which is not quantized by it here."""
-        return bool(self._plan_of) and name.rpartition(".")[2] in KV_SCALES
 
     def without_matrices(
         self, targets: Mapping[str, Tensor | RearrangedView]

@@ -42,9 +42,24 @@ class PagedKVCache:
             block in each row.
         tokens: [blocks * layers * 2 * block size, KV heads * head dim] view: K or V of a token in a
             layer in each row.
+        scales: [layers, 2, KV heads] float32, what the stored K and V of a layer are multiplied
+            with when attention reads them; None: 1. `inverses`: what they are multiplied with when
+            they are stored.
     """
 
-    def __init__(self, shape: KVCacheShape, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: KVCacheShape,
+        num_blocks: int,
+        device: torch.device,
+        scales: torch.Tensor | None = None,
+    ) -> None:
+        """
+        Args:
+            scales: as of the class, on any device; for a cache of 8-bit floats, and read by the
+                GPU's kernels alone.
+        """
+        assert scales is None or shape.dtype.itemsize == 1
         self.shape = shape
         self.num_blocks = num_blocks
         sizes = (
@@ -60,6 +75,8 @@ class PagedKVCache:
             self.data = raw.view(shape.dtype).view(sizes)
         else:
             self.data = torch.zeros(sizes, dtype=shape.dtype, device=device)
+        self.scales = None if scales is None else scales.to(device)
+        self.inverses = None if self.scales is None else 1.0 / self.scales
         self.pieces = self.data.view(num_blocks * shape.num_layers * 2, -1)
         self.tokens = self.data.view(-1, shape.num_kv_heads * shape.head_dim)
 

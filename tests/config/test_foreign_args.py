@@ -224,7 +224,6 @@ class TestValues:
             ("speculative_draft_tensor_parallel_size", 2, "tensor parallelism of draft models"),
             ("disable_logprobs_during_spec_decoding", True, "without log probabilities"),
             ("model_loader_extra_config", {"a": 1}, "a loader with options of its own"),
-            ("quantization_param_path", "x.json", "scaling factors"),
         ):
             with pytest.raises(ConfigError, match=feature):
                 resolve(**{name: value})

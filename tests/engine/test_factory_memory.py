@@ -17,20 +17,25 @@ from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.engine import factory
-from hetero_llm.gpu import memory
+from hetero_llm.gpu import memory, weight_offload
+from hetero_llm.gpu.fused import speed_up
 from hetero_llm.gpu.memory import PoolRoom
 from hetero_llm.gpu.weight_offload import (
     GIB,
+    OffloadPlan,
     plan_offload,
     stage_products,
     staged,
     weights_on_host,
 )
 from hetero_llm.models.layers import CausalLM, Linear
-from hetero_llm.models.loader import load_model
+from hetero_llm.models.loader import load_model, quantized_sizes
+from hetero_llm.models.quantized_writer import write_quantized
 from hetero_llm.models.read_config import load_model_config
+from hetero_llm.quantization.names import ONLINE_NAMES, OnlineName
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.model_runner import TorchModelRunner
+from tests.models.test_loader_online import WIDE
 from tests.models.tiny import DenseAttend, make_tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -96,7 +101,7 @@ def test_staged_weights_give_the_same_hidden_states(
         model = load(folder)
     assert len(moved) == len(plan.chosen) == len(sizes_of(plain))
     assert plan.weight_bytes == sum(p.nbytes for p in plain.parameters())
-    stage_products(moved, CPU)
+    stage_products(moved, CPU, plan)
     linears = [m for m in model.modules() if isinstance(m, Linear)]
     outside = {"lm_head", "project_in", "project_out"}
     replaced = [m for m in linears if m.product is not torch.nn.functional.linear]
@@ -416,8 +421,83 @@ def test_the_profile_step_runs(tiny_folder: Path) -> None:
     assert len(output.token_ids) == CONFIG.max_num_seqs
 
 
-def test_quantized_weights_do_not_stay_on_the_host(tiny_folder: Path) -> None:
-    config = load_model_config(tiny_folder, quantization="fp8")
-    with pytest.raises(ConfigError, match=r"cpu_offload_gb=1\.0: .* quantized weights"):
-        plan_offload(config, FP32, 1.0)
-    assert plan_offload(config, FP32, 0.0).moved_bytes == 0
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Widths that every way to quantize divides."""
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("wide"), "llama", layers=2, changes=WIDE)
+
+
+def quantized(folder: Path, name: OnlineName, *, on_host: bool) -> tuple[CausalLM, OffloadPlan]:
+    """A model with weights that are quantized while they are loaded, and what stays on the host."""
+    config = load_model_config(folder, quantization=name)
+    plan = plan_offload(config, FP32, on_host * 1.0, quantized_sizes(folder, config, dtype=FP32))
+    with weights_on_host(plan, pin=False) as moved:
+        model = load_model(folder, config, dtype=FP32, device="cpu", show_progress=False)
+    assert len(moved) == len(plan.chosen)
+    stage_products(moved, CPU, plan)
+    return model, plan
+
+
+@pytest.mark.parametrize(("name", "by_kernels"), [("fp8", True), ("int4", True), ("int4", False)])
+def test_quantized_weights_on_the_host_give_the_same_hidden_states(
+    name: OnlineName, by_kernels: bool, wide_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the form of the kernels, and as matrices that they do not serve."""
+    if not by_kernels:
+        monkeypatch.setattr(weight_offload, "prepares", lambda matrix: False)
+    plain, _ = quantized(wide_folder, name, on_host=False)
+    model, plan = quantized(wide_folder, name, on_host=True)
+    matrices = {n: m.quantized for n, m in plain.named_modules() if isinstance(m, Linear)}
+    held = [m for m in matrices.values() if m is not None]
+    assert len(held) == len(plan.chosen) and None in matrices.values()  # the head
+    assert plan.moved_bytes == pytest.approx(sum(m.nbytes for m in held), rel=0.2)
+    assert plan.staging_bytes == pytest.approx(max(m.nbytes for m in held), rel=0.2)
+    assert plan.weight_bytes < sum(p.nbytes for p in load(wide_folder).parameters())
+    for layer in model.modules():
+        if isinstance(layer, Linear) and layer.quantized is not None:
+            assert layer.quantized.device.type == "meta"  # what is left is on the host, in order
+    before = {n: m.product for n, m in model.named_modules() if isinstance(m, Linear)}
+    speed_up(model)
+    assert all(
+        m.product is before[n]
+        for n, m in model.named_modules()
+        if isinstance(m, Linear) and m.quantized is not None
+    )
+    ids, positions = torch.tensor([5, 9]), torch.arange(2)
+    with torch.inference_mode():
+        results = [m(ids, positions, DenseAttend(m.config, [2])) for m in (plain, model)]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_some_quantized_weights_stay_on_the_device(wide_folder: Path) -> None:
+    """A budget for the last layer alone, of sizes that are those of the quantized weights."""
+    config = load_model_config(wide_folder, quantization="fp8")
+    sizes = quantized_sizes(wide_folder, config, dtype=FP32)
+    last = list(sizes)[-4:]
+    plan = plan_offload(config, FP32, sum(sizes[place] for place in last) / GIB, sizes)
+    assert plan.chosen == frozenset(last)
+    with weights_on_host(plan, pin=False) as moved:
+        model = load_model(wide_folder, config, dtype=FP32, device="cpu", show_progress=False)
+    on_host = {n for n, m in model.named_modules() if isinstance(m, Linear) and m.on_host}
+    assert len(moved) == 4 and all(name.startswith("layers.1.") for name in on_host)
+
+
+@pytest.mark.parametrize("name", ONLINE_NAMES)
+def test_sizes_of_weights_to_be_quantized(name: OnlineName, wide_folder: Path) -> None:
+    config = load_model_config(wide_folder, quantization=name)
+    stored = quantized_sizes(wide_folder, config, dtype=FP32)
+    assert stored and set(stored).isdisjoint({-1})
+    dummy = quantized_sizes(wide_folder, config, dtype=FP32, load_format="dummy")
+    assert stored.items() <= dummy.items()  # the head's size is among them, too
+    assert quantized_sizes(wide_folder, load_model_config(wide_folder), dtype=FP32) == {}
+
+
+def test_sizes_of_stored_quantized_weights(wide_folder: Path, tmp_path: Path) -> None:
+    write_quantized(wide_folder, tmp_path / "int8", "ifq", device="cpu")
+    config = load_model_config(tmp_path / "int8")
+    online = load_model_config(wide_folder, quantization="ifq")
+    ours = quantized_sizes(tmp_path / "int8", config, dtype=FP32)
+    expected = quantized_sizes(wide_folder, online, dtype=FP32)
+    assert ours.keys() == expected.keys()
+    for place, size in ours.items():
+        assert size == pytest.approx(expected[place], rel=0.2)

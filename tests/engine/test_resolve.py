@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
-from hetero_llm.core.errors import ModelLoadError
+from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.demo_models import demo_folder
 from hetero_llm.engine.build_draft_worker import own_load_format
-from hetero_llm.engine.resolve import find_model, open_model, open_tokenizer
+from hetero_llm.engine.resolve import find_model, open_model, open_tokenizer, resolve_dtype
 from hetero_llm.models.manifest import manifest_of
 from tests.helpers.gguf_files import make_tiny_gguf
 from tests.models.gguf.test_tokenizer import byte_level
@@ -60,6 +61,40 @@ def test_what_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "*.safetensors" not in patterns and "*.bin" in patterns
     open_tokenizer(config(folder, tokenizer="org/other"), folder)
     assert "*.json" in patterns and not {"*.safetensors", "*.bin"}.intersection(patterns)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "cpu", "gpu", "old_gpu"),
+    [
+        ("auto", "float32", "bfloat16", "bfloat16", "float16"),
+        ("auto", "float16", "bfloat16", "float16", "float16"),
+        ("auto", "bfloat16", "bfloat16", "bfloat16", "float16"),
+        ("half", "bfloat16", "float16", "float16", "float16"),
+        ("float16", "float32", "float16", "float16", "float16"),
+        ("bfloat16", "float16", "bfloat16", "bfloat16", None),
+        ("float", "bfloat16", "float32", "float32", "float32"),
+        ("float32", "float16", "float32", "float32", "float32"),
+    ],
+)
+def test_types(
+    name: str,
+    stored: str,
+    cpu: str,
+    gpu: str,
+    old_gpu: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every value of --dtype, on a CPU, on a GPU, and on one without bfloat16."""
+    assert resolve_dtype(name, stored, torch.device("cpu")) == cpu
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert resolve_dtype(name, stored, torch.device("cuda")) == gpu
+    capability = (7, 5)
+    if old_gpu is None:
+        with pytest.raises(ConfigError, match=f"^dtype='{name}': needs .* 8.0 .*; use half"):
+            resolve_dtype(name, stored, torch.device("cuda"))
+        return
+    assert resolve_dtype(name, stored, torch.device("cuda")) == old_gpu
 
 
 def test_a_draft_model_may_be_stored_in_another_way() -> None:

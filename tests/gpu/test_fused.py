@@ -141,7 +141,8 @@ def context_of(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Atten
         sliding_windows=(),
         alibi_slopes=None,
     )
-    return AttentionContext(config, SimpleNamespace(), torch.zeros(1, 1), dtype)  # type: ignore[arg-type]
+    cache: Any = SimpleNamespace(scales=None, inverses=None)
+    return AttentionContext(config, cache, torch.zeros(1, 1), dtype)
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 12, 16, 24, 48, 71, 128])
@@ -165,7 +166,7 @@ def test_a_tile_holds_whole_groups(group: int) -> None:
 def test_what_the_kernels_do_not_serve_is_said(heads: int, dim: int, message: str) -> None:
     config: Any = SimpleNamespace(num_heads=heads, num_kv_heads=1, head_dim=dim)
     with pytest.raises(ConfigError, match=message):
-        check_supported(config, torch.bfloat16)
+        check_supported(config)
 
 
 def test_quantized_layers_get_kernels_and_let_go_of_their_matrices(

@@ -161,6 +161,40 @@ def test_soft_caps_and_alibi_reach_the_kernel(tmp_path: Path, device: torch.devi
     assert float((plain - torchs).abs().max()) > 1e-2
 
 
+def test_scales_of_an_fp8_cache_take_back_what_the_weights_add(
+    checkpoint: Path, device: torch.device
+) -> None:
+    """Each head's keys and values times a power of two, taken off again from queries and from the
+    output projection: with these scales the cache has the same codes, and the model the same
+    logits. Without, the values would be too large for e4m3."""
+    prompt = (5, 60, 7, 80, 9)
+    greedy = AdmittedSequence(0, prompt, 5, SamplingParams(temperature=0.0), 0, 0, 8)
+    step = step_of([(0, 0, list(prompt), 1)], (greedy,), [(0, 0, 3)])
+    outputs, codes = [], []
+    for scaled in (False, True):
+        config, model, cache = build(checkpoint, device)
+        shape = dataclasses.replace(cache.shape, dtype=torch.float8_e4m3fn)
+        heads, dim, layers = config.num_kv_heads, config.head_dim, config.num_layers
+        keys = 2.0 ** (10 + torch.arange(heads, device=device))
+        values = 2.0 ** (14 - torch.arange(heads, device=device))
+        scales = torch.stack((keys, values)).expand(layers, -1, -1) if scaled else None
+        cache = PagedKVCache(shape, BLOCKS, device, scales)
+        group = config.num_heads // heads
+        rows = torch.cat((1 / keys.repeat_interleave(group), keys, values)).repeat_interleave(dim)
+        for layer in model.layers if scaled else ():
+            for parameter in layer.attention.qkv_proj.parameters():
+                parameter *= rows.view(-1, *[1] * (parameter.dim() - 1))
+            layer.attention.out_proj.weight /= values.repeat_interleave(group * dim)
+        speed_up(model)
+        sizes = {"max_num_seqs": SLOTS, "max_model_len": MAX_LEN, "max_num_batched_tokens": 64}
+        runner = GpuModelRunner(model, config, cache, graphs=False, **sizes)
+        found = runner.finish(runner.launch(step)).logprobs
+        outputs.append(torch.tensor([logprob for _, logprob in found[0].top]))
+        codes.append(cache.data.view(torch.uint8))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(codes[0], codes[1]) and codes[0].any()
+
+
 class RecordingGraphs:
     """In the place of captured graphs: says that each drafted step was replayed."""
 

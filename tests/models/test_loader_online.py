@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hetero_llm.core.errors import ConfigError, ModelLoadError
+from hetero_llm.core.errors import ModelLoadError
 from hetero_llm.models.invariant import make_batch_invariant
 from hetero_llm.models.layers import CausalLM, Linear
 from hetero_llm.models.loader import load_model
@@ -130,22 +130,6 @@ def test_columns_that_no_group_divides(tmp_path: Path, name: OnlineName) -> None
     folder = make_tiny_checkpoint(tmp_path, "llama", changes={**WIDE, "intermediate_size": 52})
     with pytest.raises(ModelLoadError, match=r"down_proj: 52 columns: .* possible are fp8"):
         load(folder, name)
-
-
-def test_names_that_do_not_apply(tmp_path: Path) -> None:
-    folder = make_tiny_checkpoint(tmp_path, "llama")
-    for name, reason in (
-        ("fp7", "one of fp8, fp8_block, ifq"),
-        ("aqlm", "this format is not built"),
-        ("gptq", "the checkpoint's weights are plain"),
-    ):
-        with pytest.raises(ConfigError, match=f"quantization='?{name}.*{reason}"):
-            load_model_config(folder, quantization=name)
-    assert load_model_config(folder, quantization="bitsandbytes").online_quantization == "ifq_nf4"
-    rewrite_config(folder, quantization_config={"quant_method": "awq", "bits": 4})
-    with pytest.raises(ConfigError, match="quantized already, by 'awq'"):
-        load_model_config(folder, quantization="fp8")
-    assert load_model_config(folder, quantization="awq_marlin").quantization is not None
 
 
 def test_a_configuration_that_says_nothing_known(tmp_path: Path) -> None:

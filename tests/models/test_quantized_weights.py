@@ -41,6 +41,7 @@ def tensors_of(form: str, weights: dict[str, Any]) -> dict[str, Any]:
 
 FORMATS: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8"},
+    "fbgemm": {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]},
     "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "float-quantized": tensors_of(
         "float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}

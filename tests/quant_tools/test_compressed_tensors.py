@@ -5,12 +5,18 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
+from tests.models.tiny import make_tiny_checkpoint, rewrite_config
 from tests.quant_tools.reading import MODULE, read_matrix, weight
 
 SCHEMES = (
@@ -87,3 +93,29 @@ def test_schemes(scheme: str) -> None:
     # Not only are both readings equal: they are the weights.
     error = (found - weight(ROWS, COLUMNS)).norm() / weight(ROWS, COLUMNS).norm()
     assert error < (0.04 if matrix.kind in ("fp8", "int8") else 0.2)
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+def test_scales_of_the_kv_cache(strategy: str, tmp_path: Path) -> None:
+    """Of a model whose KV cache alone is quantized, as the package names and shapes them."""
+    quantization = importlib.import_module("compressed_tensors.quantization")
+    folder = make_tiny_checkpoint(tmp_path, "llama", "gqa", layers=2)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    scheme = quantization.QuantizationArgs(
+        num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=False
+    )
+    config = quantization.QuantizationConfig(config_groups={}, kv_cache_scheme=scheme)
+    quantization.apply_quantization_config(model, config)
+    scales = [p for name, p in model.named_parameters() if name.endswith(("k_scale", "v_scale"))]
+    assert len(scales) == 4
+    for number, scale in enumerate(scales):
+        scale.data = torch.rand(scale.shape) + number
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    rewrite_config(folder, quantization_config=json.loads(config.model_dump_json()))
+    found = load_model(
+        folder, load_model_config(folder), dtype=torch.float32, device="cpu", show_progress=False
+    ).kv_scales
+    assert found is not None
+    expected = torch.stack([scale.detach().flatten().expand(2) for scale in scales])
+    assert torch.equal(found, expected.view(2, 2, 2))

@@ -307,10 +307,11 @@ def _keep(sums_ptr, states_ptr, kept, lines, dims, in_tile, acc, highest, weight
     tl.store(state + TILE_M, weight, mask=in_tile)
 
 
+# large: one loop, with a few lines for each option.
 @triton.jit
 def _attend(
     out_ptr, q_ptr, key_ptr, value_ptr, table_ptr, limit_ptr, position_ptr, ancestor_ptr,
-    slope_ptr, item_ptr, count_ptr, sums_ptr, states_ptr,
+    slope_ptr, kv_scale_ptr, item_ptr, count_ptr, sums_ptr, states_ptr,
     q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
     scale, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
@@ -354,6 +355,9 @@ def _attend(
         )
         if WIDEN:
             q = q.to(tl.float32)
+        factor = scale
+        if kv_scale_ptr is not None:
+            factor = scale * tl.load(kv_scale_ptr + head)
         highest = tl.full((TILE_M,), float("-inf"), tl.float32)
         weight = tl.zeros((TILE_M,), tl.float32)
         acc = tl.zeros((TILE_M, PADDED), tl.float32)
@@ -365,7 +369,7 @@ def _attend(
             loadable = exists[:, None] & in_dim[None, :]
             k = tl.load(keys + place, mask=loadable, other=0.0)
             v = tl.load(values + place, mask=loadable, other=0.0)
-            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * factor
             scores = _change(
                 scores, token, limit, position, ancestors, slope, start + TILE_N > seen_by_all,
                 SOFTCAP, HAS_SLOPES, HAS_TREE,
@@ -377,6 +381,8 @@ def _attend(
             acc = acc * shrink[:, None]
             acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
 
+        if kv_scale_ptr is not None:
+            acc = acc * tl.load(kv_scale_ptr + KV_HEADS + head)
         if piece < 0:
             acc = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
             result = out_ptr + (row * out_stride + q_head * DIM)[:, None] + dims[None, :]
@@ -388,6 +394,7 @@ def _attend(
     let_next_start(PDL)
 
 
+# large: one launch with each of its arguments, and what they are.
 def paged_attention(
     q: torch.Tensor,
     key_cache: torch.Tensor,
@@ -402,6 +409,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     slopes: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
     any_cut: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -410,7 +418,7 @@ def paged_attention(
     Args:
         q: [T, H, D], heads and dims contiguous, rows strided.
         key_cache, value_cache: [blocks, block size, N, D] views of one layer, equal strides, last
-            dim contiguous; q's dtype or float8_e4m3fn.
+            dim contiguous; q's dtype or one of 8 bits.
         block_tables: [slots, columns] int32 block ids.
         rows: of T rows.
         work: covers the rows to attend.
@@ -419,6 +427,8 @@ def paged_attention(
         window: a row sees the last `window` positions only; tree nodes always see their ancestors.
         softcap: if given, scores become softcap * tanh(score / softcap).
         slopes: [H] float32; if given, slope * (position of the key - position of the row) is added.
+        kv_scales: [2, N] float32: what the cached keys of each head, and the values, are multiplied
+            with; None: 1.
         any_cut: whether the work list may have cut tiles; False saves the merging kernel.
 
     Returns:
@@ -430,6 +440,9 @@ def paged_attention(
     group = num_heads // kv_heads
     if slopes is not None:
         assert slopes.shape == (num_heads,) and slopes.dtype == torch.float32
+    if kv_scales is not None:
+        assert kv_scales.shape == (2, kv_heads) and kv_scales.dtype == torch.float32
+        assert kv_scales.is_contiguous()
     # The kernel's exponentials are powers of two; see there for the soft cap's.
     factor = scale * _LOG2_E * (1.0 if softcap is None else 2.0 / softcap)
     if out is None:
@@ -440,8 +453,8 @@ def paged_attention(
     sizes["PADDED"] = triton.next_power_of_2(dim)
     _attend[grid](
         *(out, q, key_cache, value_cache, block_tables, rows.limits, rows.positions),
-        *(rows.positions if ancestors is None else ancestors, slopes, work.items, work.counts),
-        *(workspace.sums, workspace.states),
+        *(rows.positions if ancestors is None else ancestors, slopes, kv_scales),
+        *(work.items, work.counts, workspace.sums, workspace.states),
         *(q.stride(0), out.stride(0), *key_cache.stride()[:3], block_tables.stride(0)),
         *(factor, 0 if window is None else window),
         **sizes,
@@ -482,7 +495,8 @@ def _check(
     assert q.stride(2) == 1 and q.stride(1) == dim and num_heads % kv_heads == 0
     assert num_heads // kv_heads <= tile.rows and MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM
     assert key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1
-    assert key_cache.dtype in (q.dtype, torch.float8_e4m3fn) and block_tables.dtype == torch.int32
+    assert key_cache.dtype == q.dtype or key_cache.dtype.itemsize == 1
+    assert block_tables.dtype == torch.int32
     assert work.items.shape[1] == WORK_FIELDS and work.items.is_contiguous()
     assert work.cut_rows.shape[1] == CUT_ROW_FIELDS and work.cut_rows.is_contiguous()
     assert workspace.sums.shape[1:3] == (kv_heads, tile.rows)
@@ -501,6 +515,7 @@ def paged_attention_reference(
     window: int | None = None,
     softcap: float | None = None,
     slopes: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_attention` in float32 with plain torch, row by row.
 
@@ -525,6 +540,8 @@ def paged_attention_reference(
             seen |= (node >= 0) & (node < TREE_NODES) & (bits & 1 != 0)
         k = key_cache[block, token % block_size].float()[seen]  # [seen, N, D]
         v = value_cache[block, token % block_size].float()[seen]
+        if kv_scales is not None:
+            k, v = k * kv_scales[0, :, None], v * kv_scales[1, :, None]
         query = q[row].float().view(kv_heads, -1, dim)
         scores = torch.einsum("ngd,tnd->ngt", query, k) * scale
         if softcap is not None:

@@ -24,8 +24,8 @@ from hetero_llm.gpu.kernels.launch import (
 from hetero_llm.models.rotary import apply_rotary
 
 MAX_HEAD_DIM = 256
-FP8_LIMIT = 448.0
-"""Largest float8_e4m3fn; larger values are stored as this one."""
+FP8_LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""Types of an 8-bit cache, and their largest values; larger ones are stored as these."""
 
 _TILE_HEADS = 8
 _PROGRAMS_PER_SM = 32
@@ -37,7 +37,8 @@ _NO_FUSION = {} if INTERPRETED else {"enable_fp_fusion": False}
 def _for_cache(x, element_ty: tl.constexpr):
     """Converts to the cache's type; to 8 bits with saturation, NaN staying NaN."""
     if element_ty.primitive_bitwidth == 8:
-        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        limit: tl.constexpr = 57344.0 if element_ty.is_fp8e5() else 448.0
+        x = tl.clamp(x.to(tl.float32), -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     return x.to(element_ty)
 
 
@@ -103,10 +104,12 @@ def _put_heads(
         )
 
 
+# large: one loop, with a few lines for each option.
 @triton.jit(do_not_specialize=["num_rows"])
 def _rope_store(
     q_ptr, qkv_ptr, position_ptr, slot_ptr, table_ptr, q_weight_ptr, k_weight_ptr,
-    key_ptr, value_ptr, num_rows, eps, qkv_stride, block_stride, token_stride, head_stride,
+    key_ptr, value_ptr, inverse_ptr, num_rows, eps,
+    qkv_stride, block_stride, token_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
@@ -179,6 +182,10 @@ def _rope_store(
                 slot, head, block_stride, token_stride, head_stride, BLOCK
             )
             stored = valid & (slot >= 0)
+            if inverse_ptr is not None:
+                inverses = inverse_ptr + tl.where(is_value, KV_HEADS, 0) + head
+                inverse = tl.load(inverses, mask=valid, other=1.0)[:, None]
+                low, high, rest = low * inverse, high * inverse, rest * inverse
             _put_heads(place, low, high, rest, stored, HALF, HALF_PADDED, REST, REST_PADDED)
         slot, cos, sin = _place_and_angle(
             slot_ptr, position_ptr, table_ptr, index + tl.num_programs(0), num_rows, dims, dtype,
@@ -188,7 +195,7 @@ def _rope_store(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _store(
-    k_ptr, v_ptr, slot_ptr, key_ptr, value_ptr, num_rows,
+    k_ptr, v_ptr, slot_ptr, key_ptr, value_ptr, inverse_ptr, num_rows,
     k_row_stride, k_head_stride, v_row_stride, v_head_stride,
     block_stride, token_stride, head_stride,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
@@ -210,10 +217,15 @@ def _store(
         offset = _cache_offset(slot, head, block_stride, token_stride, head_stride, BLOCK)
         place = offset[:, None] + dims
         mask = mask & (slot >= 0)
+        if inverse_ptr is not None:
+            inverses, valid = inverse_ptr + head, head < KV_HEADS
+            k = k.to(tl.float32) * tl.load(inverses, mask=valid, other=1.0)[:, None]
+            v = v.to(tl.float32) * tl.load(inverses + KV_HEADS, mask=valid, other=1.0)[:, None]
         tl.store(key_ptr + place, _for_cache(k, key_ptr.dtype.element_ty), mask=mask)
         tl.store(value_ptr + place, _for_cache(v, value_ptr.dtype.element_ty), mask=mask)
 
 
+# large: one launch with each of its arguments, and what they are.
 def rope_store(
     qkv: torch.Tensor,
     positions: torch.Tensor,
@@ -225,6 +237,8 @@ def rope_store(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     num_heads: int,
+    *,
+    inverses: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norms and rotates queries and keys, stores keys and values, returns the queries.
 
@@ -243,8 +257,10 @@ def rope_store(
         q_weight, k_weight: [D], dtype of qkv: RMS norm of each head first; None: no norm.
         eps: Added to the mean of squares.
         key_cache, value_cache: [blocks, block size, N, D] views of one layer with equal strides,
-            last dim contiguous; dtype of qkv, or float8_e4m3fn: saturated at `FP8_LIMIT`.
+            last dim contiguous; dtype of qkv, or one of `FP8_LIMITS`.
         num_heads: H.
+        inverses: [2, N] float32: keys of each head, and values, are multiplied with these before
+            they are stored (`PagedKVCache.inverses`); None: they are not.
 
     Returns:
         Queries, [T, H, D], contiguous, in qkv's dtype.
@@ -253,7 +269,7 @@ def rope_store(
     block_size, kv_heads, dim = key_cache.shape[1:]
     rotary_dim = table.shape[1]
     half, rest = rotary_dim // 2, dim - rotary_dim
-    _check_cache(key_cache, value_cache, qkv.dtype)
+    _check_cache(key_cache, value_cache, qkv.dtype, inverses)
     _check_rows(num_rows, slot_mapping, positions)
     assert qkv.stride(1) == 1 and width == (num_heads + 2 * kv_heads) * dim, (width, num_heads)
     assert table.dtype == torch.float32 and table.is_contiguous()
@@ -275,6 +291,7 @@ def rope_store(
         qkv if k_weight is None else k_weight,
         key_cache,
         value_cache,
+        inverses,
         num_rows,
         eps,
         qkv.stride(0),
@@ -302,16 +319,18 @@ def store(
     slot_mapping: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
+    *,
+    inverses: torch.Tensor | None = None,
 ) -> None:
     """Stores keys and values as they are, for families without a rotary embedding.
 
     Args:
         k, v: [T, N, D], last dim contiguous, rows and heads strided.
-        slot_mapping, key_cache, value_cache: As of `rope_store`.
+        slot_mapping, key_cache, value_cache, inverses: As of `rope_store`.
     """
     num_rows, kv_heads, dim = k.shape
     block_size = key_cache.shape[1]
-    _check_cache(key_cache, value_cache, k.dtype)
+    _check_cache(key_cache, value_cache, k.dtype, inverses)
     _check_rows(num_rows, slot_mapping)
     assert v.shape == k.shape and v.dtype == k.dtype and key_cache.shape[2:] == k.shape[1:]
     assert k.stride(2) == 1 and v.stride(2) == 1, (k.stride(), v.stride())
@@ -326,6 +345,7 @@ def store(
         slot_mapping,
         key_cache,
         value_cache,
+        inverses,
         num_rows,
         *k.stride()[:2],
         *v.stride()[:2],
@@ -340,11 +360,19 @@ def store(
     )
 
 
-def _check_cache(key_cache: torch.Tensor, value_cache: torch.Tensor, dtype: torch.dtype) -> None:
+def _check_cache(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    dtype: torch.dtype,
+    inverses: torch.Tensor | None,
+) -> None:
     assert key_cache.shape == value_cache.shape and key_cache.shape[3] <= MAX_HEAD_DIM
     assert key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1
     assert key_cache.dtype == value_cache.dtype
-    assert key_cache.dtype in (dtype, torch.float8_e4m3fn), (key_cache.dtype, dtype)
+    assert key_cache.dtype in (dtype, *FP8_LIMITS), (key_cache.dtype, dtype)
+    if inverses is not None:
+        assert inverses.shape == (2, key_cache.shape[2]) and inverses.is_contiguous()
+        assert inverses.dtype == torch.float32
 
 
 def _check_norm(
@@ -373,6 +401,8 @@ def rope_store_reference(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     num_heads: int,
+    *,
+    inverses: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rope_store` as the torch path computes it."""
     kv_heads, dim = key_cache.shape[2:]
@@ -387,7 +417,7 @@ def rope_store_reference(
     turned, rest = qk.split((table.shape[1], dim - table.shape[1]), dim=-1)
     turned = apply_rotary(turned, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
     q, k = torch.cat((turned, rest), -1).split((num_heads, kv_heads), dim=1)
-    store_reference(k, v, slot_mapping, key_cache, value_cache)
+    store_reference(k, v, slot_mapping, key_cache, value_cache, inverses=inverses)
     return q.contiguous()
 
 
@@ -397,14 +427,19 @@ def store_reference(
     slot_mapping: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
+    *,
+    inverses: torch.Tensor | None = None,
 ) -> None:
     """`store` in plain torch."""
     kept = slot_mapping >= 0
     slots = slot_mapping[kept].long()
     block, offset = slots // key_cache.shape[1], slots % key_cache.shape[1]
-    for cache, new in ((key_cache, k), (value_cache, v)):
-        if cache.dtype == torch.float8_e4m3fn:
-            saturated = new[kept].float().clamp(-FP8_LIMIT, FP8_LIMIT)
+    for part, (cache, new) in enumerate(((key_cache, k), (value_cache, v))):
+        if cache.dtype in FP8_LIMITS:
+            values = new[kept].float()
+            if inverses is not None:
+                values = values * inverses[part, :, None]
+            saturated = values.clamp(-FP8_LIMITS[cache.dtype], FP8_LIMITS[cache.dtype])
             cache.view(torch.uint8)[block, offset] = saturated.to(cache.dtype).view(torch.uint8)
         else:
             cache[block, offset] = new[kept]

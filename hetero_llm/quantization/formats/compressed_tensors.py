@@ -284,7 +284,7 @@ def read(config: Config) -> CompressedTensorsFormat:
         form = group.get("format") or config.get("format")
         scheme = _scheme(form, table(group, "weights"), f"{key}.weights")
         groups.append(_Group(targets.exact, targets.patterns, scheme))
-    if not groups:
+    if not groups and not config.get("kv_cache_scheme"):
         raise refused("config_groups", config.get("config_groups"), "a group with weights")
     return CompressedTensorsFormat(tuple(groups), _Names("ignore", names(config, "ignore")))
 

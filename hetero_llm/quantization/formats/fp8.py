@@ -1,10 +1,10 @@
-"""The "fp8" method: e4m3 weights with a scale of the matrix, of each row, or of blocks.
+"""Methods "fp8" and "fbgemm_fp8": e4m3 weights with a scale of the matrix, of rows, or of blocks.
 
 Layout (transformers' `FineGrainedFP8Config` and `FP8Linear`, vLLM's `Fp8LinearMethod`):
 `weight` [N, K] float8_e4m3fn; its scale is what the stored number is multiplied with, although the
 block scale of DeepSeek and Qwen is called `weight_scale_inv`. With `weight_block_size` [b, c] the
 scale is [ceil(N / b), ceil(K / c)], the last blocks ragged, float32, bfloat16 or e8m0; without, it
-is one number (AutoFP8, Mistral) or [N] or [N, 1]. Scales of activations (`input_scale`,
+is one number (AutoFP8, Mistral) or [N] or [N, 1] (FBGEMM). Scales of activations (`input_scale`,
 `activation_scale`, of "activation_scheme": "static") are read over: products are weight-only, or
 quantize activations with scales of their own.
 """
@@ -33,7 +33,7 @@ from hetero_llm.quantization.formats.values import (
 from hetero_llm.quantization.matrix import BLOCK_ROWS, QuantizedMatrix
 
 _SPELLINGS = ("weight_scale", "weight_scale_inv")
-_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_inv")
+_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_inv", "input_scale_ub")
 _FMTS = ("e4m3", "float8_e4m3fn")
 
 
@@ -134,7 +134,7 @@ class Fp8Format:
 
 
 def read(config: Config) -> Fp8Format:
-    """The format of a config whose `quant_method` is "fp8".
+    """The format of a config whose `quant_method` is "fp8" or "fbgemm_fp8".
 
     Raises:
         ValueError: an option is not supported.

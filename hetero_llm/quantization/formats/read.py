@@ -24,6 +24,7 @@ from hetero_llm.quantization.formats.scheme import CheckpointFormat
 
 _READERS: Mapping[str, Callable[[Config], CheckpointFormat]] = {
     "fp8": fp8.read,
+    "fbgemm_fp8": fp8.read,
     "compressed-tensors": compressed_tensors.read,
     "gguf": gguf.read,
     "gptq": gptq.read,

@@ -29,7 +29,7 @@ class Case:
     """Sequences as (keys in the cache, rows, parent of each row if they form a tree).
 
     shared: all block tables begin with the same blocks, so many keys. differs: one of these
-    blocks, which each sequence has for itself.
+    blocks, which each sequence has for itself. scaled: every KV head has scales of its own.
     """
 
     sequences: list[tuple[int, int, list[int] | None]]
@@ -45,6 +45,7 @@ class Case:
     block_first: bool = True
     softcap: float | None = None
     alibi: bool = False
+    scaled: bool = False
     shared: int = 0
     differs: int | None = None
     tile: TileShape | None = None  # instead of tile_rows and keys
@@ -145,6 +146,8 @@ def check(case: Case, device: torch.device, seed: int = 0) -> int:
     if case.alibi:
         slopes = torch.tensor([0.8 ** (i + 1) for i in range(case.heads)], device=device)
     changes = {"window": case.window, "softcap": case.softcap, "slopes": slopes}
+    if case.scaled:
+        changes["kv_scales"] = 0.3 + torch.rand(2, case.kv_heads, device=device)
     out = torch.full((total, case.heads, case.dim), float("nan"), device=device).to(case.dtype)
     device_tables = torch.from_numpy(tables).to(device)
     spare = np.zeros((3, 8), np.int32)
@@ -193,8 +196,21 @@ def check(case: Case, device: torch.device, seed: int = 0) -> int:
         Case([(35, 5, None), (90, 1, None)], dim=128, dtype=torch.bfloat16),
         Case([(35, 5, None), (90, 1, None)], dim=96, dtype=torch.float16, block_first=False),
         Case([(90, 2, None)], dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn),
+        Case([(90, 2, None)], dtype=torch.bfloat16, cache_dtype=torch.float8_e5m2),
+        Case(
+            [(90, 2, None), (40, 1, None)],
+            dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn, scaled=True, parallel=7,
+        ),
+        Case(
+            [(40, 6, [-1, 0, 0, 1, 2, 4]), (3, 1, None)],
+            cache_dtype=torch.float8_e4m3fn, scaled=True, softcap=0.7, alibi=True,
+        ),
+        Case(
+            [(150, 1, None), (170, 2, None), (144, 1, None)], heads=6, kv_heads=3,
+            cache_dtype=torch.float8_e4m3fn, scaled=True, shared=144, parallel=2,
+        ),
     ],
-)
+)  # fmt: skip
 def test_plain_rows(case: Case, device: torch.device) -> None:
     check(case, device)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hetero_llm.gpu.kernels.rope_store import (
-    FP8_LIMIT,
+    FP8_LIMITS,
     rope_store,
     rope_store_reference,
     store,
@@ -81,41 +81,53 @@ def test_matches_torch(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_float8_cache(device: torch.device, dtype: torch.dtype) -> None:
-    """Values that float8 can hold arrive exactly, larger ones saturate, NaN stays NaN.
+@pytest.mark.parametrize("fp8, scaled", [(FP8, False), (FP8, True), (torch.float8_e5m2, False)])
+def test_float8_cache(
+    device: torch.device, dtype: torch.dtype, fp8: torch.dtype, scaled: bool
+) -> None:
+    """Values that float8 can hold arrive exactly, larger ones saturate, NaN stays NaN. With scales,
+    each head's keys and values are divided by their own.
 
     The interpreter neither rounds to float8 correctly nor keeps NaN: those are for devices only.
     """
     torch.manual_seed(0)
     heads, kv_heads, dim = 2, 2, 64
-    qkv = torch.randn(3, 6 * dim, device=device)
+    most = FP8_LIMITS[fp8]
+    scales = torch.tensor([[2.0, 0.5], [0.25, 4.0]], device=device)  # exact in every type
+    inverses = 1 / scales if scaled else None
     if device.type == "cpu":
-        qkv = qkv.to(FP8).float()
+        qkv = torch.randint(1, 8, (3, 6, dim)) / 4 * torch.randn(3, 6, dim).sign()
     else:
-        qkv[:, 4 * dim + 2] = float("nan")
-    qkv[:, 2 * dim] = 1e4
-    qkv[:, 2 * dim + 1] = -449.0
-    qkv[:, 4 * dim] = 448.0
-    qkv[:, 4 * dim + 1] = -6e4
-    qkv = qkv.to(dtype)
+        qkv = torch.randn(3, 6, dim, device=device)
+        qkv[:, 4, 2] = float("nan")
+    qkv[:, 2, :2] = torch.tensor([6e4, -min(2.5 * most, 6e4)])
+    qkv[:, 4, :2] = torch.tensor([most, -6e4])
+    if scaled:
+        qkv[:, 3] = qkv[:, 3].clamp(-1, 1) * 0.5
+        qkv[:, 4, 0] = most / 4
+    qkv = qkv.view(3, -1).to(dtype)
     table = torch.cat((torch.ones(8, dim // 2), torch.zeros(8, dim // 2)), -1).to(device)
     positions = torch.arange(3, dtype=torch.int32, device=device)
     slots = torch.tensor([40, 2, -1], dtype=torch.int32, device=device)
-    caches = make_caches(device, FP8, kv_heads, dim, "block_first")
-    expected = make_caches(device, FP8, kv_heads, dim, "block_first")
-    q = rope_store(qkv, positions, slots, table, None, None, 0.0, *caches, heads)
-    rope_store_reference(qkv, positions, slots, table, None, None, 0.0, *expected, heads)
+    caches = make_caches(device, fp8, kv_heads, dim, "block_first")
+    expected = make_caches(device, fp8, kv_heads, dim, "block_first")
+    arguments = (qkv, positions, slots, table, None, None, 0.0)
+    q = rope_store(*arguments, *caches, heads, inverses=inverses)
+    rope_store_reference(*arguments, *expected, heads, inverses=inverses)
     assert torch.equal(q[:2].view(2, -1), qkv[:2, : 2 * dim])
     for cache, other in zip(caches, expected):
         torch.testing.assert_close(cache.float(), other.float(), rtol=0, atol=0, equal_nan=True)
     key, value = caches[0][2, 8, 0].float(), caches[1][2, 8, 0].float()
-    assert key[:2].tolist() == [FP8_LIMIT, -FP8_LIMIT]
-    assert value[:2].tolist() == [FP8_LIMIT, -FP8_LIMIT]
+    assert key[:2].tolist() == [most, -most]
+    assert value[:2].tolist() == [most, -most]
     assert value[2].isnan() or device.type == "cpu"
+    if scaled:  # what is read back, times the scale, is what was stored
+        read = caches[0][2, 8].float() * scales[0, :, None]
+        torch.testing.assert_close(read[1], qkv.view(3, 6, dim)[0, 3].float(), rtol=2**-4, atol=0)
 
-    stored = make_caches(device, FP8, kv_heads, dim, "block_first")
+    stored = make_caches(device, fp8, kv_heads, dim, "block_first")
     k, v = qkv.view(3, 6, dim)[:, 2:4], qkv.view(3, 6, dim)[:, 4:]
-    store(k, v, slots, *stored)
+    store(k, v, slots, *stored, inverses=inverses)
     for cache, other in zip(stored, expected):
         torch.testing.assert_close(cache.float(), other.float(), rtol=0, atol=0, equal_nan=True)
 

@@ -65,6 +65,7 @@ def test_bfloat16_differs_at_near_ties_only(
         {"speculative_config": DRAFTERS["hybrid"]},
         {"num_gpu_blocks_override": 40},
         {"enforce_eager": True, "batch_invariant": True},
+        {"cpu_offload_gb": 0.002},
         {
             "enable_prefix_cache_offload": True,
             "cpu_prefill_memory_utilization": 0.02,
@@ -72,7 +73,7 @@ def test_bfloat16_differs_at_near_ties_only(
             "apc_offload_gpu_evictor_limit": 0,
         },  # fmt: skip
     ],
-    ids=["drafts", "few blocks", "invariant", "offload"],
+    ids=["drafts", "few blocks", "invariant", "weights on the host", "offload"],
 )
 def test_other_engines(engine: dict[str, Any], plain_copies: dict[OnlineName, Path]) -> None:
     with start(quantization="int4", **engine) as llm:
