@@ -28,10 +28,10 @@ from hetero_llm.models.quantization_config import checkpoint_format
 from hetero_llm.models.quantized_weights import (
     MatrixFiller,
     MatrixPlan,
-    linears_of,
     plan_matrices,
     quantize_weights,
     stored_bytes,
+    weights_of,
 )
 from hetero_llm.models.registry import model_class
 from hetero_llm.models.weight_files import StoredTensor, WeightFile, find_weight_files
@@ -99,14 +99,14 @@ def load_model(
         _check_sizes(folder, config, files)
     wanted = checkpoint_format(config, folder)
     plans = _plan(folder, config, files, dtype, torch.device(device), build, wanted)
-    with default_dtype(dtype), torch.device(device), linears_of(plans) as linears:
+    with default_dtype(dtype), torch.device(device), weights_of(plans) as weights:
         model = build(config)
     model.eval().requires_grad_(False)
-    filler = MatrixFiller(plans, linears, dtype=dtype, device=torch.device(device))
+    filler = MatrixFiller(plans, weights, dtype=dtype, device=torch.device(device))
     if files is None:
         _fill_randomly(model, seed)
         if wanted is not None:
-            quantize_weights(model, linears, wanted)
+            quantize_weights(model, weights, wanted)
     else:
         _fill_from_files(model, folder, files, filler, show_progress)
     return model
@@ -156,7 +156,7 @@ def _plan(
     if isinstance(config, TransformersConfig):
         return ()
     try:
-        with default_dtype(dtype), torch.device("meta"), linears_of() as linears:
+        with default_dtype(dtype), torch.device("meta"), weights_of() as weights:
             model = build(config)
     except (ArithmeticError, ValueError, RuntimeError) as error:
         reason = short_reason(error)
@@ -168,10 +168,10 @@ def _plan(
     if files is not None:
         stored, _ = _stored_tensors(model, folder, files)
         try:
-            plans = plan_matrices(model, linears, wanted, stored)
+            plans = plan_matrices(model, weights, wanted, stored)
         except ModelLoadError as error:
             raise ModelLoadError(f"{folder}: {error}") from error
-        filler = MatrixFiller(plans, linears, dtype=dtype, device=device)
+        filler = MatrixFiller(plans, weights, dtype=dtype, device=device)
         _matches(model, folder, files, filler)
     if device.type == "cpu":
         needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

@@ -17,7 +17,7 @@ from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.config_reader import read_json
 from hetero_llm.models.folders import PICKLED, SAFETENSORS
 from hetero_llm.models.loader import default_dtype
-from hetero_llm.models.quantized_weights import MatrixPlan, linears_of, plan_matrices
+from hetero_llm.models.quantized_weights import MatrixPlan, plan_matrices, weights_of
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import model_class
 from hetero_llm.models.weight_files import StoredTensor, WeightFile, find_weight_files
@@ -61,11 +61,11 @@ def write_quantized(
         raise ConfigError("out", str(out), "it exists; name a new folder")
     config = load_model_config(folder, quantization=name)
     files = find_weight_files(folder, "auto", allow_pickle=allow_pickle)
-    with default_dtype(torch.bfloat16), torch.device("meta"), linears_of() as linears:
+    with default_dtype(torch.bfloat16), torch.device("meta"), weights_of() as weights:
         model = model_class(config.architecture)(config)
     stored = {tensor.name: (file, tensor) for file in files for tensor in file.tensors}
     try:
-        plans = plan_matrices(model, linears, OnlineFormat(name), stored)
+        plans = plan_matrices(model, weights, OnlineFormat(name), stored)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error}") from error
     transposed = [plan.module for plan in plans if plan.transposed]
