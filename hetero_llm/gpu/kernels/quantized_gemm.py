@@ -95,7 +95,8 @@ class PreparedMatrix:
         zero: the same, words of the zero points of one chunk or, where a group is as long or
             longer, of one group; or None.
         row_scale: [N] float32 or None.
-        order: [K] int32 or None: column k of `data` is column order[k] of the matrix.
+        order: [K] int32 or None: column k of `data` is column order[k] of the matrix; [E, K]: see
+            `QuantizedMatrix`.
     """
 
     kind: Kind
@@ -418,7 +419,7 @@ def vector_quantized_kernel(
         *(groups, scale_stride, zero_stride),
         *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
     )
-    total = _scale_rows(tl.sum(sums, axis=1)[:, None], row_scale, features, n)
+    total = scale_rows(tl.sum(sums, axis=1)[:, None], row_scale, features, n)
     rows = tl.arange(0, 1)
     finish_tile(
         *(total, y, bias, partials, counters, features, rows, 1, n),
@@ -427,7 +428,7 @@ def vector_quantized_kernel(
 
 
 @triton.jit
-def _scale_rows(sums, row_scale, features, n):
+def scale_rows(sums, row_scale, features, n):
     if row_scale is None:
         return sums
     else:
@@ -463,7 +464,7 @@ def _load_column(
 
 
 @triton.jit
-def _multiply_chunk(
+def multiply_chunk(
     sums, first, x, data, scale, zero, offset, order, features, rows, m, n, k, width, x_stride,
     groups, scale_stride, zero_stride,
     KIND: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
@@ -574,14 +575,14 @@ def matrix_quantized_kernel(
     for place in tl.range(0, stop - start, TILE, num_stages=STAGES):
         for piece in tl.static_range(CHUNKS):
             first = start + place + piece * CHUNK
-            sums = _multiply_chunk(
+            sums = multiply_chunk(
                 *(sums, first, x, data, scale, zero, offset, order, features, rows),
                 *(m, n, k, width, x_stride, groups, scale_stride, zero_stride),
                 *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT),
             )
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
-    sums = _scale_rows(sums, row_scale, features, n)
+    sums = scale_rows(sums, row_scale, features, n)
     finish_tile(
         *(sums, y, bias, partials, counters, features, rows, m, n),
         *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M),
