@@ -143,7 +143,8 @@ def plan_matrices(
         plain = _never_quantized(model, weights)
     plans: list[MatrixPlan] = []
     left: dict[int, str] = {}
-    for name, target in model.checkpoint_tensors().items():
+    targets = model.checkpoint_tensors()
+    for name, target in targets.items():
         view = target.view if isinstance(target, RearrangedView) else target
         module, _, kind = name.rpartition(".")
         root = view if view._base is None else view._base
@@ -158,6 +159,10 @@ def plan_matrices(
         parts: tuple[StoredPart, ...] = ()
         if scheme is not None:
             parts = _parts_in_files(module, scheme, (height, width), transposed, stored)
+            # A bias of the model's own is no part of the matrix.
+            parts = tuple(
+                p for p in parts if p.suffix != "bias" or p.name_in(module) not in targets
+            )
         if scheme is None or not parts:
             left[place] = name
             continue

@@ -152,6 +152,10 @@ def test_random_weights_are_quantized(tmp_path: Path) -> None:
     quantized = [m for m in linears(model).values() if m.quantized is not None]
     assert len(quantized) == 4 * len(model.layers)  # type: ignore[arg-type]
     assert torch.isfinite(logits(model, [1, 2, 3])).all()
+    folder = make_tiny_checkpoint(tmp_path / "mixture", "qwen2_moe", changes=MIXTURES["qwen2_moe"])
+    mixture = load(folder, "int4", load_format="dummy")
+    assert all(len(experts.quantized) == 2 for experts in mixtures(mixture).values())
+    assert torch.isfinite(logits(mixture, [1, 2, 3])).all()
 
 
 def test_batch_invariant_products(tmp_path: Path) -> None:

@@ -221,6 +221,23 @@ def test_scales_of_a_kv_cache_are_no_mistake(tmp_path: Path) -> None:
     assert greedy(load(quantized), 8) == greedy(load(plain), 8)
 
 
+def test_biases_that_no_layer_has(tmp_path: Path) -> None:
+    """AutoGPTQ writes zeros for them, beside those of queries, keys and values."""
+    quantized, plain = both(tmp_path, FORMATS["gptq"], "qwen2_moe")
+    path = quantized / "model.safetensors"
+    tensors = load_file(path)
+    modules = {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
+    names = {f"{module}.bias" for module in modules} - set(tensors)
+    assert len(names) < len(modules)
+    biases = {name: torch.zeros(tensors[f"{name[:-5]}.scales"].shape[1]).half() for name in names}
+    save_file({**tensors, **biases}, path)
+    assert chooses(load(plain), greedy(load(quantized), 8))
+    name = "model.layers.0.mlp.experts.1.up_proj.bias"
+    save_file({**tensors, **biases, name: torch.ones(64).half()}, path)
+    with pytest.raises(ModelLoadError, match="experts.1.up_proj: bias: it is not zero"):
+        load(quantized)
+
+
 def test_experts_whose_gates_are_in_another_order_become_plain(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -67,6 +67,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _LANES = (128, 64, 32, 16)
 _CHUNK = 256  # columns at most: the rows of x of a chunk are in shared memory at once
 _ALIGNED = 16  # elements in each scale's row are padded to this, for 16-byte loads
+_ROWS_AT_ONCE = 1 << 14
 _WARPS = 1000  # of a product that K is split for: some 8 on each multiprocessor of an H200
 _INT4_ZERO = tl.constexpr(INT4_ZERO)
 
@@ -163,14 +164,16 @@ def prepare(matrix: QuantizedMatrix) -> PreparedMatrix:
         row_scale = of_rows if row_scale is None else of_rows * row_scale
         group, rows = 0, 1
     eight_bits = matrix.kind in ("fp8", "int8")
-    codes = matrix.data.view(torch.uint8) if eight_bits else unpack_codes(matrix.data)
     num = 2 if eight_bits else 4
     lanes = _lanes_of_chunk(matrix.shape[1], group, num)
+    # Experts of a layer are one matrix: what lies between the two forms is larger than either.
+    pieces = matrix.data.view(torch.uint8).split(_ROWS_AT_ONCE)
+    codes = (piece if eight_bits else unpack_codes(piece) for piece in pieces)
     return PreparedMatrix(
         matrix.kind,
         matrix.shape,
         lanes,
-        _as_lanes(codes, lanes, num),
+        torch.cat([_as_lanes(piece, lanes, num) for piece in codes]),
         group,
         rows,
         None if per_row else _in_words(scale),
