@@ -204,12 +204,13 @@ def test_a_configuration_that_says_nothing_known(tmp_path: Path) -> None:
         load(folder, None)
 
 
+@pytest.mark.parametrize(("family", "inner"), [("llama", 2048), ("mixtral", 512)])
 def test_memory_is_that_of_the_quantized_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, inner: int
 ) -> None:
     """A model whose plain weights do not fit is loaded quantized, and refused plain."""
-    changes = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128}
-    folder = make_tiny_checkpoint(tmp_path, "llama", changes=changes, layers=2)
+    changes = {"hidden_size": 512, "intermediate_size": inner, "head_dim": 128}
+    folder = make_tiny_checkpoint(tmp_path, family, changes=changes, layers=2)
     path = folder / "model.safetensors"
     size = sum(t.numel() for t in load_file(path).values())
     save_file({k: v.bfloat16() for k, v in load_file(path).items()}, path)

@@ -57,6 +57,8 @@ class GroupedConfig:
         group: Blocks whose programs follow each other for a tile of features, so that weights that
             several of them read come from L2; 0 is all.
         evict_first: Weights are the first to leave L2.
+        split_k: Programs that share the inputs of a tile; above 1 only for quantized weights
+            without an activation, whose `combine` adds up the parts.
     """
 
     block_m: int
@@ -67,6 +69,7 @@ class GroupedConfig:
     swap: bool = True
     group: int = 0
     evict_first: bool = False
+    split_k: int = 1
 
 
 @dataclass(frozen=True)
@@ -272,12 +275,13 @@ def grouped_product_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def combine_kernel(
-    parts,  # [num_rows * K, n]
+    parts,  # [SPLIT_K, num_rows * K, n]
     shares,  # [num_rows * K] float32
     y,  # [num_rows, n]
     num_rows,
     n,
     K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -289,8 +293,12 @@ def combine_kernel(
     inside = columns < n
     total = tl.zeros((TILE,), tl.float32)
     for j in tl.static_range(K):
-        part = tl.load(parts + (row * K + j) * n + columns, mask=inside, other=0.0)
-        total += part.to(tl.float32) * tl.load(shares + row * K + j)
+        place = (row * K + j) * n + columns
+        part = tl.load(parts + place, mask=inside, other=0.0)
+        for split in tl.static_range(1, SPLIT_K):
+            part += tl.load(parts + split * num_rows * K * n + place, mask=inside, other=0.0)
+        part = part.to(y.dtype.element_ty).to(tl.float32)
+        total += part * tl.load(shares + row * K + j)
     tl.store(y + row * n + columns, total.to(y.dtype.element_ty), mask=inside)
 
 
@@ -432,6 +440,7 @@ def plan_grouped_product(
     (rows, k), per_row = x.shape, groups.num_pairs // x.shape[0]
     assert rows * per_row == groups.num_pairs and config.block_m == groups.block_m
     assert weight.is_contiguous() and weight.shape[2] == k and x.stride(1) == 1
+    assert config.split_k == 1
     assert x.dtype == weight.dtype == y.dtype, (x.dtype, weight.dtype, y.dtype)
     n = weight.shape[1] // (2 if activation else 1)
     blocks = groups.experts.numel()
@@ -481,15 +490,31 @@ def grouped_product(
     return y
 
 
-def combine(parts: Tensor, weights: Tensor) -> Tensor:
-    """[T * k, n] and weights [T, k] float32 -> [T, n]: the weighted sums of k rows each."""
+def combine(parts: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The weighted sums of k rows each.
+
+    Args:
+        parts: [T * k, n], or [split_k, T * k, n] to be added up and rounded to `dtype` first.
+        weights: [T, k] float32.
+
+    Returns:
+        [T, n] in `dtype`, by default that of `parts`.
+    """
     assert parts.is_contiguous() and weights.is_contiguous() and weights.dtype == torch.float32
-    (num_rows, k), n = weights.shape, parts.shape[1]
-    y = torch.empty((num_rows, n), dtype=parts.dtype, device=parts.device)
+    (num_rows, k), n = weights.shape, parts.shape[-1]
+    y = torch.empty((num_rows, n), dtype=dtype or parts.dtype, device=parts.device)
     combine_kernel[(num_rows, triton.cdiv(n, _COMBINE_TILE))](
-        parts, weights, y, num_rows, n,
-        K=k, TILE=_COMBINE_TILE, num_warps=4, **pdl_options(parts.device),
-    )  # fmt: skip
+        parts,
+        weights,
+        y,
+        num_rows,
+        n,
+        K=k,
+        SPLIT_K=parts.numel() // (num_rows * k * n),
+        TILE=_COMBINE_TILE,
+        num_warps=4,
+        **pdl_options(parts.device),
+    )
     return y
 
 

@@ -5,8 +5,9 @@ All experts' matrices are one `PreparedMatrix`, one below the other, so a progra
 its block's expert as `matrix_quantized_kernel` reads its tile: codes become 16-bit values in
 registers, the left operand of the tensor cores, and a block's rows of x are the right one. One row,
 few and many differ in `block_m` alone; the more rows a block has, the less the conversions cost.
-Nothing is split along K, sums are in fp32 in one order, and grids depend on the number of pairs
-alone, so all of it can be captured in CUDA graphs.
+Where few rows make few programs, the inputs of `down` are split among more, and `combine` adds up
+the parts. Sums are in fp32 in one order, and grids depend on the number of pairs alone, so all of
+it can be captured in CUDA graphs.
 
 Wrapper `quantized_experts`, reference `experts.experts_reference`; timed by
 `bench.kernels.experts`.
@@ -41,6 +42,7 @@ from hetero_llm.gpu.kernels.launch import Launch, let_next_start, pdl_options, w
 from hetero_llm.gpu.kernels.quantized_elements import INT4, KIND_CODES
 from hetero_llm.gpu.kernels.quantized_gemm import (
     SCALE_TYPES,
+    WARPS,
     PreparedMatrix,
     multiply_chunk,
     scale_rows,
@@ -52,7 +54,7 @@ Weights = Tensor | PreparedMatrix
 """Of all experts: [experts, N, K], or a matrix of experts x N rows."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_pairs", "max_blocks"])
+@triton.jit(do_not_specialize=["num_rows", "num_pairs", "max_blocks", "steps"])
 def quantized_grouped_kernel(
     x,  # [num_rows, k], x_stride apart
     data,  # [total, width] int16 lanes
@@ -61,7 +63,7 @@ def quantized_grouped_kernel(
     offset,
     row_scale,
     order,  # [experts, k]
-    y,  # [num_pairs, n]
+    y,  # [SPLIT_K, num_pairs, n]
     pairs,  # see Groups; None
     experts,
     num_rows,
@@ -76,6 +78,7 @@ def quantized_grouped_kernel(
     groups,
     scale_stride,
     zero_stride,
+    steps,  # tiles of K of one split
     PER_ROW: tl.constexpr,  # pairs that share a row of x
     NAME: tl.constexpr,  # of the activation; "" is a plain product
     KIND: tl.constexpr,
@@ -93,9 +96,11 @@ def quantized_grouped_kernel(
     EVICT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[pair] = x[pair // PER_ROW] @ matrix[expert]^T, perhaps gated; grid (blocks * tiles)."""
+    """y[pair] = x[pair // PER_ROW] @ matrix[expert]^T, perhaps gated; grid (blocks * tiles,
+    SPLIT_K)."""
     PARTS: tl.constexpr = 2 if NAME != "" else 1
     CHUNK: tl.constexpr = LANES * (2 if KIND < INT4 else 4)
+    TILE: tl.constexpr = CHUNK * CHUNKS
     DTYPE: tl.constexpr = y.dtype.element_ty
     wait_for_inputs(PDL)
     block, tile = locate(tl.program_id(0), BLOCK_GROUP, max_blocks, tl.cdiv(n, BLOCK_N))
@@ -112,7 +117,9 @@ def quantized_grouped_kernel(
     if order is not None:
         order += expert * k
     sums = tl.zeros((PARTS * BLOCK_N, BLOCK_M), tl.float32)
-    for start in tl.range(0, padded, CHUNK * CHUNKS, num_stages=STAGES):
+    begin = tl.program_id(1) * steps * TILE
+    stop = tl.minimum(padded, begin + steps * TILE)
+    for start in tl.range(begin, stop, TILE, num_stages=STAGES):
         for piece in tl.static_range(CHUNKS):
             sums = multiply_chunk(
                 *(sums, start + piece * CHUNK, x, data, scale, zero, offset, order, features, rows),
@@ -125,7 +132,8 @@ def quantized_grouped_kernel(
     if NAME != "":
         sums = gated(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), NAME, DTYPE)
     outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    pointers = y + pair.to(tl.int64)[None, :] * n + outputs[:, None]
+    out = y + tl.program_id(1).to(tl.int64) * num_pairs * n
+    pointers = out + pair.to(tl.int64)[None, :] * n + outputs[:, None]
     tl.store(pointers, sums.to(DTYPE), mask=(outputs < n)[:, None] & there[None, :])
 
 
@@ -138,18 +146,20 @@ def plan_quantized_product(
     activation: str,
     config: GroupedConfig,
 ) -> Launch:
-    """The launch that writes a grouped product into `y` [num_pairs, N]; see `experts` for x and the
-    groups.
+    """The launch that writes a grouped product into `y`; see `experts` for x and the groups.
 
     Args:
+        y: [num_pairs, N] of x's dtype; with `split_k` above 1 [split_k, num_pairs, N] float32.
         matrix: Of experts x N rows; with an activation experts x 2N, gates of an expert first.
         config: With `block_k` a multiple of the matrix's chunk.
     """
-    (rows, k), n = x.shape, y.shape[1]
+    (rows, k), n, splits = x.shape, y.shape[-1], config.split_k
     per_row, parts = groups.num_pairs // rows, 2 if activation else 1
-    assert rows * per_row == groups.num_pairs == y.shape[0] and config.block_m == groups.block_m
+    assert rows * per_row == groups.num_pairs and config.block_m == groups.block_m
+    assert y.numel() == splits * groups.num_pairs * n and not (activation and splits > 1)
     assert matrix.shape[1] == k and matrix.shape[0] % (parts * n) == 0 and x.stride(1) == 1
-    assert x.dtype == y.dtype and y.is_contiguous() and config.swap
+    assert y.dtype == (x.dtype if splits == 1 else torch.float32)
+    assert y.is_contiguous() and config.swap
     assert config.block_k % matrix.chunk == 0, (config, matrix.chunk)
     blocks = groups.experts.numel()
     more = matrix.zero if matrix.offset is None else matrix.offset
@@ -159,6 +169,8 @@ def plan_quantized_product(
     arguments += (matrix.padded_columns, x.stride(0), matrix.groups)
     arguments += (0 if matrix.scale is None else matrix.scale.shape[1],)
     arguments += (0 if more is None else more.shape[1],)
+    tiles = triton.cdiv(matrix.padded_columns, config.block_k)
+    arguments += (triton.cdiv(tiles, splits),)
     options = {
         "PER_ROW": per_row,
         "NAME": KINDS[activation] if activation else "",
@@ -178,22 +190,29 @@ def plan_quantized_product(
         "num_warps": config.num_warps,
         **pdl_options(x.device),
     }
-    grid = (blocks * triton.cdiv(n, config.block_n), 1)
+    grid = (blocks * triton.cdiv(n, config.block_n), splits)
     return Launch(quantized_grouped_kernel, grid, arguments, options)
 
 
-def choose(block_m: int, matrix: PreparedMatrix, parts: int) -> GroupedConfig:
+def choose(groups: Groups, matrix: PreparedMatrix, n: int, parts: int) -> GroupedConfig:
     """The tile that `quantized_gemm` has for as many rows: by estimate, not yet by measurement.
 
     Args:
+        n: Outputs of an expert.
         parts: 2 with an activation, whose tiles have as many gates as partners, else 1.
     """
+    block_m = groups.block_m
     tile = choose_tile(min(block_m, MAX_ROWS), matrix)
     config = GroupedConfig(
         block_m, tile.block_n // parts, tile.block_k, tile.num_warps, tile.num_stages
     )
     if block_m <= MAX_ROWS:
-        return config
+        warps = groups.experts.numel() * triton.cdiv(n, config.block_n) * config.num_warps
+        tiles = triton.cdiv(matrix.padded_columns, config.block_k)
+        splits = 1
+        while parts == 1 and warps * splits < WARPS and tiles >= 4 * splits and splits < 8:
+            splits *= 2
+        return dataclasses.replace(config, split_k=splits)
     # Half of the columns, or fewer stages: twice the rows of x take as much shared memory.
     block_k = max(matrix.chunk, tile.block_k // 2 // matrix.chunk * matrix.chunk)
     stages = 3 if block_k <= 128 else 2
@@ -247,13 +266,21 @@ def quantized_experts(
             return grouped_product(x, weights, groups, activation=activation, config=config)
         parts = 2 if activation else 1
         n = weights.shape[0] // num_experts // parts
-        y = torch.empty((groups.num_pairs, n), dtype=x.dtype, device=x.device)
-        config = choose(groups.block_m, weights, parts)
+        config = choose(groups, weights, n, parts)
+        y = outputs_of(x, groups, n, config)
         plan_quantized_product(x, weights, groups, y=y, activation=activation, config=config)()
         return y
 
     middle = product(x, gate_up, plain[0], activation)
-    return combine(product(middle, down, plain[1], ""), weights)
+    return combine(product(middle, down, plain[1], ""), weights, x.dtype)
+
+
+def outputs_of(x: Tensor, groups: Groups, n: int, config: GroupedConfig) -> Tensor:
+    """Memory for `y` of `plan_quantized_product`."""
+    if config.split_k == 1:
+        return torch.empty((groups.num_pairs, n), dtype=x.dtype, device=x.device)
+    shape = config.split_k, groups.num_pairs, n
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
 def _dense(weights: Weights, num_experts: int, dtype: torch.dtype) -> Tensor:

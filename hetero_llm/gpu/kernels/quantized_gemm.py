@@ -68,7 +68,7 @@ _LANES = (128, 64, 32, 16)
 _CHUNK = 256  # columns at most: the rows of x of a chunk are in shared memory at once
 _ALIGNED = 16  # elements in each scale's row are padded to this, for 16-byte loads
 _ROWS_AT_ONCE = 1 << 14
-_WARPS = 1000  # of a product that K is split for: some 8 on each multiprocessor of an H200
+WARPS = 1000  # of a product that K is split for: some 8 on each multiprocessor of an H200
 _INT4_ZERO = tl.constexpr(INT4_ZERO)
 
 SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
@@ -732,7 +732,7 @@ def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
     tiles = triton.cdiv(matrix.shape[0], block_n)
     for split in (2, 4, 8):
         wider = dataclasses.replace(config, split_k=split)
-        if tiles * config.split_k * warps >= _WARPS or not fits(wider, m, matrix):
+        if tiles * config.split_k * warps >= WARPS or not fits(wider, m, matrix):
             break
         config = wider
     return config

@@ -11,10 +11,24 @@ from torch import Tensor
 
 from hetero_llm.gpu.fused import speed_up_experts
 from hetero_llm.gpu.kernels import quantized_experts as op
-from hetero_llm.gpu.kernels.experts import GroupedConfig, align, experts_reference, groups_of
+from hetero_llm.gpu.kernels.experts import (
+    GroupedConfig,
+    Groups,
+    align,
+    combine,
+    experts_reference,
+    groups_of,
+)
 from hetero_llm.gpu.kernels.quantized_gemm import prepare
 from hetero_llm.models.experts import Experts
-from hetero_llm.quantization.matrix import BLOCK_ROWS, KINDS, Kind, QuantizedStack, stack
+from hetero_llm.quantization.matrix import (
+    BLOCK_ROWS,
+    KINDS,
+    Kind,
+    QuantizedStack,
+    dequantize,
+    stack,
+)
 from tests.gpu.kernels.test_experts import TOLERANCE, route
 from tests.quantization.matrices import random_matrix
 
@@ -147,6 +161,27 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
         assert torch.equal(rows(index), together[index])
 
 
+@pytest.mark.parametrize("splits", [2, 4])
+def test_split_inputs_are_added_up(device: torch.device, splits: int) -> None:
+    """The last split has fewer tiles of K than the others, or none."""
+    weights = stack_of(device, 3, 40, 160, "int4", group=32, zeros="zero")
+    x = inputs(device, 6, 160)
+    ids, shares = route(device, 3, 3, 2)
+    groups = groups_of(ids, 3, 8)
+    matrix = prepare(weights.matrix)
+    config = GroupedConfig(8, 32, matrix.chunk, num_warps=2, num_stages=2, split_k=splits)
+    assert matrix.padded_columns == 3 * matrix.chunk
+    y = op.outputs_of(x, groups, 40, config)
+    assert y.shape == (splits, 6, 40) and y.dtype == torch.float32
+    op.plan_quantized_product(x, matrix, groups, y=y, activation="", config=config)()
+    found = combine(y, shares, HALF)
+    dense = dequantize(weights.matrix, torch.float32).view(3, 40, 160)
+    products = torch.einsum("pnk,pk->pn", dense[ids.flatten().long()], x.float()).to(HALF)
+    expected = (products.float().view(3, 2, 40) * shares.unsqueeze(2)).sum(1)
+    assert found.dtype == HALF
+    torch.testing.assert_close(found.float(), expected, atol=2**-7, rtol=0)
+
+
 def test_nothing_is_written_beside_the_output(device: torch.device) -> None:
     weights = stack_of(device, 3, 40, 64, "fp8")
     ids, _ = route(device, 3, 3, 1)
@@ -165,8 +200,10 @@ def test_every_choice_can_be_launched(form: str, block_m: int) -> None:
     kind, settings = FORMS[form]
     for k in (2048, 48):
         matrix = prepare(random_matrix(kind, 128, k, **settings))
+        groups = Groups(None, torch.zeros(2), 2, block_m)
         for parts in (1, 2):
-            config = op.choose(block_m, matrix, parts)
+            config = op.choose(groups, matrix, 4096, parts)
+            assert config.split_k == (2 if k == 2048 and parts == 1 and block_m <= 64 else 1)
             assert config.block_m == block_m and config.block_k % matrix.chunk == 0
             # 16 features at least are the left operand; a stage has to leave room for others.
             assert config.block_n * parts >= 32
