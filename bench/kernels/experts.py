@@ -1,17 +1,20 @@
 """Experts of a mixture: our kernels beside a library product per expert, at the speed of reading.
 
-    python -m bench.kernels.experts [--shape mixtral-8x7b] [--rows 1 32 ...] [--sweep] [--out FILE]
+    python -m bench.kernels.experts [--shape mixtral-8x7b] [--rows 1 32 ...] [--forms fp8,int4,...]
+        [--sweep] [--out FILE]
 
 One layer's experts at random routes, each call in a CUDA graph. `library_us`: for each visited
 expert, known beforehand, gathered rows through `F.linear`, activation, `F.linear`, weighted sum.
 TB/s counts the weights of the visited experts. `--sweep` times other configurations of each product
-as well; the fastest one belongs in the kernel's table.
+as well; the fastest one belongs in the kernel's table. A second table has weights quantized in each
+of the `--forms` (of `bench.kernels.quantized_gemm`) beside bf16 ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +22,14 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import bench_parser, names_of, print_table, write_results
+from bench.kernels.quantized_gemm import FORMS, Form, random_matrix
 from bench.kernels.skinny_gemm import compile_all, graph_us
 from hetero_llm.gpu.kernels import experts as op
+from hetero_llm.gpu.kernels.dequantize import dequantize_to
 from hetero_llm.gpu.kernels.experts import GroupedConfig, Groups, VectorConfig
 from hetero_llm.gpu.kernels.launch import Launch
+from hetero_llm.gpu.kernels.quantized_experts import quantized_experts
 from hetero_llm.gpu.kernels.routing import route_sparse_mixer, route_top_k
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
@@ -252,10 +258,44 @@ def row_of(case: Case) -> dict[str, Any]:
     }
 
 
+def quantized_rows(cases: list[Case], name: str, form: Form) -> list[dict[str, Any]]:
+    """Quantized weights beside bf16, and their largest error against what they stand for in it."""
+    dims = cases[0].dims
+    gate_up = random_matrix(form, dims.experts * 2 * dims.inner, dims.hidden)
+    down = random_matrix(form, dims.experts * dims.hidden, dims.inner)
+    dense = [
+        dequantize_to(matrix, torch.empty(matrix.shape, device="cuda", dtype=BF16))
+        for matrix in (gate_up, down)
+    ]
+    plain = (dense[0].view_as(cases[0].gate_up), dense[1].view_as(cases[0].down))
+    rows = []
+    for case in cases:
+        routes, calls = (case.x, case.ids, case.weights), 4 if len(case.x) < 1024 else 1
+        run = partial(quantized_experts, *routes, gate_up, down, activation="silu")
+        y, expected = run(), op.experts(*routes, *plain, activation="silu").float()
+        us = each_us(run, calls)
+        bf16_us = each_us(partial(op.experts, *routes, *plain, activation="silu"), calls)
+        read = (gate_up.nbytes + down.nbytes) * case.touched / dims.experts
+        rows.append(
+            {
+                "form": name,
+                "rows": len(case.x),
+                "us": us,
+                "bf16_us": bf16_us,
+                "speedup": bf16_us / us,
+                "TB/s": read / us / 1e6,
+                "error": float((y.float() - expected).abs().max() / expected.abs().max()),
+            }
+        )
+    return rows
+
+
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--shape", choices=MODELS, default="mixtral-8x7b")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    default = ["fp8", "fp8_block", "int4"]
+    parser.add_argument("--forms", type=names_of(tuple(FORMS)), default=default)
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -276,9 +316,11 @@ def main() -> None:
             swept += sweep_one_row(case) if case.x.shape[0] == 1 else []
             swept += sweep(case)
         print_table(swept)
-    results = {"shape": args.shape, "rows": rows, "configurations": swept}
+    quantized = [row for name in args.forms for row in quantized_rows(cases, name, FORMS[name])]
+    print_table(quantized)
+    results = {"shape": args.shape, "rows": rows, "configurations": swept, "quantized": quantized}
     write_results(f"kernels_experts.{args.shape}", results, args.out)
-    if not max(row["error"] for row in rows) < 3e-2:
+    if not max(row["error"] for row in (*rows, *quantized)) < 3e-2:
         raise SystemExit("a kernel is wrong")
 
 

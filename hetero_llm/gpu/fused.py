@@ -17,11 +17,12 @@ from hetero_llm.gpu.kernels.norm import (
     add_layer_norm,
     add_rms_norm,
 )
-from hetero_llm.gpu.kernels.quantized_gemm import prepares
+from hetero_llm.gpu.kernels.quantized_experts import quantized_experts
+from hetero_llm.gpu.kernels.quantized_gemm import prepare, prepares
 from hetero_llm.gpu.kernels.quantized_product import product_of
 from hetero_llm.gpu.kernels.routing import route_sparse_mixer, route_top_k
 from hetero_llm.gpu.kernels.skinny_gemm import linear
-from hetero_llm.models.experts import Experts, SparseMixerRouter, TopKRouter
+from hetero_llm.models.experts import Experts, ExpertsFunction, SparseMixerRouter, TopKRouter
 from hetero_llm.models.layers import (
     Activation,
     AddLayerNorm,
@@ -61,7 +62,7 @@ def speed_up_experts(model: CausalLM) -> None:
     """Replaces routers and experts by kernels, in place."""
     for module in model.modules():
         if isinstance(module, Experts) and serves(module.activation.name):
-            module.function = partial(experts, activation=module.activation.name)
+            module.function = _function_of(module)
         elif isinstance(module, TopKRouter):
             module.function = partial(
                 route_top_k,
@@ -71,6 +72,27 @@ def speed_up_experts(model: CausalLM) -> None:
             )
         elif isinstance(module, SparseMixerRouter):
             module.function = partial(route_sparse_mixer, jitter=module.jitter)
+
+
+def _function_of(module: Experts) -> ExpertsFunction:
+    """The kernels for the weights that it has. Quantized ones are kept in the order of the kernels
+    alone; those that have no such order stay with torch."""
+    quantized, activation = module.quantized, module.activation.name
+    if not quantized:
+        return partial(experts, activation=activation)
+    if not all(prepares(stack.matrix) for stack in quantized.values()):
+        return module.function
+    prepared = {}
+    for name, stack in quantized.items():
+        prepared[name] = prepare(stack.matrix)
+        stack.release()
+    gate_up = prepared.get("gate_up", module.gate_up)
+    down = prepared.get("down", module.down)
+
+    def function(x: Tensor, ids: Tensor, weights: Tensor, *_: Tensor) -> Tensor:
+        return quantized_experts(x, ids, weights, gate_up, down, activation=activation)
+
+    return function
 
 
 def _multiply_by_kernels(linear: Linear, matrix: QuantizedMatrix) -> None:

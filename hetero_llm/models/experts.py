@@ -7,12 +7,14 @@ summed in float32, and the sum is rounded once more.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetero_llm.models.layers import GatedActivation, Linear, Product
+from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedStack, dequantize
 
 # logits [T, experts] -> experts of each token [T, k] int, the likeliest first, and their weights
 # [T, k] float32
@@ -119,7 +121,8 @@ class SparseMixerRouter(Router):
 class Experts(nn.Module):
     """Gated MLPs without biases; each token uses those that its router chose.
 
-    `function` may be replaced on the instance (grouped and row-independent products).
+    `function` may be replaced on the instance (grouped and row-independent products). Quantized
+    weights are a `QuantizedStack` each, and a function has to take them.
     """
 
     def __init__(self, num_experts: int, hidden: int, inner: int, activation: str) -> None:
@@ -128,6 +131,18 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, hidden, inner))
         self.activation = GatedActivation(activation)
         self.function: ExpertsFunction = self.plain
+
+    @property
+    def quantized(self) -> dict[str, QuantizedStack]:
+        """Those of its weights that are quantized, by name."""
+        stacks: dict[str, object] = {"gate_up": self.gate_up, "down": self.down}
+        return {name: s for name, s in stacks.items() if isinstance(s, QuantizedStack)}
+
+    def set_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Puts the `stack` of all experts' matrices into the place of a weight."""
+        count = getattr(self, name).shape[0]
+        delattr(self, name)
+        setattr(self, name, QuantizedStack(matrix, count))
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of the outputs of each token's experts.
@@ -156,7 +171,7 @@ class Experts(nn.Module):
         down: Tensor,
         product: Product = F.linear,
     ) -> Tensor:
-        """One expert after the other.
+        """One expert after the other; quantized weights are dequantized for each call of one.
 
         On a CPU each expert computes its own tokens. On other devices each computes all tokens:
         asking which experts are used would make the host wait for the device, and cannot be
@@ -164,8 +179,8 @@ class Experts(nn.Module):
         """
 
         def mlp(tokens: Tensor, expert: int) -> Tensor:
-            inner = self.activation(product(tokens, gate_up[expert], None))
-            return product(inner, down[expert], None).float()
+            inner = self.activation(product(tokens, expert_weight(gate_up, expert, x.dtype), None))
+            return product(inner, expert_weight(down, expert, x.dtype), None).float()
 
         if x.device.type == "cpu":
             return sum_by_own_tokens(mlp, x, ids, weights)
@@ -185,6 +200,13 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         num_experts, hidden, inner = self.down.shape
         return f"{num_experts} of {hidden} x {inner}"
+
+
+def expert_weight(weights: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
+    """The matrix [N, K] of one expert: a view of [experts, N, K], or what the one of a
+    `QuantizedStack` stands for, in `dtype`."""
+    matrix = cast(Tensor | QuantizedMatrix, weights[expert])
+    return dequantize(matrix, dtype) if isinstance(matrix, QuantizedMatrix) else matrix
 
 
 # (tokens [N, hidden], expert) -> [N, hidden] float32

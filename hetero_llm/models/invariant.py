@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetero_llm.models.experts import Experts
+from hetero_llm.models.experts import Experts, expert_weight
 from hetero_llm.models.layers import Activation, CausalLM, Linear, Product
 from hetero_llm.quantization.matrix import QuantizedWeight, dequantize
 
@@ -51,7 +51,8 @@ def make_batch_invariant(model: CausalLM) -> None:
             tiled = _rows_are_independent(module.weight, module.bias)
             module.product = product_of_tiles if tiled else product_of_rows
         elif isinstance(module, Experts):
-            module.function = partial(module.by_products, product=_product_of_experts(module))
+            product = _product_of_experts(module, dtype)
+            module.function = partial(module.by_products, product=product)
         elif isinstance(module, Activation) and _device_of(model).type == "cpu":
             module.function = _by_row(module.function)
 
@@ -88,9 +89,13 @@ def _in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tens
     return out
 
 
-def _product_of_experts(experts: Experts) -> Product:
+def _product_of_experts(experts: Experts, dtype: torch.dtype) -> Product:
     """One product for all experts: they have the same shapes."""
-    matrices = (matrix for weight in (experts.gate_up, experts.down) for matrix in weight)
+    matrices = (
+        expert_weight(weights, expert, dtype)
+        for weights in (experts.gate_up, experts.down)
+        for expert in range(weights.shape[0])
+    )
     tiled = all(_rows_are_independent(matrix, None) for matrix in matrices)
     return product_of_tiles if tiled else product_of_rows
 

@@ -5,6 +5,7 @@ The tokens of all sequences are flattened: a hidden state is [T, hidden].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -173,7 +174,7 @@ class CausalLM(nn.Module):
         """Approximate number of parameters that one token is multiplied with."""
         quantized = (m.shape for m in self.modules() if isinstance(m, QuantizedWeight))
         plain = sum(p.numel() for p in self.parameters())
-        return plain + sum(rows * columns for rows, columns in quantized)
+        return plain + sum(math.prod(shape) for shape in quantized)
 
     def checkpoint_tensors(self) -> Mapping[str, Tensor | RearrangedView]:
         """Checkpoint name -> view of our parameter to copy the tensor into.

@@ -24,15 +24,15 @@ from hetero_llm.models.config_reader import short_reason
 from hetero_llm.models.configs.transformers import TransformersConfig
 from hetero_llm.models.folders import LOAD_FORMATS, resolve_model_folder
 from hetero_llm.models.kv_scales import stored_kv_scales
-from hetero_llm.models.layers import CausalLM, RearrangedView
+from hetero_llm.models.layers import CausalLM, Linear, RearrangedView
 from hetero_llm.models.quantization_config import checkpoint_format
 from hetero_llm.models.quantized_weights import (
     MatrixFiller,
     MatrixPlan,
-    linears_of,
     plan_matrices,
     quantize_weights,
     stored_bytes,
+    weights_of,
 )
 from hetero_llm.models.registry import model_class
 from hetero_llm.models.weight_files import StoredTensor, WeightFile, find_weight_files
@@ -105,15 +105,15 @@ def load_model(
     kv_scales = None
     if files is not None and config.quantization is not None:
         kv_scales = stored_kv_scales(files, config)
-    with default_dtype(dtype), torch.device(device), linears_of(plans) as linears:
+    with default_dtype(dtype), torch.device(device), weights_of(plans) as weights:
         model = build(config)
     model.eval().requires_grad_(False)
     model.kv_scales = kv_scales
-    filler = MatrixFiller(plans, linears, dtype=dtype, device=torch.device(device))
+    filler = MatrixFiller(plans, weights, dtype=dtype, device=torch.device(device))
     if files is None:
         _fill_randomly(model, seed)
         if wanted is not None:
-            quantize_weights(model, linears, wanted)
+            quantize_weights(model, weights, wanted)
     else:
         _fill_from_files(model, folder, files, filler, show_progress)
     return model
@@ -133,19 +133,23 @@ def quantized_sizes(
     wanted = checkpoint_format(config, folder)
     if wanted is None:
         return {}
-    with default_dtype(dtype), torch.device("meta"), linears_of() as linears:
+    with default_dtype(dtype), torch.device("meta"), weights_of() as weights:
         model = model_class(config.architecture)(config)
+    linears = [place for place, one in enumerate(weights) if isinstance(one.layer, Linear)]
+    order = {place: index for index, place in enumerate(linears)}  # experts are left out
     share = 1.0 if config.online_quantization is None else ONLINE_BYTES[config.online_quantization]
     if load_format == "dummy":
-        return {place: int(x.weight.numel() * share) for place, x in enumerate(linears)}
+        return {order[one]: int(weights[one].parameter.numel() * share) for one in linears}
     files = find_weight_files(folder, load_format, allow_pickle=allow_pickle, keep_blocks=True)
     stored, _ = _stored_tensors(model, folder, files)
     sizes: dict[int, int] = {}
-    for plan in plan_matrices(model, linears, wanted, stored):
+    for plan in plan_matrices(model, weights, wanted, stored):
+        if plan.weight not in order:
+            continue
         size = stored_bytes(plan, stored)
         if config.online_quantization is not None:
             size = int(plan.rows * plan.columns * share)
-        sizes[plan.linear] = sizes.get(plan.linear, 0) + size
+        sizes[order[plan.weight]] = sizes.get(order[plan.weight], 0) + size
     return sizes
 
 
@@ -193,7 +197,7 @@ def _plan(
     if isinstance(config, TransformersConfig):
         return ()
     try:
-        with default_dtype(dtype), torch.device("meta"), linears_of() as linears:
+        with default_dtype(dtype), torch.device("meta"), weights_of() as weights:
             model = build(config)
     except (ArithmeticError, ValueError, RuntimeError) as error:
         reason = short_reason(error)
@@ -205,10 +209,10 @@ def _plan(
     if files is not None:
         stored, _ = _stored_tensors(model, folder, files)
         try:
-            plans = plan_matrices(model, linears, wanted, stored)
+            plans = plan_matrices(model, weights, wanted, stored)
         except ModelLoadError as error:
             raise ModelLoadError(f"{folder}: {error}") from error
-        filler = MatrixFiller(plans, linears, dtype=dtype, device=device)
+        filler = MatrixFiller(plans, weights, dtype=dtype, device=device)
         _matches(model, folder, files, filler)
     if device.type == "cpu":
         needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

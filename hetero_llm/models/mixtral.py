@@ -3,6 +3,8 @@ MLP. Other mixtures override `make_mlp`."""
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor, nn
 
 from hetero_llm.models.blocks import MLP, DecoderLM, LayerNames
@@ -54,5 +56,5 @@ class MixtralForCausalLM(DecoderLM):
         assert isinstance(self.config, MixtralConfig)
         idle = 1 - self.config.experts_per_token / self.config.num_experts
         experts = [module for module in self.modules() if isinstance(module, Experts)]
-        held = sum(p.numel() for module in experts for p in module.parameters())
+        held = sum(math.prod(w.shape) for m in experts for w in (m.gate_up, m.down))
         return super().parameters_per_token() - int(idle * held)

@@ -1,9 +1,10 @@
 """Quantized matrices on their way from the files into a model.
 
 A checkpoint stores a quantized matrix as several tensors ("qweight", "scales", ...), and stores
-apart what the model fuses (queries, keys, values). `plan_matrices` finds them; `MatrixFiller`
-converts a matrix when all of its tensors have been read, and replaces the weight of a `Linear` when
-all of its matrices have been converted. So no more than one `Linear` is in memory twice.
+apart what the model fuses (queries, keys, values) or holds together (experts). `plan_matrices`
+finds them; `MatrixFiller` converts a matrix when all of its tensors have been read, and replaces
+the weight of a layer when all of its matrices have been converted. So no more than one weight is in
+memory twice.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.experts import Experts, Router
 from hetero_llm.models.layers import CausalLM, Linear, RearrangedView
-from hetero_llm.models.linear_weights import on_linear_weight
+from hetero_llm.models.linear_weights import on_weight
 from hetero_llm.models.weight_files import StoredTensor, WeightFile
 from hetero_llm.quantization.formats.scheme import CheckpointFormat, Scheme, StoredPart
 from hetero_llm.quantization.matrix import (
@@ -28,6 +29,7 @@ from hetero_llm.quantization.matrix import (
     arrange_rows,
     concatenate,
     dequantize,
+    stack,
 )
 from hetero_llm.quantization.online import OnlineFormat, OnlineScheme
 
@@ -38,20 +40,48 @@ Stored = Mapping[str, tuple[WeightFile, StoredTensor]]
 
 
 @dataclass(frozen=True, slots=True)
+class LayerWeight:
+    """The weight of a `Linear`, or one of the two of `Experts`."""
+
+    layer: Linear | Experts
+    name: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What the layer has now."""
+        found = getattr(self.layer, self.name)
+        assert isinstance(found, nn.Parameter)
+        return found
+
+    def set_quantized(self, parts: Sequence[QuantizedMatrix]) -> None:
+        """Puts matrices, which follow each other in the weight, into its place.
+
+        Raises:
+            ValueError: they differ in what one matrix, or all experts, have once.
+        """
+        if isinstance(self.layer, Linear):
+            self.layer.set_quantized(concatenate(parts))
+            return
+        each = len(parts) // self.parameter.shape[0]
+        experts = [concatenate(parts[i : i + each]) for i in range(0, len(parts), each)]
+        self.layer.set_quantized(self.name, stack(experts))
+
+
+@dataclass(frozen=True, slots=True)
 class MatrixPlan:
     """A quantized matrix of the checkpoint.
 
     Attributes:
         module: its name in the checkpoint: "model.layers.0.self_attn.q_proj".
-        linear: place of the `Linear` that gets it, in the order in which the model creates them.
-        first_row, rows, columns: where it lies in the weight of the `Linear`.
+        weight: place of the weight that gets it, in the order in which the model creates them.
+        first_row, rows, columns: where it lies in the weight, experts one below the other.
         arrange: see `RearrangedView`; None: rows stay in order.
         transposed: the file has [columns, rows], plain.
         parts: the tensors that the files have of it.
     """
 
     module: str
-    linear: int
+    weight: int
     first_row: int
     rows: int
     columns: int
@@ -67,25 +97,25 @@ class MatrixPlan:
 
 
 @contextmanager
-def linears_of(plans: Sequence[MatrixPlan] = ()) -> Iterator[list[Linear]]:
-    """Lists the `Linear` layers of the model that is built while it is open, in the order in which
-    it creates them. Those that the plans fill get no memory for their weights."""
-    created: list[Linear] = []
-    places = {plan.linear for plan in plans}
+def weights_of(plans: Sequence[MatrixPlan] = ()) -> Iterator[list[LayerWeight]]:
+    """Lists the weights of the model that is built while it is open, in the order in which it
+    creates them. Those that the plans fill get no memory."""
+    created: list[LayerWeight] = []
+    places = {plan.weight for plan in plans}
 
-    def act(linear: Linear, weight: nn.Parameter) -> nn.Parameter | None:
-        created.append(linear)
+    def act(layer: Linear | Experts, name: str, weight: nn.Parameter) -> nn.Parameter | None:
+        created.append(LayerWeight(layer, name))
         if len(created) - 1 not in places:
             return None
         return nn.Parameter(weight.detach().to("meta"), requires_grad=False)
 
-    with on_linear_weight(act):
+    with on_weight(act):
         yield created
 
 
 def plan_matrices(
     model: CausalLM,
-    linears: Sequence[Linear],
+    weights: Sequence[LayerWeight],
     checkpoint_format: CheckpointFormat | None,
     stored: Stored,
 ) -> tuple[MatrixPlan, ...]:
@@ -96,32 +126,30 @@ def plan_matrices(
 
     Args:
         model: on torch's meta device.
-        linears: of `linears_of`, for this model.
+        weights: of `weights_of`, for this model.
         checkpoint_format: None: all weights are plain.
 
     Raises:
         ModelLoadError: tensors of a matrix are missing or have another type or shape than the
-            format's; a fused layer is quantized in part; experts or transposed weights are
-            quantized. The message names the tensors.
+            format's; a fused layer or the experts of a layer are quantized in part; transposed
+            weights are quantized. The message names the tensors.
     """
     if checkpoint_format is None:
         return ()
-    owners = {id(linear.weight): place for place, linear in enumerate(linears)}
-    experts = {
-        id(p) for m in model.modules() if isinstance(m, Experts) for p in m.parameters(False)
-    }
+    owners = {id(weight.parameter): place for place, weight in enumerate(weights)}
     plain: set[int] = set()
     if isinstance(checkpoint_format, OnlineFormat):
-        plain = _never_quantized(model, linears)
+        plain = _never_quantized(model, weights)
     plans: list[MatrixPlan] = []
     left: dict[int, str] = {}
-    for name, target in model.checkpoint_tensors().items():
+    targets = model.checkpoint_tensors()
+    for name, target in targets.items():
         view = target.view if isinstance(target, RearrangedView) else target
         module, _, kind = name.rpartition(".")
         root = view if view._base is None else view._base
-        if kind != "weight" or view.dim() != 2 or id(root) not in owners | dict.fromkeys(experts):
+        if kind != "weight" or view.dim() != 2 or id(root) not in owners:
             continue
-        place = owners.get(id(root), -1)
+        place = owners[id(root)]
         scheme = None if place in plain else checkpoint_format.scheme(module)
         transposed = view.stride() != (view.shape[1], 1)
         height, width = reversed(view.shape) if transposed else view.shape
@@ -130,11 +158,13 @@ def plan_matrices(
         parts: tuple[StoredPart, ...] = ()
         if scheme is not None:
             parts = _parts_in_files(module, scheme, (height, width), transposed, stored)
+            # A bias of the model's own is no part of the matrix.
+            parts = tuple(
+                p for p in parts if p.suffix != "bias" or p.name_in(module) not in targets
+            )
         if scheme is None or not parts:
             left[place] = name
             continue
-        if place < 0:
-            raise ModelLoadError(f"{module}: quantized experts are not served yet")
         if transposed and not isinstance(checkpoint_format, OnlineFormat):
             raise ModelLoadError(f"{module}: quantized and stored transposed, which is not served")
         arrange = None
@@ -145,19 +175,24 @@ def plan_matrices(
             MatrixPlan(module, place, first_row, height, width, arrange, transposed, scheme, parts)
         )
     for plan in plans:
-        if plan.linear in left:
+        if plan.weight in left:
             raise ModelLoadError(
-                f"{plan.module} is quantized and {left[plan.linear]} is not, though the model "
+                f"{plan.module} is quantized and {left[plan.weight]} is not, though the model "
                 "multiplies with both at once"
             )
     return tuple(plans)
 
 
-def _never_quantized(model: CausalLM, linears: Sequence[Linear]) -> set[int]:
-    """Places of the head and of routers, which lose most and cost least."""
+def _never_quantized(model: CausalLM, weights: Sequence[LayerWeight]) -> set[int]:
+    """Places of the head, of routers and of gates with one output, which lose most and cost
+    least."""
     kept = {id(module.gate) for module in model.modules() if isinstance(module, Router)}
     kept.add(id(getattr(model, "lm_head", None)))
-    return {place for place, linear in enumerate(linears) if id(linear) in kept}
+    return {
+        place
+        for place, weight in enumerate(weights)
+        if id(weight.layer) in kept or weight.parameter.shape[:-1] == (1,)
+    }
 
 
 def _parts_in_files(
@@ -200,10 +235,10 @@ def stored_bytes(plan: MatrixPlan, stored: Stored) -> int:
 
 
 class MatrixFiller:
-    """Converts matrices as their tensors arrive, and sets the weights of `Linear` layers.
+    """Converts matrices as their tensors arrive, and sets the weights of layers.
 
     Args:
-        linears: of `linears_of`, for the model that is filled.
+        weights: of `weights_of`, for the model that is filled.
         dtype: of plain weights.
         device: of the stored tensors.
     """
@@ -211,19 +246,19 @@ class MatrixFiller:
     def __init__(
         self,
         plans: Sequence[MatrixPlan],
-        linears: Sequence[Linear],
+        weights: Sequence[LayerWeight],
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._linears = linears
+        self._weights = weights
         self._dtype, self._device = dtype, device
         self._plan_of = {name: plan for plan in plans for name in plan.names}
         self._arrived: dict[str, dict[str, Tensor]] = {}  # by module, then by suffix
         self._matrices: dict[int, list[tuple[int, QuantizedMatrix]]] = {}  # by place
         self._missing: dict[int, int] = {}
         for plan in plans:
-            self._missing[plan.linear] = self._missing.get(plan.linear, 0) + 1
+            self._missing[plan.weight] = self._missing.get(plan.weight, 0) + 1
 
     def claims(self, name: str) -> bool:
         """Whether a stored tensor is part of a quantized matrix."""
@@ -260,31 +295,32 @@ class MatrixFiller:
             raise ModelLoadError(f"{plan.module}: {error}") from error
         if plan.arrange is not None:
             matrix = arrange_rows(matrix, plan.arrange)
-        self._matrices.setdefault(plan.linear, []).append((plan.first_row, matrix))
-        self._missing[plan.linear] -= 1
-        if self._missing[plan.linear] == 0:
+        self._matrices.setdefault(plan.weight, []).append((plan.first_row, matrix))
+        self._missing[plan.weight] -= 1
+        if self._missing[plan.weight] == 0:
             self._set(plan)
 
     def _set(self, plan: MatrixPlan) -> None:
-        """Sets the weight of a `Linear` whose matrices are all there; `plan`: of one of them."""
+        """Sets a weight whose matrices are all there; `plan`: of one of them."""
         parts = [
             matrix
-            for _, matrix in sorted(self._matrices.pop(plan.linear), key=lambda part: part[0])
+            for _, matrix in sorted(self._matrices.pop(plan.weight), key=lambda part: part[0])
         ]
-        linear = self._linears[plan.linear]
+        weight = self._weights[plan.weight]
         try:
-            linear.set_quantized(concatenate(parts))
+            weight.set_quantized(parts)
         except ValueError as error:
             logger.warning(
                 "the layer of %s multiplies with plain weights: %s are fused in it",
                 *(plan.module, error),
             )
             dense = torch.cat([dequantize(part, self._dtype) for part in parts])
-            linear.weight = nn.Parameter(dense, requires_grad=False)
+            dense = dense.view(weight.parameter.shape)
+            setattr(weight.layer, weight.name, nn.Parameter(dense, requires_grad=False))
 
 
 def quantize_weights(
-    model: CausalLM, linears: Sequence[Linear], checkpoint_format: CheckpointFormat
+    model: CausalLM, weights: Sequence[LayerWeight], checkpoint_format: CheckpointFormat
 ) -> None:
     """Quantizes the plain weights of a model that has random ones.
 
@@ -294,9 +330,10 @@ def quantize_weights(
     if not isinstance(checkpoint_format, OnlineFormat):
         reason = f"there are no random weights of a {checkpoint_format.name} checkpoint"
         raise ConfigError("load_format", "dummy", reason)
-    kept = _never_quantized(model, linears)
-    for place, linear in enumerate(linears):
+    kept = _never_quantized(model, weights)
+    scheme = checkpoint_format.scheme("")
+    for place, weight in enumerate(weights):
         if place not in kept:
-            height, width = linear.weight.shape
-            scheme = checkpoint_format.scheme("")
-            linear.set_quantized(scheme.convert({"weight": linear.weight}, height, width))
+            *_, height, width = weight.parameter.shape
+            plain = weight.parameter.detach().view(-1, height, width)
+            weight.set_quantized([scheme.convert({"weight": w}, height, width) for w in plain])

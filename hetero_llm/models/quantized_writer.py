@@ -15,9 +15,10 @@ from tqdm import tqdm
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.config_reader import read_json
+from hetero_llm.models.experts import Experts
 from hetero_llm.models.folders import PICKLED, SAFETENSORS
 from hetero_llm.models.loader import default_dtype
-from hetero_llm.models.quantized_weights import MatrixPlan, linears_of, plan_matrices
+from hetero_llm.models.quantized_weights import MatrixPlan, plan_matrices, weights_of
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import model_class
 from hetero_llm.models.weight_files import StoredTensor, WeightFile, find_weight_files
@@ -61,11 +62,11 @@ def write_quantized(
         raise ConfigError("out", str(out), "it exists; name a new folder")
     config = load_model_config(folder, quantization=name)
     files = find_weight_files(folder, "auto", allow_pickle=allow_pickle)
-    with default_dtype(torch.bfloat16), torch.device("meta"), linears_of() as linears:
+    with default_dtype(torch.bfloat16), torch.device("meta"), weights_of() as weights:
         model = model_class(config.architecture)(config)
     stored = {tensor.name: (file, tensor) for file in files for tensor in file.tensors}
     try:
-        plans = plan_matrices(model, linears, OnlineFormat(name), stored)
+        plans = plan_matrices(model, weights, OnlineFormat(name), stored)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error}") from error
     transposed = [plan.module for plan in plans if plan.transposed]
@@ -74,11 +75,13 @@ def write_quantized(
     by_weight = {f"{plan.module}.weight": plan for plan in plans}
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
     group = int4_group(plan.columns for plan in plans)
+    # vLLM's experts of int4 have no zero points, and older readers know one scheme for all layers.
+    symmetric = any(isinstance(module, Experts) for module in model.modules())
     out.mkdir(parents=True, exist_ok=True)
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="quantizing", disable=not show_progress
     ) as bar:
-        scheme = OnlineScheme(name, group)
+        scheme = OnlineScheme(name, group, symmetric)
         tensors = _converted(files, by_weight, scheme, torch.device(device), bar)
         _write_shards(tensors, out, shard_bytes)
     _copy_others(folder, out)
@@ -94,7 +97,9 @@ def write_quantized(
         ignore.append("lm_head")
     written = {
         **read_json(folder / "config.json"),
-        "quantization_config": quantization_config(name, group, sorted(set(ignore))),
+        "quantization_config": quantization_config(
+            name, group, sorted(set(ignore)), symmetric=symmetric
+        ),
     }
     (out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 

@@ -29,7 +29,7 @@ def stored_tensors(matrix: QuantizedMatrix) -> dict[str, Tensor]:
     if matrix.kind == "int8":
         codes = (matrix.data.view(torch.uint8) ^ 128).contiguous()
     else:
-        assert matrix.kind == "int4" and matrix.zero is not None
+        assert matrix.kind == "int4"
         codes = matrix.data
     stored = {
         "weight_packed": _words(codes),
@@ -41,17 +41,20 @@ def stored_tensors(matrix: QuantizedMatrix) -> dict[str, Tensor]:
     return stored
 
 
-def quantization_config(name: OnlineName, group: int, ignore: list[str]) -> Mapping[str, Any]:
+def quantization_config(
+    name: OnlineName, group: int, ignore: list[str], *, symmetric: bool = False
+) -> Mapping[str, Any]:
     """The value of `quantization_config` in config.json.
 
     Args:
         group: columns that share a scale; of int4.
         ignore: names of the linear layers that stay plain.
+        symmetric: int4 without zero points.
     """
     weights: dict[str, Any] = {
         "num_bits": 4 if name == "int4" else 8,
         "type": "float" if name in ("fp8", "fp8_block") else "int",
-        "symmetric": name != "int4",
+        "symmetric": symmetric or name != "int4",
         "strategy": {"fp8_block": "block", "int4": "group"}.get(name, "channel"),
         "dynamic": False,
         "observer": "minmax",
@@ -77,6 +80,7 @@ def quantization_config(name: OnlineName, group: int, ignore: list[str]) -> Mapp
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
+                "format": WRITTEN[name],
                 "weights": weights,
                 "input_activations": activations,
                 "output_activations": None,

@@ -73,7 +73,8 @@ class QuantizedMatrix:
             as 0; None: no offset.
         row_scale: [N] float32; None: 1.
         order: [K] int32: column k of `data` is column order[k] of the matrix; None: in order.
-            Groups are of columns as `data` has them.
+            Groups are of columns as `data` has them. [E, K]: a `stack` of E matrices, each of which
+            has an order of its own.
     """
 
     kind: Kind
@@ -103,7 +104,8 @@ class QuantizedMatrix:
         if self.row_scale is not None:
             assert self.row_scale.shape == (height,) and self.row_scale.dtype == torch.float32
         if self.order is not None:
-            assert self.order.shape == (width,) and self.order.dtype == torch.int32
+            assert self.order.shape[-1] == width and self.order.dtype == torch.int32
+            assert height * width % self.order.numel() == 0 and self.order.dim() <= 2
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -154,7 +156,7 @@ class QuantizedWeight(nn.Module):
             self.register_buffer(name, tensor)
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """N, K."""
         return self.matrix.shape
 
@@ -164,7 +166,28 @@ class QuantizedWeight(nn.Module):
 
     def extra_repr(self) -> str:
         matrix = self.matrix
-        return f"{list(matrix.shape)}, {matrix.kind}, group={matrix.group}, rows={matrix.rows}"
+        return f"{list(self.shape)}, {matrix.kind}, group={matrix.group}, rows={matrix.rows}"
+
+
+class QuantizedStack(QuantizedWeight):
+    """The same in the place of weights [count, N, K]: `matrix` is the `stack` of them."""
+
+    def __init__(self, matrix: QuantizedMatrix, count: int) -> None:
+        super().__init__(matrix)
+        self.count = count
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """count, N, K."""
+        height, width = self.matrix.shape
+        return self.count, height // self.count, width
+
+    def __getitem__(self, place: int) -> QuantizedMatrix:
+        parts: dict[str, Any] = {
+            name: tensor.view(self.count, -1, *tensor.shape[1:])[place]
+            for name, tensor in self.matrix.tensors().items()
+        }
+        return replace(self.matrix, **parts)
 
 
 def pack_codes(codes: Tensor) -> Tensor:
@@ -196,9 +219,9 @@ def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     if matrix.row_scale is not None:
         values *= matrix.row_scale.unsqueeze(1)
     if matrix.order is not None:
-        ordered = torch.empty_like(values)
-        ordered[:, matrix.order.long()] = values
-        values = ordered
+        order = matrix.order.long().view(-1, 1, width)
+        values = values.view(len(order), -1, width)
+        values = torch.empty_like(values).scatter_(2, order.expand_as(values), values).flatten(0, 1)
     return values.to(dtype)
 
 
@@ -242,6 +265,20 @@ def concatenate(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
         _joined([part.row_scale for part in parts], lambda i: _ones(parts[i])),
         first.order,
     )
+
+
+def stack(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """Matrices of equal size and kind, one below the other; each keeps its order of columns.
+
+    Raises:
+        ValueError: they differ in what all rows have in common.
+    """
+    whole = concatenate([replace(matrix, order=None) for matrix in matrices])
+    orders = [matrix.order for matrix in matrices]
+    if all(order is None for order in orders):
+        return whole
+    in_order = torch.arange(whole.shape[1], dtype=torch.int32, device=whole.device)
+    return replace(whole, order=torch.stack([in_order if o is None else o for o in orders]))
 
 
 def arrange_rows(matrix: QuantizedMatrix, arrange: Callable[[Tensor], Tensor]) -> QuantizedMatrix:

@@ -16,6 +16,7 @@ from torch import Tensor
 from hetero_llm.quantization.formats.scheme import FLOATS, StoredPart
 from hetero_llm.quantization.matrix import (
     BLOCK_ROWS,
+    INT4_ZERO,
     NF4_VALUES,
     QuantizedMatrix,
     pack_codes,
@@ -76,27 +77,39 @@ def int4_group(widths: Iterable[int]) -> int:
     return next(size for size in _INT4_GROUPS if common % size == 0)
 
 
-def quantize_int4(weight: Tensor, group: int | None = None) -> QuantizedMatrix:
+def quantize_int4(
+    weight: Tensor, group: int | None = None, *, symmetric: bool = False
+) -> QuantizedMatrix:
     """One scale and zero point for each group of columns of a row, which span the share of the
-    group's range with the least squared error. `group` None: that of `int4_group`."""
+    group's range with the least squared error.
+
+    Args:
+        group: None: that of `int4_group`.
+        symmetric: there are no zero points.
+    """
     group = group or int4_group([weight.shape[1]])
-    parts = [_int4_rows(rows, group) for rows in weight.split(_ROWS_AT_ONCE)]
+    parts = [_int4_rows(rows, group, symmetric) for rows in weight.split(_ROWS_AT_ONCE)]
     codes, scales, zeros = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return QuantizedMatrix("int4", codes, scales, group, zero=zeros)
+    return QuantizedMatrix("int4", codes, scales, group, zero=None if symmetric else zeros)
 
 
-def _int4_rows(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def _int4_rows(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Packed codes [N, K / 2], scales [N, K / group] bfloat16, zero points alike in uint8."""
     height, width = weight.shape
     groups = weight.float().view(height, -1, group)
     low = groups.amin(2, keepdim=True).clamp_(max=0.0)
     high = groups.amax(2, keepdim=True).clamp_(min=0.0)
+    if symmetric:  # codes from 0 to 15 are 8 below and 7 above zero
+        low = torch.minimum(low, high * (-INT4_ZERO / (15 - INT4_ZERO)))
+        high = low * (-(15 - INT4_ZERO) / INT4_ZERO)
     least = torch.full_like(low, torch.inf)
     best_scale, best_zero = torch.ones_like(low), torch.zeros_like(low)
     for share in _INT4_SHARES:
         # The codes are chosen for the scale as it is kept.
         scale = _scale_of((high - low) * share, 15.0).bfloat16().float()
         zero = (-low * share / scale).round_().clamp_(0.0, 15.0)
+        if symmetric:
+            zero.fill_(INT4_ZERO)
         codes = (groups / scale + zero).round_().clamp_(0.0, 15.0)
         error = ((codes - zero) * scale - groups).square_().sum(2, keepdim=True)
         better = error < least
@@ -151,10 +164,11 @@ class OnlineFormat:
 
 @dataclass(frozen=True, slots=True)
 class OnlineScheme:
-    """See `formats.scheme.Scheme`. `group`: columns of a group of int4; None: see `int4_group`."""
+    """See `formats.scheme.Scheme`. `group`, `symmetric`: of int4, see `quantize_int4`."""
 
     name: OnlineName
     group: int | None = None
+    symmetric: bool = False
 
     def parts(self, rows: int, columns: int) -> tuple[StoredPart, ...]:
         step = _COLUMNS[self.name]
@@ -168,5 +182,5 @@ class OnlineScheme:
 
     def convert(self, stored: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
         if self.name == "int4":
-            return quantize_int4(stored["weight"], self.group)
+            return quantize_int4(stored["weight"], self.group, symmetric=self.symmetric)
         return _QUANTIZERS[self.name](stored["weight"])

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hetero_llm.core.errors import ModelLoadError
+from hetero_llm.models.experts import Experts, expert_weight
 from hetero_llm.models.invariant import make_batch_invariant
 from hetero_llm.models.layers import CausalLM, Linear
 from hetero_llm.models.loader import load_model
@@ -31,6 +32,15 @@ FAMILIES = {
     "gpt2": {"n_embd": 64, "n_inner": 128},
     "gpt_neox": {"hidden_size": 64, "intermediate_size": 128},
 }
+MIXTURES = {
+    "mixtral": WIDE,
+    "qwen2_moe": {
+        "hidden_size": 64, "intermediate_size": 128, "mlp_only_layers": [1],
+        "moe_intermediate_size": 64, "shared_expert_intermediate_size": 192,
+    },
+    "phimoe": {"hidden_size": 64, "intermediate_size": 128},
+}  # fmt: skip
+"""Configurations of mixtures; the second layer of qwen2_moe has no experts."""
 
 
 def load(folder: Path, quantization: str | None, load_format: str = "auto") -> CausalLM:
@@ -48,9 +58,18 @@ def linears(model: CausalLM) -> dict[str, Linear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
 
 
+def mixtures(model: CausalLM) -> dict[str, Experts]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
+
+
 def dequantized(model: CausalLM, folder: Path) -> CausalLM:
     """The folder's plain model with the weights that those of `model` stand for."""
     plain = load(folder, None)
+    for name, experts in mixtures(model).items():
+        for key in experts.quantized:
+            weights = getattr(mixtures(plain)[name], key)
+            for i, weight in enumerate(weights):
+                weight.copy_(expert_weight(getattr(experts, key), i, torch.float32))
     for name, linear in linears(model).items():
         if linear.quantized is not None:
             linears(plain)[name].weight.copy_(dequantize(linear.quantized, torch.float32))
@@ -67,6 +86,11 @@ def greedy(model: CausalLM, count: int) -> list[int]:
     for _ in range(count):
         ids.append(int(logits(model, ids)[-1].argmax()))
     return ids
+
+
+def chooses(model: CausalLM, ids: list[int]) -> bool:
+    """Whether the tokens are what `greedy` would return, in one pass."""
+    return logits(model, ids)[3:-1].argmax(1).tolist() == ids[4:]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,10 +122,28 @@ def test_shards_and_order_make_no_difference(tmp_path: Path, shard: str) -> None
                 assert torch.equal(mine, theirs)
 
 
-def test_experts_and_routers_stay_plain(tmp_path: Path) -> None:
-    folder = make_tiny_checkpoint(tmp_path, "qwen2_moe")
-    with pytest.raises(ModelLoadError, match="experts are not served yet"):
-        load(folder, "fp8")
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_quantized_and_routers_are_not(tmp_path: Path, family: str) -> None:
+    folder = make_tiny_checkpoint(tmp_path, family, changes=MIXTURES[family], layers=2)
+    original = mixtures(load(folder, None))
+    for name in ONLINE_NAMES if family == "qwen2_moe" else ("fp8_block", "int4"):
+        model = load(folder, name)
+        for key, linear in linears(model).items():
+            plain = key == "lm_head" or "router" in key or "shared_gate" in key
+            assert (linear.quantized is None) == plain, key
+        assert all(
+            experts.quantized.keys() == {"gate_up", "down"} for experts in mixtures(model).values()
+        )
+        assert model.parameters_per_token() == load(folder, None).parameters_per_token()
+        plain_model = dequantized(model, folder)
+        assert chooses(plain_model, greedy(model, 32))
+        for key, experts in mixtures(plain_model).items():
+            for weight in ("gate_up", "down"):  # each expert where it belongs
+                expected = getattr(original[key], weight)
+                error = (getattr(experts, weight) - expected).flatten(1).norm(dim=1)
+                assert (error / expected.flatten(1).norm(dim=1)).max() < (
+                    0.15 if "4" in name else 0.04
+                ), (key, weight)
 
 
 def test_random_weights_are_quantized(tmp_path: Path) -> None:
@@ -110,6 +152,10 @@ def test_random_weights_are_quantized(tmp_path: Path) -> None:
     quantized = [m for m in linears(model).values() if m.quantized is not None]
     assert len(quantized) == 4 * len(model.layers)  # type: ignore[arg-type]
     assert torch.isfinite(logits(model, [1, 2, 3])).all()
+    folder = make_tiny_checkpoint(tmp_path / "mixture", "qwen2_moe", changes=MIXTURES["qwen2_moe"])
+    mixture = load(folder, "int4", load_format="dummy")
+    assert all(len(experts.quantized) == 2 for experts in mixtures(mixture).values())
+    assert torch.isfinite(logits(mixture, [1, 2, 3])).all()
 
 
 def test_batch_invariant_products(tmp_path: Path) -> None:
@@ -142,12 +188,13 @@ def test_a_configuration_that_says_nothing_known(tmp_path: Path) -> None:
         load(folder, None)
 
 
+@pytest.mark.parametrize(("family", "inner"), [("llama", 2048), ("mixtral", 512)])
 def test_memory_is_that_of_the_quantized_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, inner: int
 ) -> None:
     """A model whose plain weights do not fit is loaded quantized, and refused plain."""
-    changes = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128}
-    folder = make_tiny_checkpoint(tmp_path, "llama", changes=changes, layers=2)
+    changes = {"hidden_size": 512, "intermediate_size": inner, "head_dim": 128}
+    folder = make_tiny_checkpoint(tmp_path, family, changes=changes, layers=2)
     path = folder / "model.safetensors"
     size = sum(t.numel() for t in load_file(path).values())
     save_file({k: v.bfloat16() for k, v in load_file(path).items()}, path)

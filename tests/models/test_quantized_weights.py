@@ -22,7 +22,7 @@ from hetero_llm.models.read_config import load_model_config
 from hetero_llm.quantization.formats.read import read_format
 from hetero_llm.quantization.formats.scheme import StoredPart
 from hetero_llm.quantization.matrix import dequantize
-from tests.models.test_loader_online import FAMILIES, greedy
+from tests.models.test_loader_online import FAMILIES, MIXTURES, chooses, greedy, mixtures
 from tests.models.tiny import make_tiny_checkpoint, rewrite_config
 
 INT4_GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
@@ -64,13 +64,15 @@ FORMATS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def random_part(part: StoredPart, rows: int, columns: int, rng: np.random.Generator) -> Tensor:
+def random_part(
+    part: StoredPart, rows: int, columns: int, rng: np.random.Generator, expert: int = 0
+) -> Tensor:
     """A stored tensor with values that a checkpoint may have."""
     shape = part.shapes[0]
     if part.suffix == "weight_shape":
         return torch.tensor([rows, columns])
-    if part.suffix in ("g_idx", "weight_g_idx"):  # every module of a layer reads alike
-        places = np.random.default_rng(columns).permutation(columns) // 32
+    if part.suffix in ("g_idx", "weight_g_idx"):  # modules that are fused read alike
+        places = np.random.default_rng((columns, expert)).permutation(columns) // 32
         return torch.from_numpy(places.astype(np.int32))
     if "F32" in part.types:
         low = 1.0 if "global" in part.suffix else 0.01
@@ -99,13 +101,15 @@ def quantize_folder(
     form = read_format(config)
     for name, weight in list(tensors.items()):
         module = name.removesuffix(".weight")
-        if not module.endswith(("_proj", "lm_head")) or module in left:
+        if not module.endswith(("_proj", ".w1", ".w2", ".w3", "lm_head")) or module in left:
             continue
         scheme = form.scheme(module)
         assert scheme is not None
         rows, columns = weight.shape
+        _, _, expert = module.partition(".experts.")
+        number = int(expert.partition(".")[0] or 0)
         parts = {
-            part.suffix: random_part(part, rows, columns, rng)
+            part.suffix: random_part(part, rows, columns, rng, number)
             for part in scheme.parts(rows, columns)
             if not part.optional or part.suffix in ("g_idx", "weight_scale_inv")
         }
@@ -127,7 +131,7 @@ def both(
     tmp_path: Path, config: dict[str, Any], family: str = "llama", **options: Any
 ) -> tuple[Path, Path]:
     """A quantized checkpoint and the plain one that it stands for."""
-    changes = {**FAMILIES[family], "hidden_size": 64, "intermediate_size": 128}
+    changes = {"hidden_size": 64, "intermediate_size": 128, **(FAMILIES | MIXTURES)[family]}
     folders = tmp_path / "quantized", tmp_path / "plain"
     for folder in folders:
         make_tiny_checkpoint(folder, family, changes=changes, layers=2)
@@ -156,6 +160,25 @@ def test_formats(tmp_path: Path, form: str) -> None:
 def test_families(tmp_path: Path, family: str, form: str) -> None:
     quantized, plain = both(tmp_path, FORMATS[form], family)
     assert greedy(load(quantized), 32) == greedy(load(plain), 32)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        *(("qwen2_moe", form) for form in FORMATS),
+        *(
+            (family, form)
+            for family in ("mixtral", "phimoe")
+            for form in ("fp8 blocks", "gptq ordered")
+        ),
+    ],
+)
+def test_mixtures(tmp_path: Path, family: str, form: str) -> None:
+    quantized, plain = both(tmp_path, FORMATS[form], family)
+    model = load(quantized)
+    for experts in mixtures(model).values():
+        assert experts.quantized.keys() == {"gate_up", "down"}
+    assert chooses(load(plain), greedy(model, 32))
 
 
 def test_a_quantized_head(tmp_path: Path) -> None:
@@ -197,6 +220,48 @@ def test_scales_of_a_kv_cache_are_no_mistake(tmp_path: Path) -> None:
     }
     save_file({**load_file(path), **scales}, path)
     assert greedy(load(quantized), 8) == greedy(load(plain), 8)
+
+
+def test_biases_that_no_layer_has(tmp_path: Path) -> None:
+    """AutoGPTQ writes zeros for them, beside those of queries, keys and values."""
+    quantized, plain = both(tmp_path, FORMATS["gptq"], "qwen2_moe")
+    path = quantized / "model.safetensors"
+    tensors = load_file(path)
+    modules = {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
+    names = {f"{module}.bias" for module in modules} - set(tensors)
+    assert len(names) < len(modules)
+    biases = {name: torch.zeros(tensors[f"{name[:-5]}.scales"].shape[1]).half() for name in names}
+    save_file({**tensors, **biases}, path)
+    assert chooses(load(plain), greedy(load(quantized), 8))
+    name = "model.layers.0.mlp.experts.1.up_proj.bias"
+    save_file({**tensors, **biases, name: torch.ones(64).half()}, path)
+    with pytest.raises(ModelLoadError, match="experts.1.up_proj: bias: it is not zero"):
+        load(quantized)
+
+
+def test_experts_whose_gates_are_in_another_order_become_plain(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantized, plain = both(tmp_path, FORMATS["gptq ordered"], "mixtral")
+    path = quantized / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.block_sparse_moe.experts.2.w1"
+    parts = {suffix: tensors[f"{name}.{suffix}"] for suffix in ("qweight", "qzeros", "scales")}
+    parts["g_idx"] = tensors[f"{name}.g_idx"] = tensors[f"{name}.g_idx"].flip(0)
+    save_file(tensors, path)
+    scheme = read_format(FORMATS["gptq ordered"]).scheme(name)
+    assert scheme is not None
+    dense = load_file(plain / "model.safetensors")
+    rows, columns = dense[f"{name}.weight"].shape
+    dense[f"{name}.weight"] = dequantize(scheme.convert(parts, rows, columns), torch.float32)
+    save_file(dense, plain / "model.safetensors")
+    model = load(quantized)
+    assert [set(experts.quantized) for experts in mixtures(model).values()] == [
+        {"down"},
+        {"gate_up", "down"},
+    ]
+    assert "columns are in different orders" in caplog.text
+    assert greedy(model, 8) == greedy(load(plain), 8)
 
 
 Change = Callable[[dict[str, Tensor]], None]
@@ -244,6 +309,39 @@ def half_plain(tensors: dict[str, Tensor]) -> None:
 )  # fmt: skip
 def test_broken_checkpoints(tmp_path: Path, change: Change, message: str) -> None:
     quantized, _ = both(tmp_path, FORMATS["gptq"])
+    path = quantized / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    with pytest.raises(ModelLoadError, match=message):
+        load(quantized)
+
+
+EXPERT = "model.layers.1.block_sparse_moe.experts.2"
+
+
+def plain_expert(tensors: dict[str, Tensor]) -> None:
+    for suffix in ("qweight", "qzeros", "scales"):
+        del tensors[f"{EXPERT}.w2.{suffix}"]
+    tensors[f"{EXPERT}.w2.weight"] = torch.zeros(64, 128)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(f"{EXPERT}.w3.scales"), "experts.2.w3.scales is missing"),
+        (
+            plain_expert,
+            r"experts.0.w2 is quantized and \S*experts.2.w2.weight is not, though the model",
+        ),
+        (
+            with_tensor(f"{EXPERT}.w1.scales", torch.full((2, 128), torch.inf)),
+            "experts.2.w1: .*scales.*finite",
+        ),
+    ],
+)
+def test_broken_mixtures(tmp_path: Path, change: Change, message: str) -> None:
+    quantized, _ = both(tmp_path, FORMATS["gptq"], "mixtral")
     path = quantized / "model.safetensors"
     tensors = load_file(path)
     change(tensors)

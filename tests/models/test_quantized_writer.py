@@ -14,8 +14,44 @@ from hetero_llm.models.quantized_writer import write_quantized
 from hetero_llm.quantization.compressed import WRITTEN
 from hetero_llm.quantization.matrix import dequantize
 from hetero_llm.quantization.names import OnlineName
-from tests.models.test_loader_online import FAMILIES, WIDE, greedy, linears, load
+from tests.models.test_loader_online import (
+    FAMILIES,
+    MIXTURES,
+    WIDE,
+    greedy,
+    linears,
+    load,
+    mixtures,
+)
 from tests.models.tiny import make_tiny_checkpoint
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_experts(tmp_path: Path, name: OnlineName) -> None:
+    """Each by its name; int4 without zero points, which vLLM's experts do not have."""
+    folder = make_tiny_checkpoint(
+        tmp_path / "plain", "qwen2_moe", changes=MIXTURES["qwen2_moe"], layers=2
+    )
+    out = tmp_path / "quantized"
+    write_quantized(folder, out, name, device="cpu")
+    stored = load_file(out / "model.safetensors")
+    expert = "model.layers.0.mlp.experts.5.down_proj"
+    suffixes = {key.removeprefix(f"{expert}.") for key in stored if key.startswith(f"{expert}.")}
+    packed = {"weight_packed", "weight_scale", "weight_shape"}
+    assert suffixes == (packed if name in ("ifq", "int4") else {"weight", "weight_scale"})
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    plain = {"lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.shared_expert_gate"}
+    assert set(config["ignore"]) == plain
+    assert config["config_groups"]["group_0"]["weights"]["symmetric"]
+    found, expected = load(out, None), load(folder, name)
+    (ours,), (others,) = mixtures(found).values(), mixtures(expected).values()
+    for weight, matrix in ours.quantized.items():
+        wanted = dequantize(others.quantized[weight].matrix, torch.float32)
+        values = dequantize(matrix.matrix, torch.float32)
+        error = (values - wanted).norm() / wanted.norm()
+        assert error < 0.2 if name == "int4" else error == 0
+    if name != "int4":
+        assert greedy(found, 8) == greedy(expected, 8)
 
 
 @pytest.mark.parametrize("name", WRITTEN)

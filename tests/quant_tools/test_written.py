@@ -23,14 +23,19 @@ QUANTIZERS: dict[OnlineName, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize(
+    ("name", "symmetric"), [*((name, False) for name in WRITTEN), ("int4", True)]
+)
 @pytest.mark.parametrize(("rows", "columns"), [(256, 384), (200, 256)])
-def test_the_package_decompresses_it(name: OnlineName, rows: int, columns: int) -> None:
+def test_the_package_decompresses_it(
+    name: OnlineName, symmetric: bool, rows: int, columns: int
+) -> None:
     """Names, types and shapes of tensors, keys of the config, and the values."""
     quantization: Any = importlib.import_module("compressed_tensors.quantization")
     compressors: Any = importlib.import_module("compressed_tensors.compressors")
-    matrix = QUANTIZERS[name](weight(rows, columns))
-    config = quantization_config(name, matrix.group, ["lm_head"])
+    options = {"symmetric": True} if symmetric else {}
+    matrix = QUANTIZERS[name](weight(rows, columns), **options)
+    config = quantization_config(name, matrix.group, ["lm_head"], **options)
     read = quantization.QuantizationConfig.model_validate(config)
     scheme = read.config_groups["group_0"]
     inferring: Any = importlib.import_module("compressed_tensors.compressors.format")

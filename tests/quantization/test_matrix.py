@@ -14,12 +14,14 @@ from hetero_llm.quantization.matrix import (
     KINDS,
     NF4_VALUES,
     QuantizedMatrix,
+    QuantizedStack,
     QuantizedWeight,
     arrange_rows,
     concatenate,
     dequantize,
     pack_codes,
     quantized_product,
+    stack,
     unpack_codes,
 )
 from tests.quantization.matrices import random_matrix
@@ -131,3 +133,32 @@ def test_a_weight_moves_and_counts_with_its_module() -> None:
     assert weight.shape == (8, 64)
     held = sum(buffer.nbytes for buffer in weight.buffers())
     assert held == weight.matrix.nbytes == 8 * 32 + 8 * 2 * 4 + 8 * 2
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+@pytest.mark.parametrize("height", [96, 128])
+def test_a_stack_has_the_matrices_that_it_is_made_of(case: dict[str, Any], height: int) -> None:
+    """Each with an order of its own, and blocks of rows that end with it, or do not."""
+    matrices = [random_matrix(height=height, width=256, seed=i, **case) for i in range(3)]
+    whole = stack(matrices)
+    assert whole.rows == (matrices[0].rows if height == 128 else 1)
+    weights = QuantizedStack(whole, 3)
+    assert weights.shape == (3, height, 256)
+    expected = torch.stack([dequantize(matrix, torch.float32) for matrix in matrices])
+    assert torch.equal(dequantize(whole, torch.float32).view_as(expected), expected)
+    for place in range(3):
+        assert torch.equal(dequantize(weights[place], torch.float32), expected[place])
+
+
+def test_what_a_stack_equalizes_and_what_not() -> None:
+    """A matrix in order beside one in another order; kinds, groups and widths have to be equal."""
+    ordered = random_matrix("int4", 8, 64, group=32, order=True)
+    others = random_matrix("int4", 8, 64, group=32), random_matrix("int4", 8, 64, group=16)
+    whole = stack([ordered, others[0]])
+    assert torch.equal(
+        dequantize(whole, torch.float32),
+        torch.cat([dequantize(m, torch.float32) for m in (ordered, others[0])]),
+    )
+    for other in (others[1], random_matrix("nf4", 8, 64, group=32)):
+        with pytest.raises(ValueError, match="several kinds, groups or widths"):
+            stack([ordered, other])

@@ -56,6 +56,16 @@ def test_int4_is_no_worse_than_the_whole_range() -> None:
     assert error.sum() < 0.95 * (plain - groups).square().sum()
 
 
+def test_int4_without_zero_points() -> None:
+    """Codes 0 and 15 are 8 steps below zero and 7 above it; values beyond are cut."""
+    given = torch.tensor([[-8.0, 7.0] * 16 + [0.0] * 32, [3.5] * 32 + [-4.0] * 32])
+    matrix = quantize_int4(given, 32, symmetric=True)
+    assert matrix.zero is None
+    assert torch.equal(dequantize(matrix, torch.float32), given)
+    error = dequantize(quantize_int4(weights(), symmetric=True), torch.float32) - weights()
+    assert error.square().sum() < MOST_ERROR["int4"] * weights().square().sum()
+
+
 def test_nf4_takes_the_nearest_value() -> None:
     given = weights()
     matrix = quantize_nf4(given)

@@ -46,10 +46,11 @@ def dequantize_kernel(
     zero,
     offset,
     row_scale,
-    order,
+    order,  # [n / order_rows, k]
     n,
     k,
     width,
+    order_rows,
     scale_stride,
     zero_stride,
     KIND: tl.constexpr,
@@ -102,9 +103,11 @@ def dequantize_kernel(
         if row_scale is not None:
             value *= tl.load(row_scale + features, mask=features < n, other=0.0)[:, None]
         inside = (features < n)[:, None] & (columns < k)[None, :]
+        columns = columns[None, :]
         if order is not None:
-            columns = tl.load(order + columns, mask=columns < k, other=0)
-        places = out + features.to(tl.int64)[:, None] * k + columns[None, :]
+            orders = order + features[:, None] // order_rows * k
+            columns = tl.load(orders + columns, mask=inside, other=0)
+        places = out + features.to(tl.int64)[:, None] * k + columns
         tl.store(places, value.to(DTYPE), mask=inside)
 
 
@@ -136,6 +139,7 @@ def dequantize_to(matrix: PreparedMatrix, out: Tensor) -> Tensor:
         n,
         k,
         matrix.data.shape[1],
+        n if matrix.order is None else n * k // matrix.order.numel(),
         0 if matrix.scale is None else matrix.scale.shape[1],
         0 if more is None else more.shape[1],
         KIND=KIND_CODES[matrix.kind],

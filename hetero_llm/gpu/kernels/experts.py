@@ -40,7 +40,7 @@ from hetero_llm.models.experts import Experts
 
 _CHUNK = 1024
 _COMBINE_TILE = 1024
-_ALL_BLOCKS = 1 << 16  # times the tiles of a product it still fits 32 bits
+ALL_BLOCKS = 1 << 16  # times the tiles of a product it still fits 32 bits
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class GroupedConfig:
         group: Blocks whose programs follow each other for a tile of features, so that weights that
             several of them read come from L2; 0 is all.
         evict_first: Weights are the first to leave L2.
+        split_k: Programs that share the inputs of a tile; above 1 only for quantized weights
+            without an activation, whose `combine` adds up the parts.
     """
 
     block_m: int
@@ -67,6 +69,7 @@ class GroupedConfig:
     swap: bool = True
     group: int = 0
     evict_first: bool = False
+    split_k: int = 1
 
 
 @dataclass(frozen=True)
@@ -149,12 +152,22 @@ def align_kernel(
 
 
 @triton.jit
-def _locate(block_of, GROUP: tl.constexpr, max_blocks, tiles):
+def locate(block_of, GROUP: tl.constexpr, max_blocks, tiles):
     """Block and tile of a program: blocks of a group first, then tiles, then groups."""
     group = block_of // (GROUP * tiles)
     inside = block_of % (GROUP * tiles)
     size = tl.minimum(max_blocks - group * GROUP, GROUP)
     return group * GROUP + inside % size, inside // size
+
+
+@triton.jit
+def pairs_of_block(pairs, block, num_pairs, BLOCK_M: tl.constexpr):
+    """[BLOCK_M]; see `Groups`."""
+    lanes = tl.arange(0, BLOCK_M)
+    if pairs is None:
+        return tl.where(lanes == 0, block, num_pairs)
+    else:
+        return tl.load(pairs + block * BLOCK_M + lanes)
 
 
 @triton.jit
@@ -175,7 +188,7 @@ def _outer_and(rows, columns, ROWS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _gated(sums, NAME: tl.constexpr, DTYPE: tl.constexpr):
+def gated(sums, NAME: tl.constexpr, DTYPE: tl.constexpr):
     """activation(gate) * up of [2, ...] sums, rounded where `GatedActivation.plain` rounds."""
     if len(sums.shape) == 3:
         gate, up = tl.split(tl.permute(sums, (1, 2, 0)))
@@ -214,15 +227,11 @@ def grouped_product_kernel(
     PARTS: tl.constexpr = 2 if NAME != "" else 1
     DTYPE: tl.constexpr = y.dtype.element_ty
     wait_for_inputs(PDL)
-    block, tile = _locate(tl.program_id(0), GROUP, max_blocks, tl.cdiv(n, BLOCK_N))
+    block, tile = locate(tl.program_id(0), GROUP, max_blocks, tl.cdiv(n, BLOCK_N))
     expert = tl.load(experts + block).to(tl.int64)
     if expert < 0:
         return
-    lanes = tl.arange(0, BLOCK_M)
-    if pairs is None:
-        rows = tl.where(lanes == 0, block, num_pairs)
-    else:
-        rows = tl.load(pairs + block * BLOCK_M + lanes)
+    rows = pairs_of_block(pairs, block, num_pairs, BLOCK_M)
     there = rows < num_pairs
     sources = tl.where(there, rows // PER_ROW, 0).to(tl.int64) * x_stride
     # With gates, a tile is BLOCK_N of them and then their BLOCK_N partners.
@@ -255,10 +264,10 @@ def grouped_product_kernel(
     let_next_start(PDL)
     if NAME != "":
         if SWAP:
-            sums = _gated(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), NAME, DTYPE)
+            sums = gated(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), NAME, DTYPE)
         else:
             by_part = tl.permute(tl.reshape(sums, (BLOCK_M, 2, BLOCK_N)), (1, 0, 2))
-            sums = _gated(by_part, NAME, DTYPE)
+            sums = gated(by_part, NAME, DTYPE)
     outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     out_pointers = _matrix(y, rows.to(tl.int64) * n, outputs, not SWAP)
     tl.store(out_pointers, sums.to(DTYPE), mask=_outer_and(there, outputs < n, not SWAP))
@@ -266,12 +275,13 @@ def grouped_product_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def combine_kernel(
-    parts,  # [num_rows * K, n]
+    parts,  # [SPLIT_K, num_rows * K, n]
     shares,  # [num_rows * K] float32
     y,  # [num_rows, n]
     num_rows,
     n,
     K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -283,8 +293,12 @@ def combine_kernel(
     inside = columns < n
     total = tl.zeros((TILE,), tl.float32)
     for j in tl.static_range(K):
-        part = tl.load(parts + (row * K + j) * n + columns, mask=inside, other=0.0)
-        total += part.to(tl.float32) * tl.load(shares + row * K + j)
+        place = (row * K + j) * n + columns
+        part = tl.load(parts + place, mask=inside, other=0.0)
+        for split in tl.static_range(1, SPLIT_K):
+            part += tl.load(parts + split * num_rows * K * n + place, mask=inside, other=0.0)
+        part = part.to(y.dtype.element_ty).to(tl.float32)
+        total += part * tl.load(shares + row * K + j)
     tl.store(y + row * n + columns, total.to(y.dtype.element_ty), mask=inside)
 
 
@@ -345,7 +359,7 @@ def vector_gate_up_kernel(
     sums = _row_products(
         x, weight, rows, features < n, columns, k_pairs, DTYPE, EVEN_K, BLOCK_N, BLOCK_K // 2
     )
-    active = _gated(tl.reshape(sums, (2, HALF)), NAME, DTYPE)
+    active = gated(tl.reshape(sums, (2, HALF)), NAME, DTYPE)
     outputs = tl.program_id(0) * HALF + tl.arange(0, HALF)
     tl.store(y + pair * n + outputs, active.to(DTYPE), mask=outputs < n)
 
@@ -412,6 +426,13 @@ def align(ids: Tensor, num_experts: int, block_m: int, *, chunk: int = _CHUNK) -
     return Groups(pairs, experts, num_pairs, block_m)
 
 
+def groups_of(ids: Tensor, num_experts: int, block_m: int) -> Groups:
+    """`align`, or without sorting where there is one row."""
+    if ids.shape[0] == 1:
+        return Groups(None, ids.view(-1), ids.numel(), block_m)
+    return align(ids, num_experts, block_m)
+
+
 def plan_grouped_product(
     x: Tensor, weight: Tensor, groups: Groups, *, y: Tensor, activation: str, config: GroupedConfig
 ) -> Launch:
@@ -419,6 +440,7 @@ def plan_grouped_product(
     (rows, k), per_row = x.shape, groups.num_pairs // x.shape[0]
     assert rows * per_row == groups.num_pairs and config.block_m == groups.block_m
     assert weight.is_contiguous() and weight.shape[2] == k and x.stride(1) == 1
+    assert config.split_k == 1
     assert x.dtype == weight.dtype == y.dtype, (x.dtype, weight.dtype, y.dtype)
     n = weight.shape[1] // (2 if activation else 1)
     blocks = groups.experts.numel()
@@ -431,7 +453,7 @@ def plan_grouped_product(
         "BLOCK_K": config.block_k,
         "STAGES": config.num_stages,
         "SWAP": config.swap,
-        "GROUP": config.group or _ALL_BLOCKS,
+        "GROUP": config.group or ALL_BLOCKS,
         "EVEN_N": n % config.block_n == 0,
         "EVEN_K": k % config.block_k == 0,
         "EVICT": "evict_first" if config.evict_first else "",
@@ -468,15 +490,31 @@ def grouped_product(
     return y
 
 
-def combine(parts: Tensor, weights: Tensor) -> Tensor:
-    """[T * k, n] and weights [T, k] float32 -> [T, n]: the weighted sums of k rows each."""
+def combine(parts: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The weighted sums of k rows each.
+
+    Args:
+        parts: [T * k, n], or [split_k, T * k, n] to be added up and rounded to `dtype` first.
+        weights: [T, k] float32.
+
+    Returns:
+        [T, n] in `dtype`, by default that of `parts`.
+    """
     assert parts.is_contiguous() and weights.is_contiguous() and weights.dtype == torch.float32
-    (num_rows, k), n = weights.shape, parts.shape[1]
-    y = torch.empty((num_rows, n), dtype=parts.dtype, device=parts.device)
+    (num_rows, k), n = weights.shape, parts.shape[-1]
+    y = torch.empty((num_rows, n), dtype=dtype or parts.dtype, device=parts.device)
     combine_kernel[(num_rows, triton.cdiv(n, _COMBINE_TILE))](
-        parts, weights, y, num_rows, n,
-        K=k, TILE=_COMBINE_TILE, num_warps=4, **pdl_options(parts.device),
-    )  # fmt: skip
+        parts,
+        weights,
+        y,
+        num_rows,
+        n,
+        K=k,
+        SPLIT_K=parts.numel() // (num_rows * k * n),
+        TILE=_COMBINE_TILE,
+        num_warps=4,
+        **pdl_options(parts.device),
+    )
     return y
 
 
@@ -574,10 +612,7 @@ def experts(
             x.contiguous(), ids, weights, gate_up, down, activation=activation, configs=configs
         )
     first, second = choose(rows, k, num_experts, x.itemsize)
-    if rows == 1:
-        groups = Groups(None, ids.view(-1), k, first.block_m)
-    else:
-        groups = align(ids, num_experts, first.block_m)
+    groups = groups_of(ids, num_experts, first.block_m)
     middle = grouped_product(x, gate_up, groups, activation=activation, config=first)
     parts = grouped_product(middle, down, groups, activation="", config=second)
     return combine(parts, weights)
@@ -592,7 +627,7 @@ def experts_reference(
     *,
     activation: str,
 ) -> Tensor:
-    """`experts` as the torch path computes it."""
+    """`experts` as the torch path computes it; takes a `QuantizedStack` for a weight, too."""
     with torch.device("meta"):
         module = Experts(1, 1, 1, activation)
     return module.plain(x, ids, weights, gate_up, down)

@@ -67,7 +67,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _LANES = (128, 64, 32, 16)
 _CHUNK = 256  # columns at most: the rows of x of a chunk are in shared memory at once
 _ALIGNED = 16  # elements in each scale's row are padded to this, for 16-byte loads
-_WARPS = 1000  # of a product that K is split for: some 8 on each multiprocessor of an H200
+_ROWS_AT_ONCE = 1 << 14
+WARPS = 1000  # of a product that K is split for: some 8 on each multiprocessor of an H200
 _INT4_ZERO = tl.constexpr(INT4_ZERO)
 
 SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
@@ -95,7 +96,8 @@ class PreparedMatrix:
         zero: the same, words of the zero points of one chunk or, where a group is as long or
             longer, of one group; or None.
         row_scale: [N] float32 or None.
-        order: [K] int32 or None: column k of `data` is column order[k] of the matrix.
+        order: [K] int32 or None: column k of `data` is column order[k] of the matrix; [E, K]: see
+            `QuantizedMatrix`.
     """
 
     kind: Kind
@@ -162,14 +164,16 @@ def prepare(matrix: QuantizedMatrix) -> PreparedMatrix:
         row_scale = of_rows if row_scale is None else of_rows * row_scale
         group, rows = 0, 1
     eight_bits = matrix.kind in ("fp8", "int8")
-    codes = matrix.data.view(torch.uint8) if eight_bits else unpack_codes(matrix.data)
     num = 2 if eight_bits else 4
     lanes = _lanes_of_chunk(matrix.shape[1], group, num)
+    # Experts of a layer are one matrix: what lies between the two forms is larger than either.
+    pieces = matrix.data.view(torch.uint8).split(_ROWS_AT_ONCE)
+    codes = (piece if eight_bits else unpack_codes(piece) for piece in pieces)
     return PreparedMatrix(
         matrix.kind,
         matrix.shape,
         lanes,
-        _as_lanes(codes, lanes, num),
+        torch.cat([_as_lanes(piece, lanes, num) for piece in codes]),
         group,
         rows,
         None if per_row else _in_words(scale),
@@ -418,7 +422,7 @@ def vector_quantized_kernel(
         *(groups, scale_stride, zero_stride),
         *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
     )
-    total = _scale_rows(tl.sum(sums, axis=1)[:, None], row_scale, features, n)
+    total = scale_rows(tl.sum(sums, axis=1)[:, None], row_scale, features, n)
     rows = tl.arange(0, 1)
     finish_tile(
         *(total, y, bias, partials, counters, features, rows, 1, n),
@@ -427,7 +431,7 @@ def vector_quantized_kernel(
 
 
 @triton.jit
-def _scale_rows(sums, row_scale, features, n):
+def scale_rows(sums, row_scale, features, n):
     if row_scale is None:
         return sums
     else:
@@ -463,7 +467,7 @@ def _load_column(
 
 
 @triton.jit
-def _multiply_chunk(
+def multiply_chunk(
     sums, first, x, data, scale, zero, offset, order, features, rows, m, n, k, width, x_stride,
     groups, scale_stride, zero_stride,
     KIND: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
@@ -574,14 +578,14 @@ def matrix_quantized_kernel(
     for place in tl.range(0, stop - start, TILE, num_stages=STAGES):
         for piece in tl.static_range(CHUNKS):
             first = start + place + piece * CHUNK
-            sums = _multiply_chunk(
+            sums = multiply_chunk(
                 *(sums, first, x, data, scale, zero, offset, order, features, rows),
                 *(m, n, k, width, x_stride, groups, scale_stride, zero_stride),
                 *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT),
             )
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
-    sums = _scale_rows(sums, row_scale, features, n)
+    sums = scale_rows(sums, row_scale, features, n)
     finish_tile(
         *(sums, y, bias, partials, counters, features, rows, m, n),
         *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M),
@@ -728,7 +732,7 @@ def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
     tiles = triton.cdiv(matrix.shape[0], block_n)
     for split in (2, 4, 8):
         wider = dataclasses.replace(config, split_k=split)
-        if tiles * config.split_k * warps >= _WARPS or not fits(wider, m, matrix):
+        if tiles * config.split_k * warps >= WARPS or not fits(wider, m, matrix):
             break
         config = wider
     return config

@@ -9,7 +9,8 @@ scales[g_idx[k], n] * (code - zero). Format "gptq" stores each zero point minus 
 0x11111111 (of 8 bits 0x01010101) off the words as they are, and borrows from the next zero point
 where one is 0, so the same number is added to the words here (its
 `convert_gptq_v2_to_v1_format_module`). "gptq_v2" stores them as they are. `desc_act` quantizes
-columns in another order, so that columns of a group do not follow one another.
+columns in another order, so that columns of a group do not follow one another. AutoGPTQ also stores
+a `bias` [N] of zeros for modules without one.
 
 Of 8 bits, int8 has no zero points here: all must be 128, which symmetric quantization writes.
 Asymmetric weights of 8 bits are refused: their codes less their zero points take nine bits.
@@ -81,11 +82,14 @@ class GptqScheme:
             StoredPart("qzeros", ("I32",), ((groups, rows // each),)),
             StoredPart("scales", FLOATS, ((groups, rows),)),
             StoredPart("g_idx", ("I32", "I64"), ((columns,),), optional=not self.desc_act),
+            StoredPart("bias", FLOATS, ((rows,),), optional=True),
         )
 
     def convert(self, stored: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
         """See `Scheme`."""
         group = width_of_groups(columns, self.group, self.bits)
+        if (bias := stored.get("bias")) is not None and bool(bias.any()):
+            raise ValueError("bias: it is not zero, and the model has none")
         scale = finite_scale("scales", stored["scales"].t().contiguous())
         order = self._order(stored.get("g_idx"), columns // group)
         words = stored["qzeros"]

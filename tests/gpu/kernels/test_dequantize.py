@@ -7,7 +7,7 @@ import torch
 
 from hetero_llm.gpu.kernels.dequantize import dequantize_to
 from hetero_llm.gpu.kernels.quantized_gemm import prepare
-from hetero_llm.quantization.matrix import BLOCK_ROWS, dequantize
+from hetero_llm.quantization.matrix import BLOCK_ROWS, dequantize, stack
 from tests.quantization.matrices import random_matrix
 
 # The interpreter cuts bits off bfloat16; values of nf4 are rounded before they are scaled.
@@ -36,6 +36,14 @@ def test_equals_the_reference(device, dtype, kind, n, k, settings):
     expected = dequantize(matrix, torch.float32)
     torch.testing.assert_close(out.float(), expected, rtol=ERRORS[dtype], atol=1e-6)
     assert (frame[0] == 7).all() and (frame[-1] == 7).all()
+
+
+def test_a_stack_whose_matrices_have_orders_of_their_own(device):
+    matrices = [random_matrix("int4", 20, 64, group=32, order=True, seed=i) for i in range(3)]
+    matrix = stack(matrices).to(device)
+    out = torch.empty(60, 64, device=device)
+    expected = dequantize(matrix, torch.float32)
+    torch.testing.assert_close(dequantize_to(prepare(matrix), out), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_wrong_outputs_are_refused(device):
