@@ -25,6 +25,7 @@ from hetero_llm.gpu.kernels.quantized_gemm import prepares
 from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct, product_of
 from hetero_llm.gpu.kernels.routing import route_sparse_mixer, route_top_k
 from hetero_llm.gpu.kernels.skinny_gemm import linear
+from hetero_llm.gpu.switch_points import measure_switch_points
 from hetero_llm.models.blocks import DecoderLayer, GatedMLP
 from hetero_llm.models.experts import Experts, SparseMixerRouter, TopKRouter
 from hetero_llm.models.layers import (
@@ -40,9 +41,14 @@ from hetero_llm.models.layers import (
 from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedWeight
 
 
-def speed_up(model: CausalLM) -> None:
+def speed_up(model: CausalLM, *, few_rows: int | None = None) -> None:
     """Replaces functions of the model's layers by kernels, in place. Weights in host memory keep
-    their product, which stages them, and rows too long for one program keep their norms."""
+    their product, which stages them, and rows too long for one program keep their norms.
+
+    Args:
+        few_rows: Rows up to which quantized products multiply weights as they are stored; None:
+            measured on a GPU, which takes about a second, see `switch_points`.
+    """
     fused_norms = model.config.hidden_size <= MAX_NORM_SIZE
     for module in model.modules():
         if isinstance(module, RMSNorm) and fused_norms:
@@ -60,6 +66,16 @@ def speed_up(model: CausalLM) -> None:
         elif isinstance(module, Linear) and module.weight.device.type == "cuda":
             module.product = linear
     speed_up_experts(model)
+    products = [
+        module.product
+        for module in model.modules()
+        if isinstance(module, Linear) and isinstance(module.product, QuantizedProduct)
+    ]
+    if few_rows is not None:
+        for product in products:
+            product.few_rows = few_rows
+    elif products and products[0].matrix.device.type == "cuda":
+        measure_switch_points(products, next(model.parameters()).dtype)
     quantize_where_rows_are_made(model)
 
 
