@@ -23,6 +23,18 @@ step's layers should take, in ms:
 | fp4, 16 (e4m3) | 0.94 | 5.7/5.7/7.9/9.9 | 1.9/1.9/2.7/3.3 | 2.0 | 2.1 / 2.1 / 3.0 / 3.7 |
 | nf4, 64 | 0.93 | 5.6/5.6/6.5/7.0 | 1.9/1.9/2.2/2.4 | 2.0 | 2.1 / 2.1 / 2.4 / 2.6 |
 
+Many rows, layers of a step in ms, by the same reasoning: bytes at 76% of 4.2 TB/s (what cuBLAS
+reaches in bf16 at 128 rows), arithmetic at 700 TFLOP/s in bf16 and 1,250 in fp8 (an assumption),
+dequantizing 2.5 bytes a weight of 4 bits, at 4.2 TB/s, and reading the result again.
+
+| rows | bf16 | fp8, a row and blocks | 4 bits dequantized | int4 by few-row kernels | nf4 so |
+|---|---|---|---|---|---|
+| 64 | 4.2 | 2.3 | 8.5 | 2.1 | 2.6 |
+| 128 | 4.4 | 2.4 | 8.6 | 3.8 | 4.2 |
+| 256 | 5.1 | 3.0 | 9.3 | 7.6 | 8.4 |
+| 1024 | 20.4 | 11.7 | 24.6 | | |
+| 4096 | 82 | 47 | 86 | | |
+
 One row of 4 bits counts the tensor-core kernel, which `choose` takes there; the vector kernel's
 counts are 4.6 (int4), 6.1 (fp4) and 7.8 (nf4).
 """
@@ -241,14 +253,14 @@ def many_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             for m in args.many:
                 x, _ = rows_like((n, k), m)
                 exact = F.linear(x, plain).float()
-                wrong = product.of_many_rows(x, None).float() - exact
+                wrong = product.of_many_rows(x, None, in_8_bits=True).float() - exact
                 few = m <= POINTS[-1]
                 row = {
                     "kind": name,
                     "layer": layer,
                     "rows": m,
                     "bf16_us": graph_us(lambda: F.linear(x, plain)),  # noqa: B023
-                    "us": graph_us(lambda: product.of_many_rows(x, None)),  # noqa: B023
+                    "us": graph_us(lambda: product.of_many_rows(x, None, in_8_bits=True)),  # noqa: B023
                     "few_us": graph_us(lambda: product.of_few_rows(x, None)) if few else "-",  # noqa: B023
                     "bits": 8 if product.can_quantize(x) else 16,
                     "error": (wrong.abs().max() / exact.abs().max()).item(),

@@ -47,7 +47,7 @@ def speed_up(model: CausalLM, *, few_rows: int | None = None) -> None:
 
     Args:
         few_rows: Rows up to which quantized products multiply weights as they are stored; None:
-            measured on a GPU, which takes about a second, see `switch_points`.
+            measured on a GPU, see `switch_points`.
     """
     fused_norms = model.config.hidden_size <= MAX_NORM_SIZE
     for module in model.modules():

@@ -22,12 +22,12 @@ from hetero_llm.gpu.kernels.quantized_product import FEW_ROWS, QuantizedProduct
 
 logger = logging.getLogger(__name__)
 
-Body = Callable[[], object]
+Body = Callable[[], None]
 
 POINTS = (16, 32, FEW_ROWS, 128, 256)
 """Numbers of rows at which a product may switch."""
 
-_MANY = 1024  # rows, with which the library's products in 8 and in 16 bits are compared
+_MANY = 2048  # rows, with which the library's products in 8 and in 16 bits are compared
 _AHEAD = 1.05  # how many times as fast one way must be to be taken instead of the default
 _MOST_SHAPES = 8  # the largest are measured, all others switch where the default does
 _BYTES = 150e6  # of weights read in one timing: three times what L2 holds
@@ -37,7 +37,7 @@ def graph_seconds(bodies: Sequence[Body]) -> list[float]:
     """Seconds of each body on the device, replayed as a graph: what runs in a step."""
     graphs = GraphSet[int]()
     for index, body in enumerate(bodies):
-        graphs.capture(index, lambda body=body: (body(), None)[1])  # type: ignore[misc]
+        graphs.capture(index, body)
     return replay_seconds(graphs, range(len(bodies)))
 
 
@@ -98,13 +98,16 @@ def _measure(
     def many(x: torch.Tensor, in_8_bits: bool) -> Body:
         def run() -> None:
             for product in timed:
-                product.in_8_bits = in_8_bits
-                product.of_many_rows(x, None)
+                product.of_many_rows(x, None, in_8_bits=in_8_bits)
 
         return run
 
     def few(x: torch.Tensor) -> Body:
-        return lambda: [product.of_few_rows(x, None) for product in timed]
+        def run() -> None:
+            for product in timed:
+                product.of_few_rows(x, None)
+
+        return run
 
     def ratio(count: int) -> float:
         """Time by kernels of few rows over time by the library."""
@@ -114,10 +117,12 @@ def _measure(
 
     if not serves(rows(1), matrix, None):
         return []
-    in_8_bits = first.in_8_bits
-    if in_8_bits and first.can_quantize(x := rows(_MANY)):
+    x = rows(_MANY)
+    in_8_bits = first.in_8_bits and first.can_quantize(x)
+    if in_8_bits:
         eight, sixteen = seconds([many(x, True), many(x, False)])
         in_8_bits = eight < sixteen * _AHEAD
+    del x
     at = POINTS.index(FEW_ROWS)
     if ratio(POINTS[at]) > _AHEAD:
         at -= 1
@@ -128,6 +133,6 @@ def _measure(
             at += 1
     for product in same:
         product.few_rows, product.in_8_bits = POINTS[at], in_8_bits
-    bits = 8 if in_8_bits and first.can_quantize(rows(_MANY)) else 16
     n, k = matrix.shape
+    bits = 8 if in_8_bits else 16
     return [f"{matrix.kind} {n} x {k} switch at {POINTS[at]} rows to {bits} bits"]

@@ -70,7 +70,10 @@ class QuantizedProduct:
             return self._of_quantized(x, bias)
         rows = x.reshape(-1, x.shape[-1])
         few = rows.shape[0] <= self.few_rows and serves(rows[:MAX_ROWS], self.matrix, bias)
-        y = self.of_few_rows(rows, bias) if few else self.of_many_rows(rows, bias)
+        if few:
+            y = self.of_few_rows(rows, bias)
+        else:
+            y = self.of_many_rows(rows, bias, in_8_bits=self.in_8_bits)
         return y.view(*x.shape[:-1], self.matrix.shape[0])
 
     def quantizes(self, x: Tensor) -> bool:
@@ -92,9 +95,9 @@ class QuantizedProduct:
             quantized_linear(part, self.matrix, bias, out=out)
         return y
 
-    def of_many_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[M, K] -> [M, N] by the library."""
-        if self.in_8_bits and self.can_quantize(x):
+    def of_many_rows(self, x: Tensor, bias: Tensor | None, *, in_8_bits: bool) -> Tensor:
+        """[M, K] -> [M, N] by the library, in 8 bits only where it can."""
+        if in_8_bits and self.can_quantize(x):
             return self._of_quantized(quantize_rows(x, self.matrix), bias)
         weight = torch.empty(self.matrix.shape, dtype=x.dtype, device=x.device)
         return F.linear(x, dequantize_to(self.matrix, weight), bias)
