@@ -100,6 +100,32 @@ def test_one_that_refuses_or_is_wrong_is_not(caplog, candidate, reason):
     assert reason in record.message and "dequantized" in record.message
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="the library has these products on Hopper",
+)
+@pytest.mark.parametrize("m, n, k", [(1, 256, 640), (130, 400, 576), (512, 4096, 4096)])
+def test_the_library_on_a_device(device, m, n, k):
+    device = torch.device(device.type, torch.cuda.current_device())
+    assert op.find_block_product(device) is op.multiply_blocks
+    matrix = random_matrix("fp8", n, k, group=128, rows=BLOCK_ROWS, device=device)
+    prepared = prepare(matrix)
+    scales = op.block_scales(prepared)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(device).bfloat16()
+
+    def multiply() -> torch.Tensor:
+        return op.multiply_blocks(quantize_rows(x, prepared), prepared, scales)[:m]
+
+    y = multiply()
+    expected = op.multiply_blocks_reference(quantize_rows(x, prepared), prepared, scales)[:m]
+    assert (y.double() - expected.double()).norm() < 4e-3 * expected.double().norm()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = multiply()
+    graph.replay()
+    assert torch.equal(captured, y)
+
+
 def test_what_has_no_blocks():
     for matrix in (
         random_matrix("fp8", 128, 256),

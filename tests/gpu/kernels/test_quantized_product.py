@@ -58,10 +58,10 @@ def test_many_rows_in_8_bits(device, kind, error):
 
 def test_many_rows_in_blocks(device):
     """A scale for each 128 columns of a row, whose sizes differ by orders of magnitude."""
-    matrix = random_matrix("fp8", 272, 640, group=128, rows=BLOCK_ROWS)
-    x = rows(device, 70, 640)
+    matrix = random_matrix("fp8", 144, 384, group=128, rows=BLOCK_ROWS)
+    x = rows(device, 5, 384)
     x[:, :128] *= 1e-3
-    x[:, 256:384] *= 1e3
+    x[:, 256:] *= 1e3
     prepared = prepare(matrix.to(device))
     assert not op.QuantizedProduct(prepared).can_quantize(x)
     made = []
@@ -73,7 +73,7 @@ def test_many_rows_in_blocks(device):
     product = op.QuantizedProduct(prepared, block_product, few_rows=2)
     exact = x.double() @ dequantize(matrix, torch.float64).to(device).t()
     for part, few in ((x[:5], False), (x[:2], True)):
-        bias = torch.linspace(-1, 1, 272).to(device, x.dtype)
+        bias = torch.linspace(-1, 1, 144).to(device, x.dtype)
         error = product(part, None, bias).double() - (exact[: len(part)] + bias.double())
         error = error.norm() / exact[: len(part)].norm()
         assert error < 1e-2 if few else 2e-3 < error < 0.04
