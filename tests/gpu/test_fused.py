@@ -215,7 +215,7 @@ def test_norms_and_gates_write_rows_in_8_bits(
         model = load_model(folder, config, dtype=torch.bfloat16, device=device, show_progress=False)
         if not fused_rows:
             monkeypatch.setattr(fused, "quantize_where_rows_are_made", lambda _: None)
-        fused.speed_up(model, few_rows=0)
+        fused.use_kernels(model, few_rows=0)
         for few_rows, expected in ((0, 1 if fused_rows else 4), (rows, 0)):
             for module in model.modules():
                 if isinstance(module, layers.Linear) and module.quantized is not None:
