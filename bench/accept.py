@@ -153,6 +153,8 @@ quantized_suite 480 24: -m bench.engine.gpu_suite --batches 1,8,32,128 --lengths
 quantized_gemm 200 24: -m bench.kernels.quantized_gemm --no-tuning
     --kinds fp8,int4,fp8_block,int8,nf4 --many 64,128,256,1024
     --out {out}/kernels_quantized_gemm.json
+quantized_70b 240 12 [named]: -m bench.engine.gpu_suite --shape llama-3.1-70b --parts decode
+    --batches 1,8 --lengths 1024 --quantization fp8 --out {out}
 """,
     ),
     "lookahead": Part(

@@ -22,6 +22,7 @@ from hetero_llm.quantization.names import ONLINE_NAMES
 # Parameters that the model cards state.
 PUBLISHED = {
     "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
     "llama-3.2-1b": 1_235_814_400,
     "mistral-7b": 7_241_732_096,
     "qwen2.5-7b": 7_615_616_512,
