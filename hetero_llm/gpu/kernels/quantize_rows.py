@@ -137,7 +137,7 @@ def store_quantized_row(
         groups = tl.arange(0, PADDED // GROUP)
         tl.store(scales + groups * scale_stride + row, peak / LARGEST, mask=groups * GROUP < k)
         quantized = _quantize(grouped, (LARGEST / peak)[:, None], FP8)
-    # Codes, not values, are exchanged between threads: one byte each.
+    # Threads exchange codes here, or the row's 16-bit values before, as the compiler likes.
     chunks = tl.reshape(quantized.to(tl.uint8), (PADDED // (2 * LANES), 2, LANES))
     low, high = tl.split(tl.permute(chunks, (0, 2, 1)))
     chunk, inner = tl.arange(0, PADDED // (2 * LANES)), tl.arange(0, LANES)
