@@ -144,6 +144,19 @@ step_parts 150 16: -m bench.kernels.step_parts --out {out}/kernels_step_parts.g.
 ceilings 150 16: -m bench.kernels.gpu_ceilings --out {out}/gpu_ceilings.g.json
 """,
     ),
+    "quantized": Part(
+        "quantized weights: shares of the copy speed, steps and first tokens beside bf16",
+        "one H200", limit=590,
+        table="""
+quantized_suite 480 24: -m bench.engine.gpu_suite --batches 1,8,32,128 --lengths 4096,16384
+    --quantization none,fp8,int4,fp8_block,ifq,ifq_nf4 --out {out}
+quantized_gemm 200 24: -m bench.kernels.quantized_gemm --no-tuning
+    --kinds fp8,int4,fp8_block,int8,nf4 --many 64,128,256,1024
+    --out {out}/kernels_quantized_gemm.json
+quantized_70b 240 12 [named]: -m bench.engine.gpu_suite --shape llama-3.1-70b --parts decode
+    --batches 1,8 --lengths 1024 --quantization fp8 --out {out}
+""",
+    ),
     "lookahead": Part(
         "the lookahead cache", "one H200",
         table=f"""{_BUILD}

@@ -1,4 +1,5 @@
-"""Norms, activations, rotary embedding with KV store, KV compaction beside torch, on the device.
+"""Norms, activations, rotary embedding with KV store, KV compaction beside torch, on the device;
+norms and gates that write rows in 8 bits beside the same and then a pass of its own (`torch_us`).
 
 Kernel-only figures, each call's share of a CUDA graph of many. Shapes of Llama-3.1-8B, bfloat16.
 Few rows: inputs lie in the L2 cache, as after the product before them; many rows: the buffers
@@ -15,9 +16,16 @@ import torch
 
 from bench.common import bench_parser, print_table, write_results
 from bench.gpu_timing import call_us
+from bench.kernels.quantized_gemm import FORMS, random_matrix
 from hetero_llm.gpu.kernels.activation import activation, silu_mul
 from hetero_llm.gpu.kernels.compact_kv import compact_kv
-from hetero_llm.gpu.kernels.norm import add_gemma_rms_norm, add_layer_norm, add_rms_norm
+from hetero_llm.gpu.kernels.norm import (
+    add_gemma_rms_norm,
+    add_layer_norm,
+    add_rms_norm,
+    quantized_rms_norm,
+)
+from hetero_llm.gpu.kernels.quantize_rows import quantize_gated, quantize_rows
 from hetero_llm.gpu.kernels.rope_store import rope_store, store
 from hetero_llm.models import layers
 from hetero_llm.models.rotary import apply_rotary
@@ -104,6 +112,30 @@ def gate_rows() -> list[dict[str, Any]]:
             lambda rows=rows: make(rows))
         for rows in (*FEW, MANY)
     ]  # fmt: skip
+
+
+def quantized_rows() -> list[dict[str, Any]]:
+    """Rows in 8 bits of a norm and of a gate."""
+
+    def of_norm(rows: int) -> tuple[Any, ...]:
+        x, residual = torch.randn(2, rows, HIDDEN, device=DEVICE, dtype=BF16)
+        return x, residual, torch.randn(HIDDEN, device=DEVICE, dtype=BF16), 1e-5
+
+    table = []
+    for form in ("fp8", "fp8_block", "int8"):
+        norms, gates = (random_matrix(FORMS[form], 128, k) for k in (HIDDEN, INNER))
+        for rows in (128, 1024, MANY):
+            table += [
+                row(f"add + RMS norm, {form} rows", rows, 7 * rows * HIDDEN,
+                    lambda *a, m=norms: quantized_rms_norm(*a, matrix=m, gemma=False),
+                    lambda *a, m=norms: quantize_rows(add_rms_norm(*a)[0], m),
+                    lambda rows=rows: of_norm(rows)),
+                row(f"SiLU(gate) * up, {form} rows", rows, 5 * rows * INNER,
+                    lambda x, m=gates: quantize_gated(x, "silu", m),
+                    lambda x, m=gates: quantize_rows(silu_mul(x), m),
+                    lambda rows=rows: (torch.randn(rows, 2 * INNER, device=DEVICE, dtype=BF16),)),
+            ]  # fmt: skip
+    return table
 
 
 def activation_rows() -> list[dict[str, Any]]:
@@ -221,6 +253,7 @@ def main() -> None:
             *norm_rows(),
             *layer_norm_rows(),
             *gate_rows(),
+            *quantized_rows(),
             *activation_rows(),
             *rope_rows("rope + store", BF16, False, (*FEW, MANY)),
             *rope_rows("rope + store, fp8 cache", torch.float8_e4m3fn, False, (1, MANY)),

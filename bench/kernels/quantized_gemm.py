@@ -3,8 +3,9 @@
 Few rows: our kernels, with the launch that `choose` names (`us`) and with the best of all
 candidates (`best_us`). `share`: bytes of the prepared matrix, of x and of y, over the time, over
 the speed of a large copy in the same run. Weights are random and as many as keep L2 from holding
-them; all is timed in CUDA graphs. `step` adds up the layers of a model: what they would take in one
-step. Many rows: `product_of`, which quantizes rows or dequantizes the matrix.
+them; all is timed in CUDA graphs. `step` adds up the layers of a model: what they would take in
+one step, and the share of the copy speed that all of it reaches. Many rows: `us` by the library,
+which quantizes rows (`bits` 8) or dequantizes the matrix (16), `few_us` by the kernels of few rows.
 
 Predictions for the 8B shape (6.98e9 weights in its layers), before anything was measured. Bytes at
 a copy speed of 4.2 TB/s; instructions for an element as counted in the SASS of the inner loops, at
@@ -15,12 +16,24 @@ step's layers should take, in ms:
 | at 1 / 8 / 32 / 64 rows | bytes | instructions | their time | L2 | layers of a step |
 |---|---|---|---|---|---|
 | fp8, a row | 1.66 | 3.2/2.7/3.0/3.1 | 1.1/0.9/1.0/1.1 | 2.5 at 64 | 1.8 / 1.8 / 1.9 / 2.8 |
-| fp8, 128 x 128 | 1.66 | 3.6/3.0/3.5/3.9 | 1.2/1.0/1.2/1.3 | 2.5 | 1.8 / 1.8 / 1.9 / 2.8 |
+| fp8, 128 x 128 | 1.66 | 3.3/3.4/3.6/4.0 | 1.1/1.2/1.2/1.3 | 2.5 | 1.8 / 1.8 / 1.9 / 2.8 |
 | int8, a row | 1.66 | 3.9/3.1/3.5/3.6 | 1.3/1.1/1.2/1.2 | 2.5 | 1.8 / 1.8 / 1.9 / 2.8 |
 | int4, 128, zeros | 0.88 | 2.6/2.6/3.1/3.4 | 0.9/0.9/1.0/1.1 | 1.9 | 1.0 / 1.0 / 1.4 / 2.1 |
 | fp4, 32 | 0.88 | 4.2/4.2/5.3/6.5 | 1.4/1.4/1.8/2.2 | 1.9 | 1.6 / 1.6 / 2.0 / 2.4 |
 | fp4, 16 (e4m3) | 0.94 | 5.7/5.7/7.9/9.9 | 1.9/1.9/2.7/3.3 | 2.0 | 2.1 / 2.1 / 3.0 / 3.7 |
 | nf4, 64 | 0.93 | 5.6/5.6/6.5/7.0 | 1.9/1.9/2.2/2.4 | 2.0 | 2.1 / 2.1 / 2.4 / 2.6 |
+
+Many rows, layers of a step in ms, by the same reasoning: bytes at 76% of 4.2 TB/s (what cuBLAS
+reaches in bf16 at 128 rows), arithmetic at 700 TFLOP/s in bf16 and 1,250 in fp8 (an assumption),
+dequantizing 2.5 bytes a weight of 4 bits, at 4.2 TB/s, and reading the result again.
+
+| rows | bf16 | fp8, a row and blocks | 4 bits dequantized | int4 by few-row kernels | nf4 so |
+|---|---|---|---|---|---|
+| 64 | 4.2 | 2.3 | 8.5 | 2.1 | 2.6 |
+| 128 | 4.4 | 2.4 | 8.6 | 3.8 | 4.2 |
+| 256 | 5.1 | 3.0 | 9.3 | 7.6 | 8.4 |
+| 1024 | 20.4 | 11.7 | 24.6 | | |
+| 4096 | 82 | 47 | 86 | | |
 
 One row of 4 bits counts the tensor-core kernel, which `choose` takes there; the vector kernel's
 counts are 4.6 (int4), 6.1 (fp4) and 7.8 (nf4).
@@ -41,6 +54,7 @@ from torch import Tensor
 from bench.common import bench_parser, names_of, numbers, print_table, write_results
 from bench.gpu_timing import copy_bandwidth
 from bench.kernels.skinny_gemm import L2_BYTES, MODELS, compile_all, graph_us, label, rows_like
+from hetero_llm.gpu.kernels.block_product import find_block_product
 from hetero_llm.gpu.kernels.dequantize import dequantize_to
 from hetero_llm.gpu.kernels.quantized_gemm import (
     PreparedMatrix,
@@ -51,11 +65,12 @@ from hetero_llm.gpu.kernels.quantized_gemm import (
 )
 from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct
 from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig
+from hetero_llm.gpu.switch_points import POINTS
 from hetero_llm.quantization.matrix import BLOCK_ROWS, Kind, QuantizedMatrix
 
 LAYERS = ("qkv", "o", "gate_up", "down")
 FEW = [1, 8, 32, 64]
-MANY = [128, 256, 1024, 4096]
+MANY = [64, 128, 256, 1024, 4096]
 WORST_ERROR = {"few": 1e-2, "many": 6e-2}  # over the largest output; many rows may be quantized
 
 
@@ -113,7 +128,7 @@ def candidates(m: int, matrix: PreparedMatrix) -> list[SkinnyConfig]:
         ):
             block_k = 256 * matrix.parts * warps
             configs.append(SkinnyConfig(1, block_n, block_k, split, warps))
-    block_m = next(size for size in (8, 16, 32, 64) if m <= size)
+    block_m = next(size for size in (8, 16, 32, 64, 128) if m <= size)
     # Features, columns, stages, warps.
     few = [(32, 256, 4, 2), (32, 256, 8, 2), (64, 256, 4, 4), (64, 256, 6, 4), (64, 512, 3, 4)]
     more = [(64, 256, 3, 4), (64, 128, 5, 4), (128, 256, 3, 8), (128, 128, 5, 8), (256, 128, 3, 8)]
@@ -177,10 +192,12 @@ def say(row: dict[str, Any]) -> None:
     print(" ".join(values), flush=True)
 
 
-def few_rows(args: argparse.Namespace, copy: float) -> list[dict[str, Any]]:
-    """Prints one table for each kind."""
+def few_rows(
+    args: argparse.Namespace, copy: float
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of layers and of whole steps; prints one table for each kind."""
     dims = MODELS[args.shape]
-    results = []
+    results, steps = [], []
     for name in args.kinds:
         step: dict[int, dict[str, float]] = {}
         for layer in LAYERS:
@@ -205,32 +222,47 @@ def few_rows(args: argparse.Namespace, copy: float) -> list[dict[str, Any]]:
                 }
                 results.append({**row, "all": cell["all"]})
                 say(row)
-                total = step.setdefault(m, {"bf16": 0.0, "chosen": 0.0, "best": 0.0})
+                total = step.setdefault(m, {"bf16": 0.0, "chosen": 0.0, "best": 0.0, "GB": 0.0})
                 total["bf16"] += cell["library_us"] * dims.layers / 1e3
                 total["chosen"] += cell["us"] * dims.layers / 1e3
                 total["best"] += cell["best_us"] * dims.layers / 1e3
-        print_table([{"step": name, "rows": m, **total} for m, total in step.items()])
-    return results
+                total["GB"] += cell["bytes"] * dims.layers / 1e9
+        steps += [
+            {
+                "step": name,
+                "rows": m,
+                **total,
+                "share": total["GB"] / total["chosen"] / copy,
+                "best share": total["GB"] / total["best"] / copy,
+            }
+            for m, total in step.items()
+        ]
+        print_table(steps[-len(step) :])
+    return results, steps
 
 
 def many_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """`product_of` beside the bf16 product."""
+    """Both ways of a `QuantizedProduct` beside the bf16 product."""
     results = []
+    block_product = find_block_product(torch.device("cuda", torch.cuda.current_device()))
     for name in args.kinds:
         for layer in LAYERS:
             n, k = MODELS[args.shape].shapes()[layer]
-            product = QuantizedProduct(random_matrix(FORMS[name], n, k))
+            product = QuantizedProduct(random_matrix(FORMS[name], n, k), block_product)
             plain = dequantize_to(product.matrix, torch.empty(n, k, device="cuda").bfloat16())
             for m in args.many:
                 x, _ = rows_like((n, k), m)
                 exact = F.linear(x, plain).float()
-                wrong = product(x, None, None).float() - exact
+                wrong = product.of_many_rows(x, None, in_8_bits=True).float() - exact
+                few = m <= POINTS[-1]
                 row = {
                     "kind": name,
                     "layer": layer,
                     "rows": m,
                     "bf16_us": graph_us(lambda: F.linear(x, plain)),  # noqa: B023
-                    "us": graph_us(lambda: product(x, None, None)),  # noqa: B023
+                    "us": graph_us(lambda: product.of_many_rows(x, None, in_8_bits=True)),  # noqa: B023
+                    "few_us": graph_us(lambda: product.of_few_rows(x, None)) if few else "-",  # noqa: B023
+                    "bits": 8 if product.can_quantize(x) else 16,
                     "error": (wrong.abs().max() / exact.abs().max()).item(),
                 }
                 results.append(row)
@@ -252,8 +284,10 @@ def main() -> None:
     torch.manual_seed(0)
     copy = copy_bandwidth()
     print(f"copy: {copy:.3g} TB/s", flush=True)
-    few, many = few_rows(args, copy), many_rows(args)
+    (few, steps), many = few_rows(args, copy), many_rows(args)
+    print_table(steps)
     results = {"shape": args.shape, "copy_TBps": copy, "few_rows": few, "many_rows": many}
+    results["steps"] = steps
     write_results("kernels_quantized_gemm", results, args.out)
     for rows, limit in ((few, WORST_ERROR["few"]), (many, WORST_ERROR["many"])):
         if not all(row["error"] < limit for row in rows):

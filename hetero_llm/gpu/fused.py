@@ -6,9 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hetero_llm.gpu.kernels.activation import activation, gated_activation
+from hetero_llm.gpu.kernels.block_product import find_block_product
 from hetero_llm.gpu.kernels.experts import experts, serves
 from hetero_llm.gpu.kernels.launch import INTERPRETED
 from hetero_llm.gpu.kernels.norm import (
@@ -16,16 +17,22 @@ from hetero_llm.gpu.kernels.norm import (
     add_gemma_rms_norm,
     add_layer_norm,
     add_rms_norm,
+    quantized_rms_norm,
+    quantizes_norms,
 )
+from hetero_llm.gpu.kernels.quantize_rows import LARGEST, quantize_gated
 from hetero_llm.gpu.kernels.quantized_experts import quantized_experts
 from hetero_llm.gpu.kernels.quantized_gemm import prepare, prepares
-from hetero_llm.gpu.kernels.quantized_product import product_of
+from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct, product_of
 from hetero_llm.gpu.kernels.routing import route_sparse_mixer, route_top_k
 from hetero_llm.gpu.kernels.skinny_gemm import linear
+from hetero_llm.gpu.switch_points import measure_switch_points
+from hetero_llm.models.blocks import DecoderLayer, GatedMLP
 from hetero_llm.models.experts import Experts, ExpertsFunction, SparseMixerRouter, TopKRouter
 from hetero_llm.models.layers import (
     Activation,
     AddLayerNorm,
+    AddNorm,
     CausalLM,
     GatedActivation,
     GemmaRMSNorm,
@@ -37,7 +44,14 @@ from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedWeight
 
 def speed_up(model: CausalLM) -> None:
     """Replaces functions of the model's layers by kernels, in place. Weights in host memory keep
-    their product, which stages them, and rows too long for one program keep their norms."""
+    their product, which stages them, and rows too long for one program keep their norms. On a GPU
+    it measures where quantized products switch, see `switch_points`."""
+    use_kernels(model, few_rows=None)
+
+
+def use_kernels(model: CausalLM, *, few_rows: int | None) -> None:
+    """`speed_up`; `few_rows`: rows up to which quantized products multiply weights as they are
+    stored, None: measured."""
     fused_norms = model.config.hidden_size <= MAX_NORM_SIZE
     for module in model.modules():
         if isinstance(module, RMSNorm) and fused_norms:
@@ -56,6 +70,17 @@ def speed_up(model: CausalLM) -> None:
         elif isinstance(module, Linear) and module.weight.device.type == "cuda":
             module.product = linear
     speed_up_experts(model)
+    products = [
+        module.product
+        for module in model.modules()
+        if isinstance(module, Linear) and isinstance(module.product, QuantizedProduct)
+    ]
+    if few_rows is not None:
+        for product in products:
+            product.few_rows = few_rows
+    elif products and products[0].matrix.device.type == "cuda":
+        measure_switch_points(products, next(model.parameters()).dtype)
+    quantize_where_rows_are_made(model)
 
 
 def speed_up_experts(model: CausalLM) -> None:
@@ -95,9 +120,62 @@ def _function_of(module: Experts) -> ExpertsFunction:
     return function
 
 
+def quantize_where_rows_are_made(model: CausalLM) -> None:
+    """Lets norms and gates write rows in 8 bits for the product that follows, when that quantizes
+    as many. Only where nothing else reads them; rows that attention makes are quantized by the
+    product itself, and so are those of layer norms and of layers whose two parts are parallel."""
+    for module in model.modules():
+        if isinstance(module, DecoderLayer) and not module.parallel:
+            _quantize_in_norm(module.attention_norm, module.attention.qkv_proj)
+            if isinstance(module.mlp, GatedMLP):
+                _quantize_in_norm(module.mlp_norm, module.mlp.gate_up_proj)
+        elif isinstance(module, GatedMLP) and _may_quantize(module.down_proj):
+            gate = module.activation
+            gate.function = partial(
+                _gate_rows, name=gate.name, linear=module.down_proj, plain=gate.function
+            )
+
+
+def _quantize_in_norm(norm: nn.Module | None, linear: Linear) -> None:
+    if not isinstance(norm, RMSNorm | GemmaRMSNorm) or not _may_quantize(linear):
+        return
+    if quantizes_norms(cast(QuantizedProduct, linear.product).matrix):
+        norm.function = partial(
+            _norm_rows, gemma=isinstance(norm, GemmaRMSNorm), linear=linear, plain=norm.function
+        )
+
+
+def _may_quantize(linear: Linear) -> bool:
+    product = linear.product
+    return isinstance(product, QuantizedProduct) and product.matrix.kind in LARGEST
+
+
+def _norm_rows(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
+    *, gemma: bool, linear: Linear, plain: AddNorm,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`plain`, or with `QuantizedRows` for a norm: `linear`'s product takes them."""
+    product = linear.product  # something else may stand in its place by now
+    if not isinstance(product, QuantizedProduct) or not product.quantizes(x):
+        return plain(x, residual, weight, eps)
+    rows, total = quantized_rms_norm(x, residual, weight, eps, matrix=product.matrix, gemma=gemma)
+    return cast(Tensor, rows), total
+
+
+def _gate_rows(
+    gate_up: Tensor, *, name: str, linear: Linear, plain: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """`plain`, or `QuantizedRows` as above."""
+    product = linear.product
+    if not isinstance(product, QuantizedProduct) or not product.quantizes(gate_up):
+        return plain(gate_up)
+    return cast(Tensor, quantize_gated(gate_up, name, product.matrix))
+
+
 def _multiply_by_kernels(linear: Linear, matrix: QuantizedMatrix) -> None:
     """The kernels have the matrix in an order of their own, so the layer's is not kept as well."""
-    linear.product = product_of(matrix)
+    blocks = find_block_product(matrix.device) if matrix.rows > 1 else None
+    linear.product = product_of(matrix, block_product=blocks)
     if prepares(matrix):
         cast(QuantizedWeight, linear.weight).release()
 

@@ -13,6 +13,7 @@ from torch import nn
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.gpu import fused
 from hetero_llm.gpu.attention_context import AttentionContext, check_supported
+from hetero_llm.gpu.kernels import quantized_product
 from hetero_llm.gpu.kernels.activation import activation
 from hetero_llm.gpu.kernels.norm import (
     MAX_NORM_SIZE,
@@ -20,6 +21,8 @@ from hetero_llm.gpu.kernels.norm import (
     add_layer_norm,
     add_rms_norm,
 )
+from hetero_llm.gpu.kernels.quantize_rows import QuantizedRows, quantize_rows
+from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix
 from hetero_llm.models import layers
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
@@ -189,3 +192,41 @@ def test_quantized_layers_get_kernels_and_let_go_of_their_matrices(
         weights = [m for m in model.modules() if isinstance(m, QuantizedWeight)]
         assert len(weights) == 4 and all(weight.device.type == "meta" for weight in weights)
         assert model.parameters_per_token() == tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_norms_and_gates_write_rows_in_8_bits(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Many rows: only those of attention are quantized by a pass of their own, and no bit changes;
+    few rows stay as they are."""
+    passes: list[int] = []
+
+    def counted(x: torch.Tensor, matrix: PreparedMatrix) -> QuantizedRows:
+        passes.append(len(x))
+        return quantize_rows(x, matrix)
+
+    monkeypatch.setattr(quantized_product, "quantize_rows", counted)
+    changes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    folder = make_tiny_checkpoint(tmp_path, family, changes=changes, layers=1)
+    config, rows = load_model_config(folder, quantization="fp8"), 3
+    ids, positions = torch.arange(3, 3 + rows, device=device), torch.arange(rows, device=device)
+    results = []
+    for fused_rows in (True, False):
+        model = load_model(folder, config, dtype=torch.bfloat16, device=device, show_progress=False)
+        if not fused_rows:
+            monkeypatch.setattr(fused, "quantize_where_rows_are_made", lambda _: None)
+        fused.use_kernels(model, few_rows=0)
+        for few_rows, expected in ((0, 1 if fused_rows else 4), (rows, 0)):
+            for module in model.modules():
+                if isinstance(module, layers.Linear) and module.quantized is not None:
+                    assert module.product.few_rows in (0, few_rows)  # type: ignore[attr-defined]
+                    module.product.few_rows = few_rows  # type: ignore[attr-defined]
+            passes.clear()
+            with torch.no_grad():
+                hidden = model(ids, positions, DenseAttend(config, [rows]))
+            assert passes == [rows] * expected
+            results.append(hidden)
+    many, few, plain_many, plain_few = results
+    assert torch.equal(many, plain_many) and torch.equal(few, plain_few)
+    assert 0 < (many - few).norm() < 0.3 * few.norm()

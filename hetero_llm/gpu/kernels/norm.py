@@ -1,4 +1,5 @@
-"""Residual add and norm in one kernel, one program a row: RMS norm, Gemma's, layer norm.
+"""Residual add and norm in one kernel, one program a row: RMS norm, Gemma's, layer norm. The first
+two may write rows in 8 bits for the product that follows.
 
 The references are the functions of `models.layers`; timed by `bench.kernels.elementwise`.
 """
@@ -6,12 +7,19 @@ The references are the functions of `models.layers`; timed by `bench.kernels.ele
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from hetero_llm.gpu.kernels.launch import let_next_start, pdl_options, wait_for_inputs
+from hetero_llm.gpu.kernels.quantize_rows import (
+    QuantizedRows,
+    format_options,
+    store_quantized_row,
+)
+from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix
 from hetero_llm.models.layers import Affine
 from hetero_llm.models.layers import add_gemma_rms_norm as add_gemma_rms_norm_reference
 from hetero_llm.models.layers import add_layer_norm as add_layer_norm_reference
@@ -25,6 +33,8 @@ __all__ = [
     "add_layer_norm_reference",
     "add_rms_norm",
     "add_rms_norm_reference",
+    "quantized_rms_norm",
+    "quantizes_norms",
 ]
 
 MAX_NORM_SIZE = 16384
@@ -49,12 +59,11 @@ def _add(x_ptr, residual_ptr, extra_ptr, place, inside, HAS_RESIDUAL: tl.constex
 
 
 @triton.jit
-def _add_rms_norm(
-    out_ptr, x_ptr, residual_ptr, weight_ptr, eps,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GEMMA: tl.constexpr,
-    PDL: tl.constexpr,
+def _normed_row(
+    x_ptr, residual_ptr, weight_ptr, eps, columns,
+    SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GEMMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    columns = tl.arange(0, PADDED)
+    """This program's row, rounded to the inputs' type; the sum is stored."""
     inside = columns < SIZE
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
@@ -69,7 +78,34 @@ def _add_rms_norm(
         weight = 1.0 + weight
     else:  # rounded before the product with the weight; in float32 this changes nothing
         norm = norm.to(dtype).to(tl.float32)
-    tl.store(out_ptr + place, (norm * weight).to(dtype), mask=inside)
+    return (norm * weight).to(dtype)
+
+
+@triton.jit
+def _add_rms_norm(
+    out_ptr, x_ptr, residual_ptr, weight_ptr, eps,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GEMMA: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, PADDED)
+    row = _normed_row(x_ptr, residual_ptr, weight_ptr, eps, columns, SIZE, HAS_RESIDUAL, GEMMA, PDL)
+    place = tl.program_id(0).to(tl.int64) * SIZE + columns
+    tl.store(out_ptr + place, row, mask=columns < SIZE)
+
+
+@triton.jit
+def _quantized_rms_norm(
+    codes_ptr, scales_ptr, width, scale_stride, x_ptr, residual_ptr, weight_ptr, eps,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GEMMA: tl.constexpr,
+    FP8: tl.constexpr, LARGEST: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, PADDED)
+    row = _normed_row(x_ptr, residual_ptr, weight_ptr, eps, columns, SIZE, HAS_RESIDUAL, GEMMA, PDL)
+    store_quantized_row(
+        *(row.to(tl.float32), codes_ptr, scales_ptr, width, scale_stride),
+        *(tl.program_id(0).to(tl.int64), SIZE, PADDED, FP8, LARGEST, LANES, GROUP),
+    )
 
 
 @triton.jit
@@ -148,22 +184,63 @@ def _rms_norm(
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out, total
-    size = x.shape[-1]
-    padded = triton.next_power_of_2(size)
-    _add_rms_norm[(x.numel() // size,)](
-        out,
-        x,
-        total,
-        weight,
-        eps,
-        SIZE=size,
-        PADDED=padded,
-        HAS_RESIDUAL=residual is not None,
-        GEMMA=gemma,
-        num_warps=_num_warps(padded),
-        **pdl_options(x.device),
+    _add_rms_norm[(x.numel() // x.shape[-1],)](
+        *(out, x, total, weight, eps), **_row_options(x, residual), GEMMA=gemma
     )
     return out, total
+
+
+def quantized_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    matrix: PreparedMatrix,
+    gemma: bool,
+) -> tuple[QuantizedRows, torch.Tensor]:
+    """`quantize_rows` of the norm of `add_rms_norm` or `add_gemma_rms_norm`, bit by bit, and the
+    sum.
+
+    Args:
+        x: [T, size], and the others as there.
+        matrix: That the norm will be multiplied with; see `quantizes_norms`.
+    """
+    _check(x, residual, weight)
+    assert quantizes_norms(matrix) and x.shape[1] == matrix.shape[1]
+    total = x if residual is None else residual
+    rows = QuantizedRows.empty(len(x), matrix, x.dtype)
+    if x.numel() > 0:
+        _quantized_rms_norm[(len(x),)](
+            *(*rows.arguments, x, total, weight, eps),
+            **_row_options(x, residual),
+            **format_options(matrix),
+            GEMMA=gemma,
+        )
+    return rows, total
+
+
+def quantizes_norms(matrix: PreparedMatrix) -> bool:
+    """Whether `quantized_rms_norm` serves: a row of the kernel holds whole chunks and groups, in
+    their order."""
+    padded = triton.next_power_of_2(matrix.shape[1])
+    return (
+        matrix.order is None
+        and matrix.group % matrix.chunk == 0
+        and max(matrix.chunk, matrix.group) <= padded <= MAX_NORM_SIZE
+    )
+
+
+def _row_options(x: torch.Tensor, residual: torch.Tensor | None) -> dict[str, Any]:
+    """Constants and launch options of a norm with one program a row."""
+    padded = triton.next_power_of_2(x.shape[-1])
+    return {
+        "SIZE": x.shape[-1],
+        "PADDED": padded,
+        "HAS_RESIDUAL": residual is not None,
+        "num_warps": _num_warps(padded),
+        **pdl_options(x.device),
+    }
 
 
 def add_layer_norm(
@@ -195,22 +272,9 @@ def add_layer_norm(
     if x.numel() == 0:
         return outs, total
     second_out, second = (outs[1], affines[1]) if len(affines) == 2 else (None, (None, None))
-    size = x.shape[-1]
-    padded = triton.next_power_of_2(size)
-    _add_layer_norm[(x.numel() // size,)](
-        outs[0],
-        second_out,
-        x,
-        total,
-        extra,
-        *affines[0],
-        *second,
-        eps,
-        SIZE=size,
-        PADDED=padded,
-        HAS_RESIDUAL=residual is not None,
-        num_warps=_num_warps(padded),
-        **pdl_options(x.device),
+    _add_layer_norm[(x.numel() // x.shape[-1],)](
+        *(outs[0], second_out, x, total, extra, *affines[0], *second, eps),
+        **_row_options(x, residual),
     )
     return outs, total
 

@@ -5,7 +5,7 @@ As in `skinny_gemm`, a product is as fast as its weights are read, and there are
 - `vector_quantized_kernel`, one row: codes become float32 in registers and are multiplied and
   summed outside the tensor cores. Sixteen bytes of a row lie in one thread, all under one scale (or
   one for each quarter, below), so scales cost one multiply for each 16 bytes.
-- `matrix_quantized_kernel`, up to 64 rows: codes become 16-bit values in registers, which are the
+- `matrix_quantized_kernel`, up to 128 rows: codes become 16-bit values in registers, which are the
   left operand of the tensor cores; the rows are the right one. Scales multiply the sums of a group.
 
 Zero points are taken off before the tensor cores (exact), or off the sums (vector kernel, by the
@@ -47,7 +47,6 @@ from hetero_llm.gpu.kernels.quantized_elements import (
     unpack_words,
 )
 from hetero_llm.gpu.kernels.skinny_gemm import (
-    MAX_ROWS,
     SkinnyConfig,
     arrival_counters,
     finish_tile,
@@ -62,6 +61,9 @@ from hetero_llm.quantization.matrix import (
     unpack_codes,
     with_scale_of_each_row,
 )
+
+MAX_ROWS = 128
+"""Of one product. Which numbers of rows take it is up to `quantized_product`."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _LANES = (128, 64, 32, 16)
@@ -165,7 +167,9 @@ def prepare(matrix: QuantizedMatrix) -> PreparedMatrix:
         group, rows = 0, 1
     eight_bits = matrix.kind in ("fp8", "int8")
     num = 2 if eight_bits else 4
-    lanes = _lanes_of_chunk(matrix.shape[1], group, num)
+    # Bytes of a block stay within it, so that the library's products with blocks can read them.
+    most = min(max(group, 2 * _LANES[-1]), _CHUNK) if eight_bits and rows > 1 else _CHUNK
+    lanes = _lanes_of_chunk(matrix.shape[1], group, num, most)
     # Experts of a layer are one matrix: what lies between the two forms is larger than either.
     pieces = matrix.data.view(torch.uint8).split(_ROWS_AT_ONCE)
     codes = (piece if eight_bits else unpack_codes(piece) for piece in pieces)
@@ -190,9 +194,10 @@ def _per_row(matrix: QuantizedMatrix) -> bool:
     return matrix.group >= matrix.shape[1] and matrix.zero is None and matrix.offset is None
 
 
-def _lanes_of_chunk(width: int, group: int, parts: int) -> int:
-    """As many as divide the columns, of those whose parts lie in one group each."""
-    fitting = [c for c in _LANES if c * parts <= _CHUNK and group % c == 0]
+def _lanes_of_chunk(width: int, group: int, parts: int, most: int) -> int:
+    """As many as divide the columns, of those whose parts lie in one group each and have at most
+    `most` columns together."""
+    fitting = [c for c in _LANES if c * parts <= most and group % c == 0]
     return next((c for c in fitting if width % (c * parts) == 0), fitting[-1])
 
 
@@ -667,6 +672,7 @@ def quantized_linear(
     bias: Tensor | None = None,
     *,
     config: SkinnyConfig | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x @ matrix^T + bias with fp32 sums, for a few rows, which are not quantized.
 
@@ -675,16 +681,19 @@ def quantized_linear(
     CUDA graph after one run outside of it.
 
     Args:
-        x: [M, K] bf16 or fp16, rows contiguous, M at most 64, K a multiple of 16; `serves` says.
+        x: [M, K] bf16 or fp16, rows contiguous, M at most 128, K a multiple of 16; `serves` says.
         matrix: Of N rows and K columns.
         bias: [N] of x's dtype.
         config: How to launch it; by default what `choose` says.
+        out: [M, N] of x's dtype, contiguous: where to write the result.
 
     Returns:
         [M, N] in x's dtype.
     """
     assert serves(x, matrix, bias), "quantized_linear cannot serve these tensors"
-    y = torch.empty((x.shape[0], matrix.shape[0]), dtype=x.dtype, device=x.device)
+    y = out
+    if y is None:
+        y = torch.empty((x.shape[0], matrix.shape[0]), dtype=x.dtype, device=x.device)
     if y.numel() > 0:
         plan_launch(x, matrix, bias, y=y, config=config or choose(x.shape[0], matrix))()
     return y
@@ -720,14 +729,14 @@ def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
         plain = matrix.group == 0 or matrix.rows > 1
         warps = 2 if plain and matrix.padded_columns % (512 * matrix.parts) == 0 else 1
         return SkinnyConfig(1, 8, 256 * matrix.parts * warps, num_warps=warps)
-    block_m = next(size for size in (8, 16, 32, 64) if m <= size)
+    block_m = next(size for size in (8, 16, 32, 64, 128) if m <= size)
     columns = min(_CHUNK, matrix.padded_columns)
     block_k = max(matrix.chunk, columns // matrix.chunk * matrix.chunk)
     # x is read once for each tile of features: the more rows, the wider.
     block_n, warps = (64, 4) if block_m <= 16 else (128, 8)
     if matrix.lanes * block_m < 64 * warps:  # x's tiles are copied 4 bytes a thread at least
         block_n, warps = 32, 2
-    stages = {8: 5, 16: 4, 32: 4, 64: 3}[block_m]
+    stages = {8: 5, 16: 4, 32: 4, 64: 3, 128: 2}[block_m]
     config = SkinnyConfig(block_m, block_n, block_k, 1, warps, stages)
     tiles = triton.cdiv(matrix.shape[0], block_n)
     for split in (2, 4, 8):

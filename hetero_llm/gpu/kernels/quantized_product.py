@@ -2,125 +2,177 @@
 
 | rows | product |
 |---|---|
-| up to `FEW_ROWS` | `quantized_linear`: weights as they are stored, rows in 16 bits |
+| up to `few_rows` | `quantized_linear`: weights as they are stored, rows in 16 bits |
 | more, fp8 or int8 with a scale for each row | rows are quantized, too, with a scale each; the library multiplies in 8 bits (`torch._scaled_mm`, `torch._int_mm`) |
+| more, fp8 with a scale for each 128 x 128 | the same with a scale for each 128 columns of a row, where `find_block_product` has found that the library can |
 | more, all others | the matrix is dequantized into memory of that call, the library multiplies in 16 bits |
 
-Float32 rows, and shapes that the kernels do not serve, are multiplied with the dequantized matrix
-in their own type.
+`few_rows`, and whether the library multiplies in 8 bits, are measured when a model is loaded
+(`gpu.switch_points`). Float32 rows, and shapes that the kernels do not serve, are multiplied with
+the dequantized matrix in their own type.
 """  # noqa: E501
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hetero_llm.gpu.kernels.block_product import BlockProduct, block_scales, has_blocks
 from hetero_llm.gpu.kernels.dequantize import dequantize_to
-from hetero_llm.gpu.kernels.quantize_rows import quantize_rows, scale_products
+from hetero_llm.gpu.kernels.quantize_rows import QuantizedRows, quantize_rows, scale_products
 from hetero_llm.gpu.kernels.quantized_gemm import (
+    MAX_ROWS,
     PreparedMatrix,
     prepare,
     prepares,
     quantized_linear,
     serves,
 )
-from hetero_llm.gpu.kernels.skinny_gemm import MAX_ROWS
 from hetero_llm.models.layers import Product
 from hetero_llm.quantization.matrix import QuantizedMatrix, quantized_product
 
-FEW_ROWS = {"fp8": MAX_ROWS, "int8": MAX_ROWS, "int4": MAX_ROWS, "fp4": MAX_ROWS, "nf4": MAX_ROWS}
-"""Rows up to which a kind's weights are multiplied as they are stored. An estimate: up to here a
-product of the 8B shape is bound by its reads; measure with `bench.kernels.quantized_gemm`."""
+FEW_ROWS = 64
+"""Rows up to which weights are multiplied as they are stored, unless measurements say otherwise: up
+to here a product of the 8B shape is bound by its reads, by estimate."""
 
 _MIN_INT8_ROWS = 17  # of torch._int_mm
 _ALIGNED = 16  # features and columns of library products in 8 bits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class QuantizedProduct:
     """The product of one matrix: a `models.layers.Product` that ignores the weight it is given.
+    Rows may come quantized already, from whoever made them for this product alone.
 
     Attributes:
         matrix: in the order of the kernels; its tensors are all that this needs.
-        quantize_rows: whether many rows may be quantized, too.
+        block_product: multiplies many rows if the matrix has blocks; None: they are dequantized.
+        few_rows: rows up to which weights are multiplied as they are stored.
+        in_8_bits: whether more rows may be quantized, too.
     """
 
     matrix: PreparedMatrix
-    quantize_rows: bool = True
+    block_product: BlockProduct | None = None
+    few_rows: int = FEW_ROWS
+    in_8_bits: bool = True
+    _block_scales: Tensor | None = field(init=False, default=None)
 
-    def __call__(self, x: Tensor, weight: object, bias: Tensor | None) -> Tensor:
+    def __post_init__(self) -> None:
+        if self.block_product is not None and has_blocks(self.matrix):
+            self._block_scales = block_scales(self.matrix)
+
+    def __call__(self, x: Tensor | QuantizedRows, weight: object, bias: Tensor | None) -> Tensor:
         """[..., K] -> [..., N]."""
+        if isinstance(x, QuantizedRows):
+            return self._of_quantized(x, bias)
         rows = x.reshape(-1, x.shape[-1])
-        return self._of_rows(rows, bias).view(*x.shape[:-1], self.matrix.shape[0])
+        few = rows.shape[0] <= self.few_rows and serves(rows[:MAX_ROWS], self.matrix, bias)
+        if few:
+            y = self.of_few_rows(rows, bias)
+        else:
+            y = self.of_many_rows(rows, bias, in_8_bits=self.in_8_bits)
+        return y.view(*x.shape[:-1], self.matrix.shape[0])
 
-    def _of_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        matrix = self.matrix
-        if x.shape[0] <= FEW_ROWS[matrix.kind] and serves(x, matrix, bias):
-            return quantized_linear(x, matrix, bias)
-        if self.quantize_rows and multiplies_in_8_bits(x, matrix):
-            return linear_in_8_bits(x, matrix, bias)
-        weight = torch.empty(matrix.shape, dtype=x.dtype, device=x.device)
-        return F.linear(x, dequantize_to(matrix, weight), bias)
+    def quantizes(self, x: Tensor) -> bool:
+        """Whether a product of as many rows as x has, of its type and device, quantizes them: then
+        they may come as `QuantizedRows`. x: [M, anything]."""
+        return x.shape[0] > self.few_rows and self.in_8_bits and self.can_quantize(x)
+
+    def can_quantize(self, x: Tensor) -> bool:
+        """Whether there is a library product in 8 bits for as many rows of this type."""
+        if self.matrix.group and self._block_scales is None:
+            return False
+        return multiplies_in_8_bits(x, self.matrix)
+
+    def of_few_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[M, K] -> [M, N] by the kernels of few rows, which read the weights once for each
+        `MAX_ROWS` rows; `quantized_gemm.serves` says yes to those."""
+        y = torch.empty((x.shape[0], self.matrix.shape[0]), dtype=x.dtype, device=x.device)
+        for part, out in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
+            quantized_linear(part, self.matrix, bias, out=out)
+        return y
+
+    def of_many_rows(self, x: Tensor, bias: Tensor | None, *, in_8_bits: bool) -> Tensor:
+        """[M, K] -> [M, N] by the library, in 8 bits only where it can."""
+        if in_8_bits and self.can_quantize(x):
+            return self._of_quantized(quantize_rows(x, self.matrix), bias)
+        weight = torch.empty(self.matrix.shape, dtype=x.dtype, device=x.device)
+        return F.linear(x, dequantize_to(self.matrix, weight), bias)
+
+    def _of_quantized(self, rows: QuantizedRows, bias: Tensor | None) -> Tensor:
+        if self._block_scales is None:
+            return multiply_in_8_bits(rows, self.matrix, bias)
+        assert self.block_product is not None
+        y = self.block_product(rows, self.matrix, self._block_scales)[: rows.num_rows]
+        return y if bias is None else y.add_(bias)
 
 
-def product_of(matrix: QuantizedMatrix, *, quantize_rows: bool = True) -> Product:
+def product_of(
+    matrix: QuantizedMatrix,
+    *,
+    block_product: BlockProduct | None = None,
+    in_8_bits: bool = True,
+) -> Product:
     """The product that takes the place of a `Linear`'s for a matrix on a GPU.
 
     It holds a copy of the matrix in the order of the kernels, so `matrix` is not needed any more
     (but where `prepares` says no: groups that are no multiple of 16 columns).
 
     Args:
-        quantize_rows: Many rows may be quantized to 8 bits as the matrix is. False: rows keep their
+        block_product: See `QuantizedProduct`.
+        in_8_bits: Many rows may be quantized to 8 bits as the matrix is. False: rows keep their
             type at every number of rows, and a row's result differs less between numbers of rows.
     """
     if not prepares(matrix):
         return lambda x, _, bias: quantized_product(x, matrix, bias)
-    return QuantizedProduct(prepare(matrix), quantize_rows)
+    return QuantizedProduct(prepare(matrix), block_product, in_8_bits=in_8_bits)
 
 
 def multiplies_in_8_bits(x: Tensor, matrix: PreparedMatrix) -> bool:
-    """Whether `linear_in_8_bits` serves: one scale for each row of the matrix, and the library's
-    conditions on devices, dtypes and sizes."""
+    """Whether the library has a product in 8 bits of as many rows as x has: one scale for each row
+    of the matrix, or blocks, and the library's conditions on devices, dtypes and sizes."""
     n, width = matrix.shape[0], matrix.padded_columns
-    if matrix.group != 0 or n % _ALIGNED or width % _ALIGNED or x.stride(-1) != 1:
+    if n % _ALIGNED or width % _ALIGNED or x.stride(-1) != 1:
+        return False
+    if matrix.group != 0 and not has_blocks(matrix):
         return False
     if matrix.kind == "fp8":
         # Library products with a scale for each row write bfloat16 alone, from sm_90 on.
         return x.dtype == torch.bfloat16 and (not x.is_cuda or _has_fp8(x.device))
-    return matrix.kind == "int8" and x.shape[0] >= _MIN_INT8_ROWS
+    halves = (torch.bfloat16, torch.float16)
+    return matrix.kind == "int8" and x.shape[0] >= _MIN_INT8_ROWS and x.dtype in halves
 
 
 def _has_fp8(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def linear_in_8_bits(x: Tensor, matrix: PreparedMatrix, bias: Tensor | None) -> Tensor:
-    """x @ matrix^T + bias, rows of x quantized as the matrix is, with a scale each.
+def multiply_in_8_bits(rows: QuantizedRows, matrix: PreparedMatrix, bias: Tensor | None) -> Tensor:
+    """rows @ matrix^T + bias.
 
     Args:
-        x: [M, K]; `multiplies_in_8_bits` says yes to it.
+        rows: [M, K]; `multiplies_in_8_bits` says yes to what they were made of.
         matrix: Of kind fp8 or int8, with a scale for each of its N rows.
-        bias: [N] of x's dtype.
+        bias: [N] of the rows' dtype.
 
     Returns:
-        [M, N] in x's dtype.
+        [M, N] in the rows' dtype.
     """
-    assert multiplies_in_8_bits(x, matrix) and matrix.row_scale is not None
-    codes, scales = quantize_rows(x, matrix)
+    assert matrix.row_scale is not None and matrix.group == 0
     if matrix.kind == "int8":
-        sums = torch._int_mm(codes, matrix.data.view(torch.int8).t())
-        y = torch.empty(sums.shape, dtype=x.dtype, device=x.device)
-        return scale_products(sums, scales, matrix.row_scale, bias, y)
+        sums = torch._int_mm(rows.codes, matrix.data.view(torch.int8).t())
+        y = torch.empty(sums.shape, dtype=rows.dtype, device=sums.device)
+        return scale_products(sums, rows.scales, matrix.row_scale, bias, y)
     # Fast accumulation is exact enough up to here: Hopper's tensor cores keep 14 bits of the sums.
     y = torch._scaled_mm(
-        codes,
+        rows.codes,
         matrix.data.view(torch.float8_e4m3fn).t(),
-        scale_a=scales,
+        scale_a=rows.scales,
         scale_b=matrix.row_scale.unsqueeze(0),
-        out_dtype=x.dtype,
+        out_dtype=rows.dtype,
         use_fast_accum=matrix.shape[1] <= _FAST_SUMS,
     )
     return y if bias is None else y.add_(bias)

@@ -17,10 +17,12 @@ from hetero_llm import LLM
 from hetero_llm.models.layers import Linear
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import model_class
+from hetero_llm.quantization.names import ONLINE_NAMES
 
 # Parameters that the model cards state.
 PUBLISHED = {
     "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
     "llama-3.2-1b": 1_235_814_400,
     "mistral-7b": 7_241_732_096,
     "qwen2.5-7b": 7_615_616_512,
@@ -131,3 +133,23 @@ def test_an_unknown_part(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     with pytest.raises(SystemExit):
         gpu_suite.main()
     assert "'tftt': one of decode, ttft, closed" in capsys.readouterr().err
+
+
+def test_the_suite_of_several_kinds_sets_them_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = f"suite --shape tiny --device cpu --parts ttft --lengths 32 --out {tmp_path}"
+    monkeypatch.setattr(sys, "argv", [*words.split(), "--quantization", "int4,none"])
+    monkeypatch.setitem(gpu_suite.VLLM, ("tiny", "int4", "ttft"), {32: 0.5})
+    gpu_suite.main()
+    plain, ours = (
+        json.loads((tmp_path / f"ttft.tiny{kind}.json").read_text()) for kind in ("", ".int4")
+    )
+    assert (plain["dtype"], ours["dtype"]) == ("bf16", "int4")
+    assert plain["rows"][0]["vllm_cold_ms"] == "-" and ours["rows"][0]["vllm_cold_ms"] == 0.5
+    table = json.loads((tmp_path / "quantized.tiny.json").read_text())["rows"]
+    assert [row["quantization"] for row in table] == ["none", "int4"]
+    cold = [results["rows"][0]["cold_ms"] for results in (plain, ours)]
+    assert [row["ttft 32"] for row in table] == cold
+    assert [row["ttft 32 over bf16"] for row in table] == [1.0, cold[1] / cold[0]]
+    assert set(gpu_suite.KINDS) == {"none", *ONLINE_NAMES}

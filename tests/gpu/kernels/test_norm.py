@@ -12,7 +12,14 @@ from hetero_llm.gpu.kernels.norm import (
     add_layer_norm_reference,
     add_rms_norm,
     add_rms_norm_reference,
+    quantized_rms_norm,
+    quantizes_norms,
 )
+from hetero_llm.gpu.kernels.quantize_rows import quantize_rows
+from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix, prepare
+from hetero_llm.quantization.matrix import BLOCK_ROWS
+from tests.gpu.kernels.test_quantize_rows import assert_same_rows
+from tests.quantization.matrices import random_matrix
 
 # The order of the sum of squares may decide a rounding, of the norm and then of the product. The
 # interpreter cuts bfloat16 off instead of rounding it, three times in a row.
@@ -199,3 +206,41 @@ def test_refuses_what_it_cannot_compute(device: torch.device) -> None:
     for residual, extra in ((None, x), (x.clone(), x[:2]), (x.clone(), x.half())):
         with pytest.raises(AssertionError):
             add_layer_norm(x, residual, extra, [(weight, None)], 1e-5)
+
+
+def matrix_of(kind: str, size: int, device: torch.device) -> PreparedMatrix:
+    if kind == "blocks":
+        return prepare(random_matrix("fp8", 16, size, group=128, rows=BLOCK_ROWS, device=device))
+    assert kind in ("fp8", "int8")
+    return prepare(random_matrix(kind, 16, size, device=device))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "blocks"])
+@pytest.mark.parametrize("size", [768, 576, 2304])
+@pytest.mark.parametrize("has_residual, gemma", [(True, False), (False, True)])
+def test_quantized_rows_equal_those_of_a_separate_pass(
+    device: torch.device, kind: str, size: int, has_residual: bool, gemma: bool
+) -> None:
+    torch.manual_seed(size)
+    x = torch.randn(3, size, device=device).bfloat16()
+    x[1] = 0.0
+    weight = torch.randn(size, device=device).bfloat16()
+    residual = torch.randn_like(x) * 4 if has_residual else None
+    expected_residual = residual.clone() if residual is not None else None
+    matrix = matrix_of(kind, size, device)
+    rows, total = quantized_rms_norm(x, residual, weight, 1e-5, matrix=matrix, gemma=gemma)
+    plain = add_gemma_rms_norm if gemma else add_rms_norm
+    norm, expected_total = plain(x, expected_residual, weight, 1e-5)
+    assert total is (x if residual is None else residual) and torch.equal(total, expected_total)
+    assert_same_rows(rows, quantize_rows(norm, matrix))
+
+
+def test_norms_that_cannot_be_quantized(device: torch.device) -> None:
+    assert quantizes_norms(matrix_of("blocks", 576, device))
+    assert not quantizes_norms(matrix_of("int8", 16, device))  # shorter than a chunk
+    assert not quantizes_norms(prepare(random_matrix("fp8", 16, 64, order=True, device=device)))
+    assert not quantizes_norms(prepare(random_matrix("int8", 16, 64, group=16, device=device)))
+    x = torch.zeros(0, 576, dtype=torch.bfloat16, device=device)
+    matrix = matrix_of("blocks", 576, device)
+    rows, total = quantized_rms_norm(x, None, x.new_ones(576), 1e-5, matrix=matrix, gemma=False)
+    assert rows.codes.shape == (0, 576) and total is x

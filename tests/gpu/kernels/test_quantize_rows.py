@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hetero_llm.gpu.kernels import quantize_rows as op
-from hetero_llm.gpu.kernels.quantized_gemm import prepare
-from hetero_llm.quantization.matrix import dequantize
+from hetero_llm.gpu.kernels.activation import gated_activation
+from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix, prepare
+from hetero_llm.quantization.matrix import BLOCK_ROWS, dequantize
 from tests.quantization.matrices import random_matrix
 
 
@@ -25,15 +26,57 @@ def test_equals_the_reference(device, kind, m, k, dtype, order):
     generator = torch.Generator().manual_seed(k)
     x = torch.randn(m, k + 8, generator=generator).to(device, dtype)[:, 8:]
     matrix = prepare(random_matrix(kind, 16, k, order=order, device=device))
-    codes, scales = op.quantize_rows(x, matrix)
-    expected, expected_scales = op.quantize_rows_reference(x, matrix)
-    assert codes.dtype == expected.dtype and codes.shape == expected.shape
-    torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
+    rows, expected = op.quantize_rows(x, matrix), op.quantize_rows_reference(x, matrix)
+    assert rows.codes.dtype == expected.codes.dtype and rows.codes.shape == expected.codes.shape
+    assert rows.num_rows == m and rows.dtype == dtype
+    torch.testing.assert_close(rows.scales, expected.scales, rtol=1e-6, atol=0)
     # A number in the middle between two codes may become either.
-    differ = (codes.view(torch.uint8) != expected.view(torch.uint8)).float()
+    differ = (rows.codes.view(torch.uint8) != expected.codes.view(torch.uint8)).float()
     assert m == 0 or differ.mean() < 5e-3
-    values, expected_values = codes.float() * scales, expected.float() * scales
+    values, expected_values = (r.codes.float() * rows.scales for r in (rows, expected))
     torch.testing.assert_close(values, expected_values, rtol=0.13, atol=0.02)
+
+
+def blocks_of(k: int, device: torch.device) -> PreparedMatrix:
+    return prepare(random_matrix("fp8", 144, k, group=128, rows=BLOCK_ROWS, device=device))
+
+
+@pytest.mark.parametrize("m, k", [(5, 384), (8, 2304), (1, 576), (0, 128)])
+def test_groups_of_columns_equal_the_reference(device, m, k):
+    matrix = blocks_of(k, device)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(k)).to(device, torch.bfloat16)
+    rows, expected = op.quantize_rows(x, matrix), op.quantize_rows_reference(x, matrix)
+    padded = -(-m // 4) * 4
+    assert rows.codes.shape == (padded, k) and rows.scales.shape == (padded, -(-k // 128))
+    assert rows.scales.stride() == (1, padded) or m == 0
+    torch.testing.assert_close(rows.scales[:m], expected.scales[:m], rtol=1e-6, atol=0)
+    differ = rows.codes[:m].view(torch.uint8) != expected.codes[:m].view(torch.uint8)
+    assert m == 0 or differ.float().mean() < 5e-3
+
+
+@pytest.mark.parametrize("kind, k", [("fp8", 272), ("int8", 2300), ("blocks", 384)])
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+def test_gates_equal_the_separate_pass(device, kind, k, name):
+    matrix = blocks_of(k, device) if kind == "blocks" else None
+    matrix = matrix or prepare(random_matrix(kind, 16, k, device=device))
+    generator = torch.Generator().manual_seed(k)
+    gate_up = torch.randn(3, 2 * k + 8, generator=generator).to(device, torch.bfloat16)[:, 8:]
+    assert_same_rows(
+        op.quantize_gated(gate_up, name, matrix),
+        op.quantize_rows(gated_activation(gate_up, name), matrix),
+    )
+    reference = op.quantize_gated_reference(gate_up, name, matrix)
+    values = op.quantize_gated(gate_up, name, matrix).codes[:3].float()
+    assert (values - reference.codes[:3].float()).norm() < 0.03 * values.norm()
+
+
+def assert_same_rows(rows: op.QuantizedRows, expected: op.QuantizedRows) -> None:
+    """Bit by bit, but for rows of padding."""
+    m = expected.num_rows
+    assert rows.num_rows == m and rows.dtype == expected.dtype
+    assert rows.scales.stride() == expected.scales.stride()
+    assert torch.equal(rows.scales[:m], expected.scales[:m])
+    assert torch.equal(rows.codes[:m].view(torch.uint8), expected.codes[:m].view(torch.uint8))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -42,17 +85,17 @@ def test_codes_are_in_the_order_of_the_matrix(device, kind):
     matrix = random_matrix(kind, 16, 320, order=True, device=device)
     prepared = prepare(matrix)
     x = torch.randn(4, 320, generator=torch.Generator().manual_seed(3)).to(device)
-    codes, scales = op.quantize_rows(x, prepared)
-    stored = prepared.data.view(codes.dtype).double()
-    y = codes.double() @ stored.t() * scales * prepared.row_scale
+    rows = op.quantize_rows(x, prepared)
+    stored = prepared.data.view(rows.codes.dtype).double()
+    y = rows.codes.double() @ stored.t() * rows.scales * prepared.row_scale
     expected = x.double() @ dequantize(matrix, torch.float64).t()
     assert (y - expected).norm() / expected.norm() < {"fp8": 0.04, "int8": 0.015}[kind]
 
 
 def test_a_row_of_zeros(device):
     matrix = prepare(random_matrix("fp8", 16, 64, device=device))
-    codes, scales = op.quantize_rows(torch.zeros(2, 64, device=device), matrix)
-    assert (codes.float() == 0).all() and scales.isfinite().all()
+    rows = op.quantize_rows(torch.zeros(2, 64, device=device), matrix)
+    assert (rows.codes.float() == 0).all() and rows.scales.isfinite().all()
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hetero_llm.gpu.kernels import quantized_gemm as op
-from hetero_llm.gpu.kernels.skinny_gemm import MAX_ROWS, SkinnyConfig
+from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig
 from hetero_llm.quantization.matrix import BLOCK_ROWS, KINDS, Kind, QuantizedMatrix, dequantize
 from tests.quantization.matrices import random_matrix
 
@@ -27,7 +27,7 @@ def config_for(m: int, matrix: op.PreparedMatrix, **changes: int) -> SkinnyConfi
     if m == 1:
         small = SkinnyConfig(1, 16, 256 * matrix.parts, num_warps=1)
     else:
-        block_m = next(size for size in (8, 16, 32, 64) if m <= size)
+        block_m = next(size for size in (8, 16, 32, 64, 128) if m <= size)
         small = SkinnyConfig(block_m, 32, matrix.chunk, num_warps=2, num_stages=3)
     return replace(small, **changes)
 
@@ -132,7 +132,7 @@ def test_sizes_that_are_no_multiples_of_the_tiles(device, m, kind, n, k, setting
     check(device, m, random_matrix(kind, n, k, **settings), with_bias=True)
 
 
-@pytest.mark.parametrize("m", [8, 9, 16, 31, 64])
+@pytest.mark.parametrize("m", [8, 9, 16, 31, 64, 65])
 def test_numbers_of_rows(device, m):
     kind = KINDS[m % len(KINDS)]
     check(device, m, random_matrix(kind, 40, 128, group=64), dtype=torch.bfloat16)
@@ -205,6 +205,7 @@ def test_what_prepare_writes():
     assert prepared.nbytes == 2 * 64 + 2 * 16 * 4
     assert op.prepare(random_matrix("fp8", 4, 1024)).chunk == 256
     assert op.prepare(random_matrix("fp4", 4, 1024, group=16)).chunk == 64
+    assert op.prepare(random_matrix("fp8", 4, 1024, group=128, rows=BLOCK_ROWS)).chunk == 128
 
 
 def test_groups_that_have_no_prepared_form():
@@ -231,7 +232,7 @@ def test_every_choice_fits(model):
     for n, k in MODELS[model]:
         for kind, group in (("fp8", k), ("int8", 32), ("int4", 64), ("fp4", 16), ("nf4", 64)):
             matrix = on_meta(kind, n, k, group)
-            for m in range(1, MAX_ROWS + 1):
+            for m in range(1, op.MAX_ROWS + 1):
                 config = op.choose(m, matrix)
                 assert op.fits(config, m, matrix), (m, n, k, kind, config)
 
@@ -258,7 +259,7 @@ def test_what_is_served(device):
     assert op.serves(x, matrix, None)
     assert not op.serves(x.float(), matrix, None)
     assert not op.serves(x, matrix, torch.zeros(8, device=device))
-    assert not op.serves(x[:1].expand(MAX_ROWS + 1, 64), matrix, None)
+    assert not op.serves(x[:1].expand(op.MAX_ROWS + 1, 64), matrix, None)
     assert not op.serves(x[:, :48], matrix, None)
     odd = op.prepare(random_matrix("int8", 8, 40, device=device))
     assert not op.serves(x[:, :40], odd, None)

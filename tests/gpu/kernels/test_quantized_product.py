@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from hetero_llm.gpu.kernels import quantized_product as op
-from hetero_llm.gpu.kernels.quantized_gemm import prepare
+from hetero_llm.gpu.kernels.block_product import multiply_blocks_reference
+from hetero_llm.gpu.kernels.quantize_rows import quantize_rows
+from hetero_llm.gpu.kernels.quantized_gemm import MAX_ROWS, prepare
 from hetero_llm.quantization.matrix import BLOCK_ROWS, KINDS, QuantizedMatrix, dequantize
 from tests.quantization.matrices import random_matrix
 
@@ -51,11 +53,64 @@ def test_many_rows_in_8_bits(device, kind, error):
     x = rows(device, 70, 272)
     assert op.multiplies_in_8_bits(x, prepare(matrix.to(device)))
     assert 2e-3 < error_of(device, x, matrix) < error
-    assert error_of(device, x, matrix, quantize_rows=False) < 6e-3
+    assert error_of(device, x, matrix, in_8_bits=False) < 6e-3
+
+
+def test_many_rows_in_blocks(device):
+    """A scale for each 128 columns of a row, whose sizes differ by orders of magnitude."""
+    matrix = random_matrix("fp8", 144, 384, group=128, rows=BLOCK_ROWS)
+    x = rows(device, 5, 384)
+    x[:, :128] *= 1e-3
+    x[:, 256:] *= 1e3
+    prepared = prepare(matrix.to(device))
+    assert not op.QuantizedProduct(prepared).can_quantize(x)
+    made = []
+
+    def block_product(*args):
+        made.append(args)
+        return multiply_blocks_reference(*args)
+
+    product = op.QuantizedProduct(prepared, block_product, few_rows=2)
+    exact = x.double() @ dequantize(matrix, torch.float64).to(device).t()
+    for part, few in ((x[:5], False), (x[:2], True)):
+        bias = torch.linspace(-1, 1, 144).to(device, x.dtype)
+        error = product(part, None, bias).double() - (exact[: len(part)] + bias.double())
+        error = error.norm() / exact[: len(part)].norm()
+        assert error < 1e-2 if few else 2e-3 < error < 0.04
+        assert len(made) == 1
+    product.in_8_bits = False
+    error = product(x[:5], None, None).double() - exact[:5]
+    assert error.norm() < 6e-3 * exact[:5].norm() and len(made) == 1
+
+
+@pytest.mark.parametrize("few_rows, m", [(0, 2), (3, 3), (3, 18), (200, MAX_ROWS + 2)])
+def test_switch_points_may_be_moved(device, few_rows, m):
+    """Beyond the most rows of one kernel it reads the weights again."""
+    matrix = random_matrix("int8", 16, 64).to(device)
+    product = op.QuantizedProduct(prepare(matrix), few_rows=few_rows)
+    x = rows(device, m, 64)
+    quantized = m > few_rows and m > 16
+    assert product.quantizes(x) == quantized
+    y = product(x, None, None)
+    expected = x.double() @ dequantize(matrix, torch.float64).t()
+    error = (y.double() - expected).norm() / expected.norm()
+    assert 2e-3 < error < 0.015 if quantized else error < 1e-2
+    assert torch.equal(y, product.of_few_rows(x, None)) == (not quantized and m <= few_rows)
+
+
+def test_rows_that_come_quantized(device):
+    matrix = random_matrix("fp8", 48, 272)
+    bias = torch.linspace(-1, 1, 48).to(device, torch.bfloat16)
+    product = op.QuantizedProduct(prepare(matrix.to(device)), few_rows=2)
+    x = rows(device, 3, 272)
+    y = product(quantize_rows(x, product.matrix), None, bias)
+    assert torch.equal(y, product(x, None, bias))
 
 
 def test_what_8_bits_cannot_serve(device):
     x = rows(device, 70, 256)
+    eight = prepare(random_matrix("int8", 32, 256, device=device))
+    assert not op.multiplies_in_8_bits(x.float(), eight)
     assert not op.multiplies_in_8_bits(x, prepare(random_matrix("int4", 32, 256, device=device)))
     grouped = prepare(random_matrix("int8", 32, 256, group=128, device=device))
     assert not op.multiplies_in_8_bits(x, grouped)

@@ -1,0 +1,138 @@
+"""Where quantized products switch from kernels of few rows to the library, measured at start.
+
+Both ways are right at every number of rows, so only time decides, and that depends on the kind of
+the weights, their shape and the versions of card and library. For each kind and shape of a model
+two ways are timed where the default switches, and at twice or half as many rows as long as one way
+is clearly ahead. A difference of less than 5% changes nothing: one engine shall switch where the
+one before did, since the ways differ in the last bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+
+import torch
+
+from hetero_llm.gpu.graph_set import GraphSet, replay_seconds
+from hetero_llm.gpu.kernels.quantized_gemm import serves
+from hetero_llm.gpu.kernels.quantized_product import FEW_ROWS, QuantizedProduct
+
+logger = logging.getLogger(__name__)
+
+Body = Callable[[], None]
+
+POINTS = (16, 32, FEW_ROWS, 128, 256)
+"""Numbers of rows at which a product may switch."""
+
+_MANY = 2048  # rows, with which the library's products in 8 and in 16 bits are compared
+_AHEAD = 1.05  # how many times as fast one way must be to be taken instead of the default
+_MOST_SHAPES = 8  # the largest are measured, all others switch where the default does
+_BYTES = 150e6  # of weights read in one timing: three times what L2 holds
+
+
+def graph_seconds(bodies: Sequence[Body]) -> list[float]:
+    """Seconds of each body on the device, replayed as a graph: what runs in a step."""
+    graphs = GraphSet[int]()
+    for index, body in enumerate(bodies):
+        graphs.capture(index, body)
+    return replay_seconds(graphs, range(len(bodies)))
+
+
+@torch.inference_mode()
+def measure_switch_points(
+    products: Iterable[QuantizedProduct],
+    dtype: torch.dtype,
+    *,
+    seconds: Callable[[Sequence[Body]], Sequence[float]] = graph_seconds,
+) -> None:
+    """Sets `few_rows` and `in_8_bits` of each product: alike for all of one kind and shape.
+
+    Args:
+        products: Of one model, on one device.
+        dtype: Of its activations; in float32 there is nothing to choose.
+        seconds: Times bodies, each in turn.
+    """
+    begin = time.perf_counter()
+    alike: dict[tuple[object, ...], list[QuantizedProduct]] = {}
+    for product in products:
+        alike.setdefault(_form(product), []).append(product)
+    largest = sorted(alike.values(), key=lambda same: -same[0].matrix.nbytes)[:_MOST_SHAPES]
+    lines = []
+    for same in largest:
+        try:
+            lines += _measure(same, dtype, seconds)
+        except torch.OutOfMemoryError:
+            logger.warning("no memory to measure where quantized products switch: default kept")
+            break
+    if lines:
+        spent = time.perf_counter() - begin
+        logger.info("quantized products, measured in %.1f s: %s", spent, "; ".join(lines))
+
+
+def _form(product: QuantizedProduct) -> tuple[object, ...]:
+    """What the time of a product depends on."""
+    matrix = product.matrix
+    extras = (matrix.zero, matrix.offset, matrix.row_scale, matrix.order, product.block_product)
+    return (
+        *(matrix.kind, matrix.shape, matrix.group, matrix.rows, matrix.scale_dtype),
+        *(extra is None for extra in extras),
+    )
+
+
+def _measure(
+    same: list[QuantizedProduct],
+    dtype: torch.dtype,
+    seconds: Callable[[Sequence[Body]], Sequence[float]],
+) -> list[str]:
+    """Decides for products of one kind and shape. Returns what to log."""
+    first, matrix = same[0], same[0].matrix
+    enough = sum(total < _BYTES for total in accumulate(p.matrix.nbytes for p in same))
+    timed = same[: enough + 1]
+
+    def rows(count: int) -> torch.Tensor:
+        return torch.randn(count, matrix.shape[1], device=matrix.device).to(dtype)
+
+    def many(x: torch.Tensor, in_8_bits: bool) -> Body:
+        def run() -> None:
+            for product in timed:
+                product.of_many_rows(x, None, in_8_bits=in_8_bits)
+
+        return run
+
+    def few(x: torch.Tensor) -> Body:
+        def run() -> None:
+            for product in timed:
+                product.of_few_rows(x, None)
+
+        return run
+
+    def ratio(count: int) -> float:
+        """Time by kernels of few rows over time by the library."""
+        x = rows(count)
+        by_few, by_many = seconds([few(x), many(x, in_8_bits)])
+        return by_few / by_many
+
+    if not serves(rows(1), matrix, None):
+        return []
+    x = rows(_MANY)
+    in_8_bits = first.in_8_bits and first.can_quantize(x)
+    if in_8_bits:
+        eight, sixteen = seconds([many(x, True), many(x, False)])
+        in_8_bits = eight < sixteen * _AHEAD
+    del x
+    at = POINTS.index(FEW_ROWS)
+    if ratio(POINTS[at]) > _AHEAD:
+        at -= 1
+        while at > 0 and ratio(POINTS[at]) > _AHEAD:
+            at -= 1
+    else:
+        while at + 1 < len(POINTS) and ratio(POINTS[at + 1]) * _AHEAD < 1:
+            at += 1
+    for product in same:
+        product.few_rows, product.in_8_bits = POINTS[at], in_8_bits
+    n, k = matrix.shape
+    bits = 8 if in_8_bits else 16
+    return [f"{matrix.kind} {n} x {k} switch at {POINTS[at]} rows to {bits} bits"]
