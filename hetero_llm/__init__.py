@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hetero_llm.core.errors import AdapterError as AdapterError
     from hetero_llm.core.errors import ConfigError as ConfigError
     from hetero_llm.core.errors import DuplicateRequestError as DuplicateRequestError
     from hetero_llm.core.errors import EngineDeadError as EngineDeadError
@@ -92,6 +93,7 @@ _HOMES = {
     "ScoringOutput": "hetero_llm.core.pooling_outputs",
     "ScoringRequestOutput": "hetero_llm.core.pooling_outputs",
     "HeteroLLMError": "hetero_llm.core.errors",
+    "AdapterError": "hetero_llm.core.errors",
     "ConfigError": "hetero_llm.core.errors",
     "ModelLoadError": "hetero_llm.core.errors",
     "RequestError": "hetero_llm.core.errors",
