@@ -76,15 +76,19 @@ class AdapterRef:
     """An adapter that was read and checked: what requests, prefixes and slots know it by.
 
     Attributes:
+        request: that named it.
         content_hash: SHA-256 over its tensors and scales, in hexadecimal; adapters with the same
             hash give the same tokens and share slots and cached prefixes.
         rank: of the `Linear` where it is largest.
     """
 
-    name: str
-    number: int
+    request: LoRARequest
     content_hash: str
     rank: int
+
+    @property
+    def name(self) -> str:
+        return self.request.lora_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ def read_adapter(
                 raise AdapterError("tensor", tensor.name, reason)
     linears = _by_linear(stored, tensors, dtype)
     rank = max(linear.a.shape[0] for linear in linears.values())
-    ref = AdapterRef(request.lora_name, request.lora_int_id, content_hash, rank)
+    ref = AdapterRef(request, content_hash, rank)
     return Adapter(ref, linears)
 
 

@@ -8,7 +8,8 @@ memory: a served one may have given its weights to other forms.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +56,11 @@ class AdapterTargets:
     targets: Mapping[str, Target]
     refused: Mapping[str, str]
     checkpoint_name: Callable[[str], str | None]
-    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    sizes: Mapping[str, tuple[int, int]]
+
+    def linears(self) -> set[str]:
+        """The names of the `Linear` layers that may have an adapter."""
+        return {target.linear for target in self.targets.values()}
 
     def own_name(self, module: str) -> str | None:
         """The name in `targets` or `refused` of a module as an adapter calls it; None if the model
@@ -67,14 +72,19 @@ class AdapterTargets:
         return None
 
 
-def adapter_targets(model: CausalLM, config: ModelConfig) -> AdapterTargets:
+def adapter_targets(
+    model: CausalLM, config: ModelConfig, *, field: str = "enable_lora", value: Any = True
+) -> AdapterTargets:
     """Lists the modules of a model that was just loaded, before its layers are replaced.
+
+    Args:
+        field, value: the argument that wants adapters.
 
     Raises:
         ConfigError: the model is of a kind that takes no adapters.
     """
     if isinstance(model, ImageCausalLM):
-        raise ConfigError("enable_lora", True, "a model with images takes no adapters yet")
+        raise ConfigError(field, value, "a model with images takes no adapters yet")
     if not isinstance(config, TransformersConfig):  # whose code may need memory
         with torch.device("meta"):
             model = model_class(config.architecture)(config)
