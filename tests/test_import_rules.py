@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "pooling": ("core", "config", "utils", "models", "runner"),
     "cpu": _DEVICE,
     "cpu.draft_worker": (*_DEVICE, "cpu", "spec_decode", "bridge.ipc"),
-    "gpu": (*_DEVICE, "bridge.kv_offload"),
+    "gpu": (*_DEVICE, "bridge.kv_offload", "lora"),
     "gpu.kernels": ("models", "quantization.matrix", "sampling"),
     "engine": _ENGINE,
     "engine.resolve": (*_ENGINE, "demo_models"),

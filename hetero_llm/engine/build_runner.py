@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hetero_llm.core.acceptance import TypicalAcceptance
     from hetero_llm.cpu.backend import NativeBackend
     from hetero_llm.cpu.model_runner import NativeModelRunner
+    from hetero_llm.gpu.adapters import GpuAdapters
     from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
     from hetero_llm.models.config import ModelConfig
     from hetero_llm.models.layers import CausalLM
@@ -56,6 +57,7 @@ class RunnerInputs:
     native: NativeBackend | None
     typical: TypicalAcceptance | None
     layer_ready: LayerReadyFlags | None
+    adapters: GpuAdapters | None
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -74,6 +76,7 @@ def build_runner(
     drafts: bool,
     native: NativeBackend | None,
     layer_ready: LayerReadyFlags | None = None,
+    adapters: GpuAdapters | None = None,
 ) -> BuiltRunner:
     """Builds the runner and its KV cache.
 
@@ -81,6 +84,7 @@ def build_runner(
         drafts: whether steps may have draft trees.
         native: settings of the native executor; None: it does not run the model.
         layer_ready: flags at which steps wait for KV loads from host memory; None: there are none.
+        adapters: of the model's products on a GPU; None: it has none there.
 
     Raises:
         ConfigError: there is not enough memory.
@@ -98,6 +102,7 @@ def build_runner(
         native,
         None if config.speculation is None else config.speculation.typical,
         layer_ready,
+        adapters,
     )
     if config.cache.num_blocks is not None:
         needed, length = inputs.blocks_per_sequence, scheduler_config.max_model_len
@@ -246,6 +251,7 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
             graphs=graphs,
             drafts=inputs.drafts,
             layer_ready=cast("DeviceLayerReadyFlags | None", inputs.layer_ready),
+            adapters=inputs.adapters,
         )
         runner.typical = inputs.typical
         return BuiltRunner(runner, cache)

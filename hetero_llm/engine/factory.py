@@ -20,7 +20,12 @@ from hetero_llm.config.offload_config import no_effect_on_cpu
 from hetero_llm.core.drafter import CostAware
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.core.step_times import StepTimes
-from hetero_llm.engine.build_adapters import apply_adapters, prepare_adapters
+from hetero_llm.engine.build_adapters import (
+    ServedAdapters,
+    apply_adapters,
+    device_adapters,
+    prepare_adapters,
+)
 from hetero_llm.engine.build_device_draft import DeviceDraft, count_blocks, draft_limits
 from hetero_llm.engine.build_draft_worker import (
     DraftModel,
@@ -241,7 +246,7 @@ def _join(
     dtype_name = str(dtype).removeprefix("torch.")
     native = _native_backend(config, model_config, dtype, device)
     backend = _backend_name(config, device, native=native is not None)
-    stores: list[AdapterStore | None] = []
+    served: list[ServedAdapters | None] = []
     model = _load_weights(
         config,
         inputs.folder,
@@ -250,11 +255,13 @@ def _join(
         device=device,
         show_progress=inputs.show_progress,
         backend=backend,
-        loaded=lambda model: stores.append(
-            prepare_adapters(config.lora, model, model_config, dtype)
+        loaded=lambda model: served.append(
+            prepare_adapters(
+                *(config.lora, model, model_config, dtype), on_gpu=device.type == "cuda"
+            )
         ),
     )
-    (adapters,) = stores
+    adapters = None if served[0] is None else served[0].store
     num_parameters = model.parameters_per_token()  # before an executor takes the weights over
     device_draft = None if drafter is not None else _load_device_draft(config, inputs, backend)
     shape = cache_shape(config, model_config, dtype, device)
@@ -269,9 +276,10 @@ def _join(
         drafts=drafter is not None or config.speculation is not None,
         native=native,
         layer_ready=None if host is None else host.layer_ready,
+        adapters=device_adapters(served[0], model, config, device),
     )
     runner, num_blocks, store = built.runner, built.cache.num_blocks, None
-    if adapters is not None:
+    if adapters is not None and device.type == "cpu":
         apply_adapters(runner, adapters, config, device)
     if device_draft is not None:
         drafter = device_draft.drafter()
@@ -508,12 +516,18 @@ def _check_no_adapters(config: EngineConfig) -> None:
 
 def _check_adapters(config: EngineConfig, device: torch.device) -> None:
     """Raises ConfigError: adapters cannot be served like this; before any weight is read."""
-    if config.lora.enabled and device.type != "cpu":
-        reason = "adapters on a GPU are not available yet; use device='cpu', or lora_merge for one"
-        raise ConfigError("enable_lora", True, reason)
-    if config.lora.merge is not None and config.load.cpu_offload_gb:
+    lora = config.lora
+    if lora.enabled and device.type != "cpu":
+        reason = "cannot be combined with {} on a GPU yet; use lora_merge for one adapter"
+        for name, given in (
+            ("batch_invariant", config.batch_invariant),
+            ("cpu_offload_gb", config.load.cpu_offload_gb),
+        ):
+            if given:
+                raise ConfigError("enable_lora", True, reason.format(name))
+    if lora.merge is not None and config.load.cpu_offload_gb:
         reason = "cannot be combined with cpu_offload_gb: use one of them"
-        raise ConfigError("lora_merge", config.lora.merge, reason)
+        raise ConfigError("lora_merge", lora.merge, reason)
 
 
 def _on_torch(config: EngineConfig, model_config: ModelConfig) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -49,20 +50,28 @@ class AdapterStore:
 
     Args:
         targets: the modules of the model.
+        place: makes of an adapter what is kept in host memory; None: it is kept as it is.
         capacity: most adapters in host memory; more than are held at the same time.
         max_rank, dtype: see `read_adapter`.
     """
 
     def __init__(
-        self, targets: AdapterTargets, *, capacity: int, max_rank: int, dtype: torch.dtype
+        self,
+        targets: AdapterTargets,
+        *,
+        capacity: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        place: Callable[[Adapter], Any] | None = None,
     ) -> None:
         self._targets = targets
+        self._place = place
         self._capacity = capacity
         self._max_rank = max_rank
         self._dtype = dtype
         self._known: dict[str, tuple[LoRARequest, AdapterRef]] = {}  # by name
         self._sources: dict[str, LoRARequest] = {}  # by content, of all adapters ever opened
-        self._loaded: dict[str, Adapter] = {}  # by content, the least recently used first
+        self._loaded: dict[str, Any] = {}  # by content, the least recently used first
         self._held: Counter[str] = Counter()
         self.num_reads = 0
 
@@ -138,8 +147,8 @@ class AdapterStore:
         if not self._held[key]:
             del self._held[key]
 
-    def held(self, adapter: AdapterRef) -> Adapter:
-        """The tensors of an adapter that is held."""
+    def held(self, adapter: AdapterRef) -> Any:
+        """What host memory has of an adapter that is held."""
         return self._loaded[adapter.content_hash]
 
     def _read(self, request: LoRARequest) -> Adapter:
@@ -162,5 +171,6 @@ class AdapterStore:
             if unused is None:
                 break
             del self._loaded[unused]
-        self._loaded[adapter.ref.content_hash] = adapter
+        placed = adapter if self._place is None else self._place(adapter)
+        self._loaded[adapter.ref.content_hash] = placed
         logger.debug("adapter %r: %.1f MiB", adapter.ref.name, adapter.num_bytes / 2**20)

@@ -5,8 +5,8 @@ adapters that rows of the step name (the grouped products of Punica, Chen et al.
 
 - `lora_shrink_kernel`, u = A x: before the base product, which may start while it runs. Few rows
   would leave most of the device idle, so K is split among programs; each writes its partial sums.
-- `lora_expand_kernel`, y += B (scales * u): behind the base product, whose output it adds to. It sums
-  the partial sums in the order of the splits, so a result does not depend on timing.
+- `lora_expand_kernel`, y += B (scales * u): behind the base product, whose output it adds to. It
+  sums the partial sums in the order of the splits, so a result does not depend on timing.
 
 A layer that multiplies with several matrices at once (queries, keys and values) has a part for
 each: A of all parts one below the other, and the features of a part take that part's sums alone.
