@@ -1,5 +1,6 @@
-"""LoRA adapters through captured graphs, drafts, the prefix cache, few blocks and quantized weights:
-tokens are those of transformers with the adapter merged, in float32 on the CPU."""
+"""LoRA adapters through captured graphs, drafts, the prefix cache, few blocks and quantized weights.
+
+Tokens are those of transformers with the adapter merged, in float32 on the CPU."""
 
 from __future__ import annotations
 
