@@ -26,7 +26,7 @@ PATIENCE = 32
 class NoAdapterSlots:
     """In the place of `AdapterSlots` where adapters are not served."""
 
-    num_slots = 0
+    num_slots = num_loads = 0
 
     def begin_pass(self) -> None:
         pass
