@@ -23,7 +23,12 @@ from hetero_llm import (
     RequestOutput,
     SamplingParams,
 )
-from tests.helpers.adapters import TinyAdapter, change_config, merge, write_adapter
+from tests.helpers.adapters import (
+    TinyAdapter,
+    change_config,
+    merge,
+    write_adapter,
+)
 from tests.models import tiny_moe
 from tests.models.tiny import VARIANTS, VOCAB_SIZE, make_tiny_checkpoint, reference_attention
 
@@ -140,6 +145,7 @@ def test_families(family: str, tmp_path: Path) -> None:
     which = [1, 0, 2, 1, 2, 0]
     requests = base.requests
     with base.start(max_num_batched_tokens=7, max_num_seqs=6) as llm:
+        assert llm.backend == "torch"
         outputs = run(llm, prompts_of(6, number), PARAMS, [requests[w] for w in which])
     for output, w in zip(outputs, which, strict=True):
         base.check(output, w)
