@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import transformers
 
 from hetero_llm import LLM, AdapterError, LLMEngine, LoRARequest, SamplingParams
 from hetero_llm.engine.async_engine import AsyncLLMEngine
-from tests.helpers.adapters import change_config, write_adapter
+from tests.helpers.adapters import TinyAdapter, change_config, write_adapter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = "def add(a, b):"
@@ -77,6 +78,18 @@ def test_requests_adapters_and_errors(
         assert not await engine.remove_lora(1)
         assert await engine.add_lora(requests[0])
         assert await tokens(0, requests[0], 10) == expected[1]
+        # Two others take the slots and the host memory of a third, whose files go meanwhile.
+        gone = LoRARequest("gone", 8, str(tmp_path / "gone"))
+        shutil.copytree(requests[0].lora_path, gone.lora_path)
+        change_config(TinyAdapter(tmp_path / "gone", {}), lora_alpha=3)
+        assert await engine.add_lora(gone)
+        assert await tokens(1, requests[0], 11) == expected[1]
+        assert await tokens(2, requests[1], 11) == expected[2]
+        assert await engine.add_lora(requests[2])
+        shutil.rmtree(gone.lora_path)
+        with pytest.raises(AdapterError, match="lora_request='gone': .*no such folder"):
+            await tokens(0, gone, 12)
+        assert await tokens(1, requests[0], 12) == expected[1]
         figures = await engine.metrics()
         assert figures["max_loras"] == 2
         assert figures["lora_loads"] >= 3
