@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import (
+    AdapterError,
     ConfigError,
     DuplicateRequestError,
     EngineDeadError,
@@ -314,6 +315,8 @@ class AsyncLLMEngine:
                     constraint = request.params.structured_outputs
                     if constraint is not None:  # as `LLM`: the request's own mistake
                         raise RequestError(*constraint.given, output.error)
+                    if request.adapter is not None:  # whose files have gone or changed
+                        raise AdapterError("lora_request", request.adapter.name, output.error)
                     raise HeteroLLMError(output.error)
                 yield output
         finally:

@@ -266,6 +266,21 @@ class Engine:
             **self.scheduler.loads.metrics(),
             **(speculation_metrics(stats) if stats.num_drafts else {}),
             **({} if self.background_drafter is None else self.background_drafter.metrics()),
+            **self._adapter_metrics(),
+        }
+
+    def _adapter_metrics(self) -> dict[str, float]:
+        """Requests by the names of their adapters: "lora_running/<name>" and "lora_waiting/<name>";
+        nothing without slots."""
+        slots = self.scheduler.adapters
+        if not slots.num_slots:
+            return {}
+        running, waiting = self.scheduler.count_adapters()
+        return {
+            "max_loras": slots.num_slots,
+            "lora_loads": slots.num_loads,
+            **{f"lora_running/{name}": count for name, count in running.items()},
+            **{f"lora_waiting/{name}": count for name, count in waiting.items()},
         }
 
     def histograms(self) -> dict[str, Histogram]:

@@ -146,6 +146,7 @@ class AdapterStore:
         assert self._held[key] >= 0, "an adapter was released once too often"
         if not self._held[key]:
             del self._held[key]
+            self._drop_unused(self._capacity)
 
     def held(self, adapter: AdapterRef) -> Any:
         """What host memory has of an adapter that is held."""
@@ -164,13 +165,16 @@ class AdapterStore:
         self._keep(found)
 
     def _keep(self, adapter: Adapter) -> None:
-        """Adds an adapter to host memory, as the one used last; drops others beyond capacity."""
+        """Adds an adapter to host memory, as the one used last."""
         self._loaded.pop(adapter.ref.content_hash, None)
-        while len(self._loaded) >= self._capacity:
-            unused = next((key for key in self._loaded if not self._held[key]), None)
-            if unused is None:
-                break
-            del self._loaded[unused]
+        self._drop_unused(self._capacity - 1)
         placed = adapter if self._place is None else self._place(adapter)
         self._loaded[adapter.ref.content_hash] = placed
         logger.debug("adapter %r: %.1f MiB", adapter.ref.name, adapter.num_bytes / 2**20)
+
+    def _drop_unused(self, most: int) -> None:
+        """Drops adapters that are not held, the least recently used ones first, down to `most`.
+        Right after a read there may be one too many: all others are held."""
+        unused = [key for key in self._loaded if not self._held[key]]
+        for key in unused[: max(len(self._loaded) - most, 0)]:
+            del self._loaded[key]

@@ -18,11 +18,14 @@ from hetero_llm.core.errors import ConfigError
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.transformers import TransformersConfig
 from hetero_llm.models.experts import Experts
-from hetero_llm.models.layers import CausalLM, Embedding, Linear, RearrangedView
+from hetero_llm.models.layers import CausalLM, Embedding, Linear, Product, RearrangedView
 from hetero_llm.models.multimodal import ImageCausalLM
 from hetero_llm.models.registry import model_class
+from hetero_llm.models.transformers_backend import TransformersForCausalLM
+from hetero_llm.models.transformers_check import trial_step
 
 _WEIGHT = ".weight"
+_TRIED_TOKENS = 53
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +88,47 @@ def adapter_targets(
     """
     if isinstance(model, ImageCausalLM):
         raise ConfigError(field, value, "a model with images takes no adapters yet")
-    if not isinstance(config, TransformersConfig):  # whose code may need memory
-        with torch.device("meta"):
-            model = model_class(config.architecture)(config)
-    return _targets_of(model)
+    if isinstance(config, TransformersConfig):  # whose code may need memory
+        assert isinstance(model, TransformersForCausalLM)
+        return _targets_of(model, _on_other_rows(model))
+    with torch.device("meta"):
+        return _targets_of(model_class(config.architecture)(config), {})
 
 
-def _targets_of(model: CausalLM) -> AdapterTargets:
+@torch.inference_mode()
+def _on_other_rows(model: TransformersForCausalLM) -> dict[int, str]:
+    """Why the weights of layers that do not multiply all tokens of a step take no adapter, by
+    identity: found by a step of a class of transformers, whose experts may be linear layers."""
+    calls: dict[int, list[int]] = {}
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    before = [linear.product for linear in linears]
+
+    def counted(weight_id: int, product: Product) -> Product:
+        def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            calls.setdefault(weight_id, []).append(len(x))
+            return product(x, weight, bias)
+
+        return multiply
+
+    for linear in linears:
+        linear.product = counted(id(linear.weight), linear.product)
+    try:
+        trial_step(model, _TRIED_TOKENS)()
+    finally:
+        for linear, product in zip(linears, before, strict=True):
+            linear.product = product
+    reason = "its layer does not run on all tokens of a step (as experts do not)"
+    return {
+        id(linear.weight): reason
+        for linear in linears
+        if set(calls.get(id(linear.weight), ())) != {_TRIED_TOKENS}
+    }
+
+
+def _targets_of(model: CausalLM, others: Mapping[int, str]) -> AdapterTargets:
+    """`others`: why further weights take no adapter, by identity."""
     owners: dict[int, str] = {}
-    refusals: dict[int, str] = {}
+    refusals: dict[int, str] = dict(others)
     heads = {id(module) for module in model.head_modules()}
     sizes: dict[str, tuple[int, int]] = {}
     for path, module in model.named_modules():
@@ -103,7 +138,7 @@ def _targets_of(model: CausalLM) -> AdapterTargets:
         elif id(module) in heads or isinstance(module, (Embedding, nn.Embedding)):
             reason = "an adapter of the head or the embedding is not available yet"
             refusals.update({id(parameter): reason for parameter in module.parameters()})
-        elif isinstance(module, Linear):
+        elif isinstance(module, Linear) and id(module.weight) not in others:
             owners[id(module.weight)] = path
             height, width = module.weight.shape
             sizes[path] = height, width

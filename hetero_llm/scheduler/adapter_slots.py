@@ -26,7 +26,7 @@ PATIENCE = 32
 class NoAdapterSlots:
     """In the place of `AdapterSlots` where adapters are not served."""
 
-    num_slots = 0
+    num_slots = num_loads = 0
 
     def begin_pass(self) -> None:
         pass
@@ -166,18 +166,12 @@ class AdapterSlots:
                 return False
             own = self._reserved.get(key)
             victim = own if own in unused else unused[0]
+        self._memory.hold(adapter)
         if victim is None:
-            self._memory.hold(adapter)
             slot = self._free.pop()
         else:
-            before, slot = self._resident[victim]
+            before, slot = self._resident.pop(victim)
             self._memory.release(before)
-            try:
-                self._memory.hold(adapter)
-            except BaseException:
-                self._memory.hold(before)
-                raise
-            del self._resident[victim]
         self._resident[key] = (adapter, slot)
         self._loads.append(AdapterLoad(slot, adapter))
         self.num_loads += 1

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -143,6 +143,13 @@ class Scheduler:
     def kv_cache_usage(self) -> float:
         """Share of KV blocks that running sequences hold, 0 to 1."""
         return 1.0 - self.blocks.num_free / self.blocks.num_blocks
+
+    def count_adapters(self) -> tuple[Counter[str], Counter[str]]:
+        """Running and waiting sequences with an adapter, by its name."""
+        running = Counter(_adapter_names(self._running))
+        waiting = Counter(_adapter_names(self._waiting))
+        waiting.update(_adapter_names(entry.sequence for entry in self.loads.all()))
+        return running, waiting
 
     def reset_prefix_cache(self) -> None:
         self.blocks.reset_prefix_cache()
@@ -930,6 +937,11 @@ class Scheduler:
 def _is_guided(sequence: Sequence) -> bool:
     """Whether a grammar may force tokens of the sequence as drafts."""
     return sequence.request.grammar is not None and sequence.request.may_draft
+
+
+def _adapter_names(sequences: Iterable[Sequence]) -> Iterator[str]:
+    adapters = (sequence.request.adapter for sequence in sequences)
+    return (adapter.name for adapter in adapters if adapter is not None)
 
 
 def _append_logprobs(sequence: Sequence, entries: Iterable[SampleLogprobs | None]) -> None:
