@@ -434,5 +434,5 @@ def test_where_adapters_cannot_be_served_yet(llama: Base, monkeypatch: pytest.Mo
     device = torch.device("cuda")
     monkeypatch.setattr("hetero_llm.engine.factory.resolve_device", lambda _: device)
     monkeypatch.setattr("hetero_llm.engine.factory.read_pooling_model", lambda *_: None)
-    with pytest.raises(ConfigError, match=r"enable_lora=True: adapters on a GPU are not available"):
-        LLM(str(llama.folder), **options)
+    with pytest.raises(ConfigError, match=r"enable_lora=True: cannot .* batch_invariant on a GPU"):
+        LLM(str(llama.folder), batch_invariant=True, **options)

@@ -1,5 +1,4 @@
-"""LoRA adapters through captured graphs, drafts, the prefix cache, few blocks and quantized weights.
-
+"""LoRA adapters through captured graphs, drafts, cached prefixes, few blocks, quantized weights.
 Tokens are those of transformers with the adapter merged, in float32 on the CPU."""
 
 from __future__ import annotations
