@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hetero_llm.core.errors import AdapterError as AdapterError
     from hetero_llm.core.errors import ConfigError as ConfigError
     from hetero_llm.core.errors import DuplicateRequestError as DuplicateRequestError
     from hetero_llm.core.errors import EngineDeadError as EngineDeadError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from hetero_llm.core.inputs import PromptType as PromptType
     from hetero_llm.core.inputs import TextPrompt as TextPrompt
     from hetero_llm.core.inputs import TokensPrompt as TokensPrompt
-    from hetero_llm.core.not_yet import LoRARequest as LoRARequest
+    from hetero_llm.core.lora import LoRARequest as LoRARequest
     from hetero_llm.core.outputs import BeamSearchOutput as BeamSearchOutput
     from hetero_llm.core.outputs import BeamSearchSequence as BeamSearchSequence
     from hetero_llm.core.outputs import CompletionOutput as CompletionOutput
@@ -81,7 +82,7 @@ _HOMES = {
     "Logprob": "hetero_llm.core.outputs",
     "BeamSearchOutput": "hetero_llm.core.outputs",
     "BeamSearchSequence": "hetero_llm.core.outputs",
-    "LoRARequest": "hetero_llm.core.not_yet",
+    "LoRARequest": "hetero_llm.core.lora",
     "PoolingParams": "hetero_llm.core.pooling_params",
     "ClassificationOutput": "hetero_llm.core.pooling_outputs",
     "ClassificationRequestOutput": "hetero_llm.core.pooling_outputs",
@@ -92,6 +93,7 @@ _HOMES = {
     "ScoringOutput": "hetero_llm.core.pooling_outputs",
     "ScoringRequestOutput": "hetero_llm.core.pooling_outputs",
     "HeteroLLMError": "hetero_llm.core.errors",
+    "AdapterError": "hetero_llm.core.errors",
     "ConfigError": "hetero_llm.core.errors",
     "ModelLoadError": "hetero_llm.core.errors",
     "RequestError": "hetero_llm.core.errors",

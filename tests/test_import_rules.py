@@ -30,7 +30,7 @@ _DEVICE = (
 _ENGINE = (
     "core", "config", "utils", "scheduler", "kv_cache", "spec_decode", "sampling", "models",
     "pooling",
-    "structured_output",
+    "structured_output", "lora",
 )  # fmt: skip
 _BUILDER = (*_ENGINE, "bridge", "runner", "cpu", "gpu", "demo_models")
 
@@ -64,16 +64,18 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "models.configs": (
         "core", "models.config", "models.config_reader", "models.rope_config", "models.registry",
     ),
-    "runner": ("core", "models", "sampling", "spec_decode.verify"),
+    "lora": ("core", "models"),
+    "runner": ("core", "lora", "models", "sampling", "spec_decode.verify"),
     "pooling": ("core", "config", "utils", "models", "runner"),
     "cpu": _DEVICE,
     "cpu.draft_worker": (*_DEVICE, "cpu", "spec_decode", "bridge.ipc"),
-    "gpu": (*_DEVICE, "bridge.kv_offload"),
+    "gpu": (*_DEVICE, "bridge.kv_offload", "lora"),
     "gpu.kernels": ("models", "quantization.matrix", "sampling"),
     "engine": _ENGINE,
     "engine.resolve": (*_ENGINE, "demo_models"),
     "engine.factory": _BUILDER,
     "engine.build_runner": _BUILDER,
+    "engine.build_adapters": _BUILDER,
     "engine.build_host_tier": _BUILDER,
     "engine.build_drafter": _BUILDER,
     "engine.build_pooling": _BUILDER,
@@ -99,7 +101,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "outputs": ("core",),
     "beam_search": ("core",),
     "pooling_params": ("core",),
-    "lora": ("core",),
+    "lora.request": ("core",),
     "v1": ("core",),
     "v1.engine": ("engine.async_engine",),
     "entrypoints": ("engine.llm",),

@@ -10,7 +10,7 @@ _BOOL, _INT, _FLOAT, _STR, _JSON = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Ki
 _LARGEST = 2**31 - 1
 
 _TENSOR_PARALLEL = "tensor parallelism"
-_LORA = "LoRA"
+_MOST_LORAS, _MOST_RANK = 1024, 512
 _PROMPT_ADAPTERS = "prompt adapter support"
 _ONE_DEVICE = "the engine runs on one device, without remote workers."
 
@@ -452,37 +452,53 @@ LOOKAHEAD_CACHE = grouped(
 
 ADAPTERS = grouped(
     "Adapters",
-    not_yet("enable_lora", _BOOL, False, "Accept LoRA adapters.", feature=_LORA),
-    not_yet("max_loras", _INT, 1, "Most adapters in one batch.", feature=_LORA),
-    not_yet("max_lora_rank", _INT, 16, "Highest rank of an adapter.", feature=_LORA),
+    effective("enable_lora", _BOOL, False, "Accept LoRA adapters (on a CPU so far)."),
+    effective("max_loras", _INT, 1, "Most adapters in one batch.", minimum=1, maximum=_MOST_LORAS),
+    effective(
+        "max_lora_rank", _INT, 16, "Highest rank of an adapter.", minimum=1, maximum=_MOST_RANK
+    ),
     not_yet(
         "lora_extra_vocab_size",
         _INT,
         256,
         "Most tokens that an adapter may add to the vocabulary.",
-        feature=_LORA,
+        feature="an adapter that adds tokens to the vocabulary",
     ),
-    not_yet(
+    effective(
         "lora_dtype",
         _STR,
         "auto",
         "Type of the adapters' weights; 'auto' is the model's.",
-        feature=_LORA,
+        choices=("auto", "float16", "bfloat16", "float32"),
     ),
     not_yet(
         "long_lora_scaling_factors",
         _STR,
         None,
         "Scaling factors of Long LoRA adapters.",
-        feature=_LORA,
+        feature="an adapter with a longer context than its base",
     ),
-    not_yet("max_cpu_loras", _INT, None, "Most adapters in host memory.", feature=_LORA),
-    not_yet(
+    effective(
+        "max_cpu_loras",
+        _INT,
+        None,
+        "Most adapters in host memory; others are read again when they are needed (default: "
+        "max_loras).",
+        minimum=1,
+        maximum=_LARGEST,
+    ),
+    effective(
+        "lora_merge",
+        Kind.PATH,
+        None,
+        "Folder of one adapter that is added to the weights when they are loaded.",
+    ),
+    obsolete(
         "fully_sharded_loras",
         _BOOL,
         False,
         "Shard all of the LoRA computation.",
-        feature=_LORA,
+        reason=_ONE_DEVICE,
     ),
     not_yet(
         "enable_prompt_adapter",

@@ -95,13 +95,20 @@ _MANUAL: tuple[ArgSpec, ...] = (
         "are not parsed).",
         choices=("none", *TOOL_PARSERS),
     ),
-    _later(
+    _serve(
         "lora_modules",
         _LIST,
-        None,
-        "LoRA adapters, as name=path.",
-        feature="LoRA",
+        (),
+        "LoRA adapters that clients may name as the model: name=path, or JSON with the keys "
+        '"name", "path" and "base_model_name"; needs enable_lora.',
         many_words=True,
+    ),
+    _serve(
+        "lora_root",
+        Kind.PATH,
+        None,
+        "Folder inside which clients may load further adapters (/v1/load_lora_adapter and "
+        "/v1/unload_lora_adapter, which do not exist without it); needs enable_lora.",
     ),
     _later(
         "prompt_adapters",

@@ -138,6 +138,7 @@ class EngineArgTypes(TypedDict, total=False):
     lora_dtype: str
     long_lora_scaling_factors: str | None
     max_cpu_loras: int | None
+    lora_merge: str | os.PathLike[str] | None
     fully_sharded_loras: bool
     enable_prompt_adapter: bool
     max_prompt_adapters: int
@@ -272,6 +273,7 @@ class EngineArgFields:
     lora_dtype: str
     long_lora_scaling_factors: str | None
     max_cpu_loras: int | None
+    lora_merge: str | os.PathLike[str] | None
     fully_sharded_loras: bool
     enable_prompt_adapter: bool
     max_prompt_adapters: int

@@ -9,6 +9,8 @@ from typing import Any
 
 from hetero_llm.config.constraints_config import ConstraintsConfig as ConstraintsConfig
 from hetero_llm.config.constraints_config import constraints_from_args
+from hetero_llm.config.lora_config import LoraConfig as LoraConfig
+from hetero_llm.config.lora_config import lora_from_args
 from hetero_llm.config.offload_config import OffloadConfig as OffloadConfig
 from hetero_llm.config.offload_config import offload_from_args
 from hetero_llm.config.pooling_config import PoolingConfig as PoolingConfig
@@ -146,6 +148,7 @@ class EngineConfig:
     generation: GenerationDefaults = GenerationDefaults()
     pooling: PoolingConfig = PoolingConfig()
     constraints: ConstraintsConfig = ConstraintsConfig()
+    lora: LoraConfig = LoraConfig()
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> EngineConfig:
@@ -213,6 +216,7 @@ class EngineConfig:
             ),
             pooling=pooling_from_args(args),
             constraints=constraints_from_args(args),
+            lora=lora_from_args(args),
         )
 
 

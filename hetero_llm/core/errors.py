@@ -6,6 +6,7 @@ HeteroLLMError
  ├── RequestError         one request is wrong; the engine stays usable
  │    ├── PromptError         the prompt (empty, too long, token id out of range)
  │    ├── SamplingError       a field of SamplingParams
+ │    ├── AdapterError        a LoRARequest, or the adapter that it names
  │    └── PoolingError        a field of PoolingParams, or a call that the model has no task for
  ├── SnapshotError        a snapshot of the lookahead cache cannot be saved or loaded
  ├── RingError            shared memory to the draft worker cannot be made, or is another's
@@ -90,6 +91,10 @@ class PromptError(RequestError):
 
 class SamplingError(RequestError):
     """A field of `SamplingParams` is out of range or contradicts another one."""
+
+
+class AdapterError(RequestError):
+    """A `LoRARequest` is wrong, or its adapter cannot be served: files, options or tensors."""
 
 
 class PoolingError(RequestError):

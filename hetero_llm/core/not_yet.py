@@ -17,9 +17,5 @@ class NotYet:
         raise ConfigError(type(self).__name__, given, f"{self.feature} is not available yet")
 
 
-class LoRARequest(NotYet):
-    feature = "LoRA"
-
-
 class PromptAdapterRequest(NotYet):
     feature = "a prompt adapter"

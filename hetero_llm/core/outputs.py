@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from hetero_llm.core.lora import LoRARequest
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -73,7 +75,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of one request: its prompt and the sequences generated for it so far."""
+    """The state of one request: its prompt and the sequences generated for it so far.
+
+    `lora_request` is the one that named its adapter.
+    """
 
     request_id: str
     prompt: str | None
@@ -82,7 +87,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
     num_cached_tokens: int = 0
     error: str | None = field(default=None, repr=False)
 
@@ -101,7 +106,7 @@ class BeamSearchSequence:
 
     tokens: list[int]
     logprobs: list[TokenLogprobs]
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
     cum_logprob: float = 0.0
     text: str | None = None
     finish_reason: str | None = None

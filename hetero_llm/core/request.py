@@ -8,6 +8,7 @@ from enum import Enum
 
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.images import PromptImages
+from hetero_llm.core.lora import AdapterRef
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import SampleLogprobs, depends_on_history
@@ -40,6 +41,8 @@ class Request:
         packed_prompt: the prompt's tokens as int32 bytes, for the prefix cache; may be empty.
         images: of its prompt; `prompt_token_ids` holds their placeholder tokens. None without any.
         grammar: that its outputs follow; None: they are free.
+        adapter: that is added to the model for it; None: the model alone. `root_hash` covers it.
+        failed_field: the user's field at which it failed, if that was its adapter.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; -1 before.
         synchronous: every token must be known on the host before the next step is made.
         may_draft: its sequences may have drafts; False for beams, which sampling does not continue.
@@ -66,6 +69,8 @@ class Request:
     error: str | None = None
     images: PromptImages | None = None
     grammar: Grammar | None = None
+    adapter: AdapterRef | None = None
+    failed_field: str | None = None
     packed_prompt: bytes = b""
     synchronous: bool = field(init=False)
     may_draft: bool = field(init=False)

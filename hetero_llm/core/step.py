@@ -15,6 +15,7 @@ import numpy as np
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.images import PromptImages
+from hetero_llm.core.lora import NO_ADAPTER, AdapterLoad
 from hetero_llm.core.sampling_params import SamplingParams
 
 LAST_SAMPLED = -1
@@ -67,6 +68,7 @@ class AdmittedSequence:
         bad_word_ids: token sequences of `bad_words`.
         images: those of its prompt; None without any.
         grammar: that its output follows; None: the output is free.
+        adapter_slot: of its adapter; `NO_ADAPTER`: the model alone.
     """
 
     request_slot: int
@@ -81,6 +83,7 @@ class AdmittedSequence:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     images: PromptImages | None = None
     grammar: Grammar | None = None
+    adapter_slot: int = NO_ADAPTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,8 @@ class SchedulerOutput:
         kv_loads: transfer ids (`kv_cache.host_tier`) of loads whose KV this step reads. They may
             still run: each layer's attention waits until that layer is on the device. Such a
             step has no drafts.
+        adapter_loads: adapter slots to fill, in order, before anything else; of two loads of one
+            slot the later counts.
     """
 
     request_slots: np.ndarray
@@ -137,6 +142,7 @@ class SchedulerOutput:
     block_copies: np.ndarray
     drafts: DraftBatch | None = None
     kv_loads: tuple[int, ...] = ()
+    adapter_loads: tuple[AdapterLoad, ...] = ()
 
     @property
     def has_chunks(self) -> bool:

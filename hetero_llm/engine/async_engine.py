@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import (
+    AdapterError,
     ConfigError,
     DuplicateRequestError,
     EngineDeadError,
@@ -30,6 +32,7 @@ from hetero_llm.core.errors import (
 )
 from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.inputs import PromptType
+from hetero_llm.core.lora import AdapterRef, LoRARequest, check_lora_request
 from hetero_llm.core.metrics import Metric
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.pooling import Finish, PoolingInput, PoolingRequest, PoolingResult
@@ -185,6 +188,7 @@ class AsyncLLMEngine:
         ] = {}  # by key, see messages.AddRequest
         self._keys: dict[str, str] = {}  # by request id
         self._num_requests = 0
+        self._adapters: dict[LoRARequest, AdapterRef] = {}  # that the engine knows
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._metrics: dict[str, float] = {}
@@ -230,7 +234,7 @@ class AsyncLLMEngine:
         prompt: Prompt | PromptType,
         sampling_params: SamplingParams,
         request_id: str,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: None = None,
         prompt_adapter_request: None = None,
         priority: int = 0,
@@ -238,8 +242,8 @@ class AsyncLLMEngine:
         """See `EngineClient`. A prompt has any of the forms that `LLM.generate` takes.
 
         If the reader is slower than the engine, outputs beyond 256 are merged. All outputs but the
-        last have the `metrics` of the first. `lora_request`, `trace_headers`,
-        `prompt_adapter_request` and another priority than 0 are not available yet.
+        last have the `metrics` of the first. `lora_request` names the adapter of the request.
+        `trace_headers`, `prompt_adapter_request` and another priority than 0 are not available yet.
         """
         outputs = await self.add_request(
             request_id,
@@ -260,7 +264,7 @@ class AsyncLLMEngine:
         prompt: Prompt | PromptType,
         params: SamplingParams,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: None = None,
         prompt_adapter_request: None = None,
         priority: int = 0,
@@ -270,12 +274,12 @@ class AsyncLLMEngine:
 
         Args:
             arrival_time: not used: a request arrives with this call.
+            lora_request: its adapter, which the engine reads if it is new; needs `enable_lora`.
 
         Raises:
             RequestError, OverloadedError, DuplicateRequestError, EngineDeadError: see
                 `EngineClient.generate`.
         """
-        refuse_later("lora_request", lora_request, "LoRA")
         refuse_later("trace_headers", trace_headers, "tracing of requests without a server")
         refuse_later("prompt_adapter_request", prompt_adapter_request, "prompt adapters")
         refuse_later("priority", priority or None, "priority scheduling")
@@ -285,7 +289,10 @@ class AsyncLLMEngine:
             raise PoolingError("task", "generate", f"{name} pools and generates no text")
         stream = self._open_stream(request_id, OutputStream)
         try:
-            request = await self._checked_request(parse_prompt(prompt), params)
+            adapter = None
+            if lora_request is not None:
+                adapter = await self._open_adapter(check_lora_request(lora_request))
+            request = await self._checked_request(parse_prompt(prompt), params, adapter)
             self._submit(stream, request)
         except BaseException:
             self._close_stream(stream)
@@ -308,6 +315,8 @@ class AsyncLLMEngine:
                     constraint = request.params.structured_outputs
                     if constraint is not None:  # as `LLM`: the request's own mistake
                         raise RequestError(*constraint.given, output.error)
+                    if request.adapter is not None:  # whose files have gone or changed
+                        raise AdapterError("lora_request", request.adapter.name, output.error)
                     raise HeteroLLMError(output.error)
                 yield output
         finally:
@@ -425,7 +434,9 @@ class AsyncLLMEngine:
         reason = f"{waiting} requests are waiting (max_queued_requests={self._max_queued})"
         raise OverloadedError(self.finish_rate.seconds_for(waiting + 1), reason)
 
-    async def _checked_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    async def _checked_request(
+        self, prompt: Prompt, params: SamplingParams, adapter: AdapterRef | None
+    ) -> Request:
         """The request, checked and ready for the engine.
 
         Raises:
@@ -436,7 +447,7 @@ class AsyncLLMEngine:
             params = params.clone()  # its owner may assign to it while a thread works
 
         def make() -> Request:
-            return self._inputs.make_request("", prompt, params)
+            return self._inputs.make_request("", prompt, params, adapter)
 
         if prompt.images:
             return await self.threads.run_on_images(make)
@@ -454,6 +465,49 @@ class AsyncLLMEngine:
         stream.sent = True
         if stream.abort_wanted:
             self._send(messages.Abort(stream.key))
+
+    # -- adapters ---------------------------------------------------------------------------
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Reads an adapter before a request needs it; True, as vLLM's. No request makes progress
+        while the engine reads it.
+
+        Raises:
+            AdapterError: it cannot be served.
+        """
+        await self._open_adapter(check_lora_request(lora_request))
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forgets the adapter with this number; False if there is none. Its requests go on."""
+        known = [one for one in self._adapters if one.lora_int_id == lora_id]
+        for request in known:
+            del self._adapters[request]
+            await self._call_engine("forget_adapter", request.lora_name)
+        return bool(known)
+
+    async def list_loras(self) -> set[int]:
+        """The numbers of the known adapters."""
+        return {request.lora_int_id for request in self._adapters}
+
+    async def _open_adapter(self, request: LoRARequest) -> AdapterRef:
+        """The adapter of a request; the engine is asked once for each.
+
+        Raises:
+            AdapterError: it cannot be served.
+        """
+        named = dataclasses.replace(request, load_inplace=False)
+        known = self._adapters.get(named)
+        if known is not None and not request.load_inplace:
+            return known
+        content_hash, rank = await self._call_engine(
+            "open_adapter", request.lora_name, request.lora_int_id, request.lora_path,
+            request.base_model_name, request.load_inplace,
+        )  # fmt: skip
+        for other in [one for one in self._adapters if one.lora_name == request.lora_name]:
+            del self._adapters[other]
+        found = self._adapters[named] = AdapterRef(named, content_hash, rank)
+        return found
 
     # -- the engine as a whole --------------------------------------------------------------
 

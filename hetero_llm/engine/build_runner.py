@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hetero_llm.core.acceptance import TypicalAcceptance
     from hetero_llm.cpu.backend import NativeBackend
     from hetero_llm.cpu.model_runner import NativeModelRunner
+    from hetero_llm.gpu.adapters import GpuAdapters
     from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
     from hetero_llm.models.config import ModelConfig
     from hetero_llm.models.layers import CausalLM
@@ -58,6 +59,7 @@ class RunnerInputs:
     typical: TypicalAcceptance | None
     layer_ready: LayerReadyFlags | None
     kv_scales: torch.Tensor | None
+    adapters: GpuAdapters | None
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -76,6 +78,7 @@ def build_runner(
     drafts: bool,
     native: NativeBackend | None,
     layer_ready: LayerReadyFlags | None = None,
+    adapters: GpuAdapters | None = None,
 ) -> BuiltRunner:
     """Builds the runner and its KV cache.
 
@@ -83,6 +86,7 @@ def build_runner(
         drafts: whether steps may have draft trees.
         native: settings of the native executor; None: it does not run the model.
         layer_ready: flags at which steps wait for KV loads from host memory; None: there are none.
+        adapters: of the model's products on a GPU; None: it has none there.
 
     Raises:
         ConfigError: there is not enough memory.
@@ -102,6 +106,7 @@ def build_runner(
         None if config.speculation is None else config.speculation.typical,
         layer_ready,
         _kv_scales(config, model, model_config, shape.dtype),
+        adapters,
     )
     if config.cache.num_blocks is not None:
         needed, length = inputs.blocks_per_sequence, scheduler_config.max_model_len
@@ -271,6 +276,7 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
             graphs=graphs,
             drafts=inputs.drafts,
             layer_ready=cast("DeviceLayerReadyFlags | None", inputs.layer_ready),
+            adapters=inputs.adapters,
         )
         runner.typical = inputs.typical
         return BuiltRunner(runner, cache)

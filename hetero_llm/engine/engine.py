@@ -15,6 +15,7 @@ from typing import Any
 from hetero_llm.core.drafter import BackgroundDrafter
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.core.histogram import Histogram
+from hetero_llm.core.lora import LoRARequest, check_lora_request
 from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
@@ -24,6 +25,7 @@ from hetero_llm.engine.input_processor import InputProcessor, Prompt
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.speculation_log import SpeculationLog, speculation_metrics
 from hetero_llm.kv_cache.hit_log import HitLog
+from hetero_llm.lora.store import AdapterStore, NoAdapters
 from hetero_llm.scheduler.scheduler import Scheduler
 from hetero_llm.structured_output.compile_queue import CompileQueue
 from hetero_llm.structured_output.compiler import GrammarCompiler
@@ -92,9 +94,10 @@ class Engine:
             its metrics and shuts it down.
         hit_log: notified after each step; logs where blocks were found.
         grammars: compiles the grammars of requests; None if none has any.
+        adapters: reads LoRA adapters and keeps them in host memory; None: none are served.
 
-    The four parts, `asynchronous` and `background_drafter` are attributes: benches and tests read
-    the parts' counters and call their `check_integrity`.
+    The four parts, `asynchronous`, `adapters` and `background_drafter` are attributes: benches and
+    tests read the parts' counters and call their `check_integrity`.
     """
 
     def __init__(
@@ -109,12 +112,14 @@ class Engine:
         background_drafter: BackgroundDrafter | None = None,
         hit_log: HitLog | None = None,
         grammars: GrammarCompiler | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.input_processor = input_processor
         self.scheduler = scheduler
         self.runner = runner
         self.output_processor = output_processor
         self.asynchronous = asynchronous
+        self.adapters: AdapterStore | NoAdapters = adapters or NoAdapters()
         self._speculation_log = speculation_log
         self.background_drafter = background_drafter
         self._hit_log = hit_log
@@ -128,22 +133,34 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self.scheduler.num_unfinished > 0 or len(self._compiling) > 0
 
-    def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
-        """Builds and checks a request without starting it.
+    def make_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        lora_request: LoRARequest | None = None,
+    ) -> Request:
+        """Builds and checks a request without starting it. Its adapter is read if it is new.
 
         Raises:
             RequestError: the engine could never serve it.
         """
-        request = self.input_processor.make_request(request_id, prompt, params)
+        adapter = None
+        if lora_request is not None:
+            adapter = self.adapters.open(check_lora_request(lora_request))
+        request = self.input_processor.make_request(request_id, prompt, params, adapter)
         self.check_request(request)
         return request
 
     def check_request(self, request: Request) -> None:
-        """Checks a request against the scheduler's limits: concurrent sequences and KV blocks.
+        """Checks a request against the scheduler's limits: concurrent sequences and KV blocks; and
+        that its adapter is known.
 
         Raises:
             RequestError: the engine could never run it.
         """
+        if request.adapter is not None:
+            self.adapters.check(request.adapter)
         self.scheduler.check_request(request)
 
     def add_request(self, request: Request) -> None:
@@ -180,7 +197,7 @@ class Engine:
                     self.scheduler.loads.nap()
                 elif self._compiling:
                     self._compiling.nap()
-                return []
+                return self.output_processor.process(self.scheduler.take_failed())
             if self.asynchronous:
                 self._pending = self._launch(self.scheduler.schedule_ahead())
                 self.scheduler.run_deferred()
@@ -249,6 +266,21 @@ class Engine:
             **self.scheduler.loads.metrics(),
             **(speculation_metrics(stats) if stats.num_drafts else {}),
             **({} if self.background_drafter is None else self.background_drafter.metrics()),
+            **self._adapter_metrics(),
+        }
+
+    def _adapter_metrics(self) -> dict[str, float]:
+        """Requests by the names of their adapters: "lora_running/<name>" and "lora_waiting/<name>";
+        nothing without slots."""
+        slots = self.scheduler.adapters
+        if not slots.num_slots:
+            return {}
+        running, waiting = self.scheduler.count_adapters()
+        return {
+            "max_loras": slots.num_slots,
+            "lora_loads": slots.num_loads,
+            **{f"lora_running/{name}": count for name, count in running.items()},
+            **{f"lora_waiting/{name}": count for name, count in waiting.items()},
         }
 
     def histograms(self) -> dict[str, Histogram]:

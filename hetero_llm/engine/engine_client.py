@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hetero_llm.core.histogram import Histogram
+from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.sampling_params import SamplingParams
 
@@ -121,10 +122,16 @@ class EngineClient(Protocol):
         """The threads in which this process tokenizes; `shutdown` closes them."""
 
     def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the outputs of one request, as `sampling_params.output_kind` says, until it is
         finished.
+
+        `lora_request` names its adapter; None: the base model.
 
         Closing the generator aborts the request.
 
@@ -135,6 +142,16 @@ class EngineClient(Protocol):
             EngineDeadError: the engine cannot serve, or died in mid-stream.
         """
         ...
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Reads an adapter before a request needs it.
+
+        Raises:
+            AdapterError: it cannot be served.
+        """
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forgets the adapter with this number; its requests go on."""
 
     async def pool(
         self, request_id: str, inputs: Sequence[PoolingInput], finish: Finish

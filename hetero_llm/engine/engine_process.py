@@ -26,12 +26,14 @@ from typing import TYPE_CHECKING, Any
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import ConfigError, HeteroLLMError, RequestError
+from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.engine import messages
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.fault_injection import with_faults
 from hetero_llm.engine.message_socket import MessageSocket
 from hetero_llm.engine.pooling_engine import PoolingEngine
+from hetero_llm.lora.store import NoAdapters
 from hetero_llm.utils import env
 from hetero_llm.utils.gc_control import prompt_wakeups, serve_promptly
 from hetero_llm.utils.log_sink import LineFormatter, Sink
@@ -208,6 +210,28 @@ def _load_lookahead_cache(built: BuiltEngine | BuiltPooling, path: str) -> None:
     _store(built).load(path)
 
 
+def _open_adapter(
+    built: BuiltEngine | BuiltPooling,
+    name: str,
+    number: int,
+    path: str,
+    base_model_name: str | None,
+    load_inplace: bool,
+) -> list[Any]:
+    """Content hash and rank of an adapter, which is read if it is new."""
+    adapters = built.engine.adapters if isinstance(built.engine, Engine) else NoAdapters()
+    request = LoRARequest(
+        name, number, path, base_model_name=base_model_name, load_inplace=load_inplace
+    )
+    ref = adapters.open(request)
+    return [ref.content_hash, ref.rank]
+
+
+def _forget_adapter(built: BuiltEngine | BuiltPooling, name: str) -> None:
+    adapters = built.engine.adapters if isinstance(built.engine, Engine) else NoAdapters()
+    adapters.forget(name)
+
+
 def _store(built: BuiltEngine | BuiltPooling) -> Store:
     store: Store | None = getattr(built, "store", None)
     if store is None:
@@ -220,6 +244,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "reset_prefix_cache": _reset_prefix_cache,
     "save_lookahead_cache": _save_lookahead_cache,
     "load_lookahead_cache": _load_lookahead_cache,
+    "open_adapter": _open_adapter,
+    "forget_adapter": _forget_adapter,
 }
 """Functions that the API process can call between two steps. Arguments and results are plain
 data."""

@@ -1,14 +1,15 @@
 """Builds an engine from its configuration.
 
-Only this file and its builders (`build_runner`, `build_host_tier`, `build_drafter`,
-`build_device_draft`, `build_draft_worker`, `build_pooling`) join the engine with devices.
+Only this file and its builders (`build_runner`, `build_adapters`, `build_host_tier`,
+`build_drafter`, `build_device_draft`, `build_draft_worker`, `build_pooling`) join the engine with
+devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,12 @@ from hetero_llm.config.offload_config import no_effect_on_cpu
 from hetero_llm.core.drafter import CostAware
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.core.step_times import StepTimes
+from hetero_llm.engine.build_adapters import (
+    ServedAdapters,
+    apply_adapters,
+    device_adapters,
+    prepare_adapters,
+)
 from hetero_llm.engine.build_device_draft import DeviceDraft, count_blocks, draft_limits
 from hetero_llm.engine.build_draft_worker import (
     DraftModel,
@@ -67,6 +74,7 @@ from hetero_llm.kv_cache.hit_log import HitCounter, HitLog
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.models.quantization_config import with_plain_weights
 from hetero_llm.pooling.pooling_model import read_pooling_model
+from hetero_llm.scheduler.adapter_slots import AdapterSlots
 from hetero_llm.scheduler.grammar_drafts import GrammarDrafts
 from hetero_llm.scheduler.kv_loads import KVLoadQueue
 from hetero_llm.scheduler.scheduler import Scheduler
@@ -81,6 +89,7 @@ if TYPE_CHECKING:
     from hetero_llm.core.drafter import Drafter
     from hetero_llm.cpu.backend import NativeBackend
     from hetero_llm.kv_cache.host_tier import HostTier
+    from hetero_llm.lora.store import AdapterStore
     from hetero_llm.models.config import ModelConfig
     from hetero_llm.models.layers import CausalLM
     from hetero_llm.spec_decode.lookahead.store import Store
@@ -132,6 +141,7 @@ def build(
     model = read_pooling_model(model_folder(config.load, weights=False), config)
     if model is None:
         return build_engine(config, show_progress=show_progress, serving=serving)
+    _check_no_adapters(config)
     free_unreachable(device.type)
     folder = model_folder(config.load)
     return build_pooling(config, folder, model, show_progress=show_progress)
@@ -161,6 +171,7 @@ def build_engine(
 
     load = config.load
     device = resolve_device(load.device)
+    _check_adapters(config, device)
     free_unreachable(device.type)
     if device.type == "cuda":
         triton_cache.prepare()
@@ -235,6 +246,7 @@ def _join(
     dtype_name = str(dtype).removeprefix("torch.")
     native = _native_backend(config, model_config, dtype, device)
     backend = _backend_name(config, device, native=native is not None)
+    served: list[ServedAdapters | None] = []
     model = _load_weights(
         config,
         inputs.folder,
@@ -243,7 +255,13 @@ def _join(
         device=device,
         show_progress=inputs.show_progress,
         backend=backend,
+        loaded=lambda model: served.append(
+            prepare_adapters(
+                *(config.lora, model, model_config, dtype), on_gpu=device.type == "cuda"
+            )
+        ),
     )
+    adapters = None if served[0] is None else served[0].store
     num_parameters = model.parameters_per_token()  # before an executor takes the weights over
     device_draft = None if drafter is not None else _load_device_draft(config, inputs, backend)
     shape = cache_shape(config, model_config, dtype, device)
@@ -258,8 +276,11 @@ def _join(
         drafts=drafter is not None or config.speculation is not None,
         native=native,
         layer_ready=None if host is None else host.layer_ready,
+        adapters=device_adapters(served[0], model, config, device),
     )
     runner, num_blocks, store = built.runner, built.cache.num_blocks, None
+    if adapters is not None and device.type == "cpu":
+        apply_adapters(runner, adapters, config, device)
     if device_draft is not None:
         drafter = device_draft.drafter()
     elif drafter is None:
@@ -274,7 +295,9 @@ def _join(
     if inputs.grammars is not None:
         runner.set_open_matcher(inputs.grammars.open)
     forced = inputs.grammars if drafter is not None or device.type == "cpu" else None
-    scheduler, hits = _scheduler(config, inputs, built, drafter, (tier, offload, times), forced)
+    scheduler, hits = _scheduler(
+        config, inputs, built, drafter, (tier, offload, times), forced, adapters
+    )
     engine = Engine(
         InputProcessor(
             tokenizer,
@@ -296,6 +319,7 @@ def _join(
         background_drafter=background_drafter_of(drafter, config.speculation),
         grammars=inputs.grammars,
         hit_log=HitLog(hits) if offload is not None and offload.config.hit_count else None,
+        adapters=adapters,
     )
     if not config.disable_log_stats:
         sizes = max_model_len, num_blocks, config.cache.block_size
@@ -315,6 +339,7 @@ def _scheduler(
     drafter: Drafter | None,
     memory: tuple[HostTier | None, HostMemory | None, StepTimes],
     grammars: GrammarCompiler | None,
+    adapters: AdapterStore | None,
 ) -> tuple[Scheduler, HitCounter]:
     """Builds the scheduler and its block manager. Returns the scheduler and the block manager's hit
     counter.
@@ -322,6 +347,7 @@ def _scheduler(
     Args:
         memory: the host tier and its memory, None without one, and the step-time predictor.
         grammars: of requests whose forced tokens are drafted; None: none are.
+        adapters: the host memory of adapters; None: none are served.
     """
     tier, host, times = memory
     shape, tokenizer = built.cache.shape, inputs.tokenizer
@@ -337,6 +363,7 @@ def _scheduler(
         blocks,
         None if tokenizer is None else partial(holds_stop, tokenizer),
         drafter=drafter,
+        adapters=None if adapters is None else AdapterSlots(config.lora.max_loras, adapters),
         grammar_drafts=None
         if grammars is None
         else GrammarDrafts(partial(grammars.open_as, DraftMatcher)),
@@ -480,6 +507,31 @@ def _check_offload(config: EngineConfig, device: torch.device) -> None:
         )
 
 
+def _check_no_adapters(config: EngineConfig) -> None:
+    """Raises ConfigError: adapters are wanted of a model that pools."""
+    reason = "a model that pools takes no adapters yet"
+    if config.lora.enabled:
+        raise ConfigError("enable_lora", True, reason)
+    if config.lora.merge is not None:
+        raise ConfigError("lora_merge", config.lora.merge, reason)
+
+
+def _check_adapters(config: EngineConfig, device: torch.device) -> None:
+    """Raises ConfigError: adapters cannot be served like this; before any weight is read."""
+    lora = config.lora
+    if lora.enabled and device.type != "cpu":
+        reason = "cannot be combined with {} on a GPU yet; use lora_merge for one adapter"
+        for name, given in (
+            ("batch_invariant", config.batch_invariant),
+            ("cpu_offload_gb", config.load.cpu_offload_gb),
+        ):
+            if given:
+                raise ConfigError("enable_lora", True, reason.format(name))
+    if lora.merge is not None and config.load.cpu_offload_gb:
+        reason = "cannot be combined with cpu_offload_gb: use one of them"
+        raise ConfigError("lora_merge", lora.merge, reason)
+
+
 def _native_backend(
     config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> NativeBackend | None:
@@ -488,7 +540,13 @@ def _native_backend(
     if device.type == "cpu":
         from hetero_llm.cpu.backend import choose_backend
 
-        return choose_backend(cpu, model_config, dtype, batch_invariant=config.batch_invariant)
+        return choose_backend(
+            cpu,
+            model_config,
+            dtype,
+            batch_invariant=config.batch_invariant,
+            adapters=config.lora.enabled,
+        )
     given = {
         "cpu_backend": cpu.backend != "native",
         "cpu_weight_dtype": cpu.weight_dtype != "auto",
@@ -518,10 +576,12 @@ def _load_weights(
     device: torch.device,
     show_progress: bool,
     backend: str,
+    loaded: Callable[[CausalLM], None] | None = None,
 ) -> CausalLM:
     """Loads the model and replaces its layers by the fastest ones for device and configuration.
 
     Args:
+        loaded: called in between.
         backend: see `BuiltEngine`; "native": the layers stay, since the executor reads the weights
             itself.
     """
@@ -555,6 +615,8 @@ def _load_weights(
         model = load_weights(load, device, plan)
     else:
         model = load()
+    if loaded is not None:
+        loaded(model)
     if config.batch_invariant:
         from hetero_llm.models.invariant import make_batch_invariant
 

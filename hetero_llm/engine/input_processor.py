@@ -17,6 +17,7 @@ from hetero_llm.config.engine_config import ConstraintsConfig
 from hetero_llm.core.errors import PromptError, RequestError, SamplingError
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.images import PromptImages
+from hetero_llm.core.lora import AdapterRef, LoRARequest, check_lora_request
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams, is_text
@@ -195,8 +196,17 @@ class InputProcessor:
         self._images = images
         self._numbers = count(1)  # of requests; `next` is safe in several threads
 
-    def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+    def make_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        adapter: AdapterRef | None = None,
+    ) -> Request:
         """Builds a request.
+
+        Args:
+            adapter: of the engine's; cached prefixes and drafts are kept apart by its content.
 
         Raises:
             RequestError: the prompt or a parameter cannot be served by this engine.
@@ -220,7 +230,10 @@ class InputProcessor:
         if params.use_beam_search:
             needed = candidates_needed(params.width, len(end_ids))
             num_logprobs = min(max(needed, num_logprobs or 0), self._vocab_size)
-        extras: tuple[str, ...] = () if prompt.cache_salt is None else ("salt", prompt.cache_salt)
+        # The adapter comes first: a user's salt, which may hold anything, cannot imitate it.
+        extras: tuple[str, ...] = () if adapter is None else ("adapter", adapter.content_hash)
+        if prompt.cache_salt is not None:
+            extras += ("salt", prompt.cache_salt)
         if images is not None:
             extras += ("images", images.key)
         number = next(self._numbers)
@@ -240,6 +253,7 @@ class InputProcessor:
             bad_word_ids=self._bad_word_ids(params),
             images=images,
             grammar=self._grammar(params, token_ids),
+            adapter=adapter,
             packed_prompt=packed,
         )
 
@@ -457,3 +471,17 @@ def pair_params(
             "sampling_params", params, f"must be one SamplingParams or a list of {count}"
         )
     return list(params)
+
+
+def pair_adapters(given: Any, count: int) -> list[LoRARequest | None]:
+    """One `LoRARequest` (or none) for all prompts, or a list with one or None for each.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if given is None or isinstance(given, LoRARequest):
+        return [given] * count
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
+        reason = f"must be one LoRARequest or a list of {count}"
+        raise RequestError("lora_request", given, reason)
+    return [None if one is None else check_lora_request(one) for one in given]

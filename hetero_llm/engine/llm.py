@@ -23,6 +23,7 @@ from hetero_llm.core.errors import (
     refuse_later,
 )
 from hetero_llm.core.inputs import PromptType
+from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.metrics import Metric
 from hetero_llm.core.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from hetero_llm.core.pooling_outputs import (
@@ -44,6 +45,7 @@ from hetero_llm.engine.input_processor import (
     GuidedOptions,
     Prompt,
     is_one_prompt,
+    pair_adapters,
     pair_params,
     parse_prompts,
     with_guided_options,
@@ -126,7 +128,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         prompt_adapter_request: None = None,
         guided_options_request: GuidedOptions | Sequence[GuidedOptions] | None = None,
         priority: Sequence[int] | None = None,
@@ -143,7 +145,9 @@ class LLM:
             prompt_token_ids: token ids instead of, or along with, text.
             use_tqdm: show progress and tokens per second; a class or function like `tqdm` shows
                 them its way.
-            lora_request, prompt_adapter_request: not available yet.
+            lora_request: the adapter of all prompts, or one or None for each; needs
+                `enable_lora`.
+            prompt_adapter_request: not available yet.
             guided_options_request: what the outputs must follow, one for all prompts or one each;
                 today's name is `SamplingParams.structured_outputs`.
             priority: of each prompt; other ones than 0 are not available yet.
@@ -157,7 +161,6 @@ class LLM:
             RequestError: a prompt or parameter is wrong; names the prompt's index. No prompt has
                 been started.
         """
-        refuse_later("lora_request", lora_request, "LoRA")
         refuse_later("prompt_adapter_request", prompt_adapter_request, "prompt adapters")
         refuse_later("priority", priority if any(priority or ()) else None, "priority scheduling")
         if inputs is not None:
@@ -169,7 +172,8 @@ class LLM:
         params = pair_params(sampling_params, len(parsed), self.get_default_sampling_params())
         if guided_options_request is not None:
             params = with_guided_options(params, guided_options_request)
-        requests = self._make_requests(parsed, params, is_list)
+        adapters = pair_adapters(lora_request, len(parsed))
+        requests = self._make_requests(parsed, params, is_list, adapters=adapters)
         return self._run(requests, use_tqdm)
 
     def chat(
@@ -177,7 +181,7 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         *,
@@ -192,6 +196,7 @@ class LLM:
             messages: dicts with "role" and "content", a text or a list of parts: {"type": "text",
                 "text": ...}, and for a model that takes images {"type": "image", "image": ...} and
                 {"type": "image_url", "image_url": {"url": "data:image/..."}}.
+            lora_request: as of `generate`.
             chat_template: a Jinja template instead of the tokenizer's own.
             add_generation_prompt: open the assistant's turn.
             chat_template_content_format: how the template sees contents: "string" joins the texts
@@ -204,7 +209,6 @@ class LLM:
         Raises:
             RequestError: no tokenizer, no template, or a conversation it refuses.
         """
-        refuse_later("lora_request", lora_request, "LoRA")
         tokenizer = self._engine_parts().tokenizer
         images_in = self._engine_parts().images
         fetch = None if images_in is None else images_in.fetcher.fetch
@@ -234,13 +238,15 @@ class LLM:
             text = tokenizer.decode(token_ids, skip_special_tokens=False)
             prompts.append(Prompt(text, token_ids, images=images))
         params = pair_params(sampling_params, len(prompts), self.get_default_sampling_params())
-        return self._run(self._make_requests(prompts, params, several), use_tqdm)
+        adapters = pair_adapters(lora_request, len(prompts))
+        requests = self._make_requests(prompts, params, several, adapters=adapters)
+        return self._run(requests, use_tqdm)
 
     def beam_search(
         self,
         prompts: PromptType | Sequence[PromptType],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = False,
     ) -> list[BeamSearchOutput]:
@@ -252,12 +258,13 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter is wrong.
         """
-        refuse_later("lora_request", lora_request, "LoRA")
         if not isinstance(params, BeamSearchParams):
             raise SamplingError("params", params, "must be a BeamSearchParams")
         tokenizer = self._engine_parts().tokenizer
         found = []
-        for output in self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm):
+        for output in self.generate(
+            prompts, params.sampling_params(), use_tqdm=use_tqdm, lora_request=lora_request
+        ):
             beams = []
             for one in output.outputs:
                 tokens = [*output.prompt_token_ids, *one.token_ids]
@@ -268,6 +275,7 @@ class LLM:
                     BeamSearchSequence(
                         tokens,
                         one.logprobs or [],
+                        output.lora_request,
                         cum_logprob=one.cumulative_logprob or 0.0,
                         text=text,
                         finish_reason=one.finish_reason,
@@ -278,14 +286,20 @@ class LLM:
         return found
 
     def stream(
-        self, prompt: PromptType, sampling_params: SamplingParams | None = None
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Yields the growing output of one prompt, per `sampling_params.output_kind`.
 
         Closing the iterator early aborts the request.
         """
         params = sampling_params or self.get_default_sampling_params()
-        (request,) = self._make_requests(parse_prompts(prompt), [params], False, final_only=False)
+        (request,) = self._make_requests(
+            parse_prompts(prompt), [params], False, final_only=False,
+            adapters=pair_adapters(lora_request, 1),
+        )  # fmt: skip
         engine = self._engine_parts().engine
         inbox = self._inboxes[request.request_id] = deque()
         engine.add_request(request)
@@ -297,7 +311,7 @@ class LLM:
                     continue
                 output = inbox.popleft()
                 if output.error is not None:
-                    raise RequestError(_failing_field(params), None, output.error)
+                    raise RequestError(_failing_field(request), None, output.error)
                 finished = output.finished
                 yield output
         finally:
@@ -501,11 +515,15 @@ class LLM:
         params: list[SamplingParams],
         name_index: bool,
         final_only: bool = True,
+        *,
+        adapters: list[LoRARequest | None],
     ) -> list[Request]:
         engine = self._engine_parts().engine
         requests = []
         finals: dict[int, SamplingParams] = {}
-        for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, wanted, adapter) in enumerate(
+            zip(prompts, params, adapters, strict=True)
+        ):
             if final_only and isinstance(wanted, SamplingParams):
                 if id(wanted) not in finals:
                     finals[id(wanted)] = wanted.clone()
@@ -515,7 +533,7 @@ class LLM:
             self._num_requests += 1
             try:
                 with prompt_wakeups():
-                    requests.append(engine.make_request(request_id, prompt, wanted))
+                    requests.append(engine.make_request(request_id, prompt, wanted, adapter))
             except RequestError as error:
                 raise (error.at_prompt(index) if name_index else error) from None
         return requests
@@ -549,7 +567,7 @@ class LLM:
                         progress.add(output)
                         if output.error is not None:
                             index = indices[output.request_id]
-                            field = _failing_field(requests[index].params)
+                            field = _failing_field(requests[index])
                             raise RequestError(field, None, output.error, prompt_index=index)
             if interrupted:
                 logger.warning("interrupted: unfinished requests are returned as they are")
@@ -591,6 +609,8 @@ class _Progress:
         self._bar.close()
 
 
-def _failing_field(params: SamplingParams) -> str:
-    """The field for which a request can fail while it runs."""
-    return "structured_outputs" if params.constrains else "logits_processors"
+def _failing_field(request: Request) -> str:
+    """The field for which a request has failed while it ran."""
+    if request.failed_field is not None:
+        return request.failed_field
+    return "structured_outputs" if request.params.constrains else "logits_processors"

@@ -14,6 +14,7 @@ from hetero_llm.core.errors import (
     refuse_later,
 )
 from hetero_llm.core.inputs import PromptType
+from hetero_llm.core.lora import LoRARequest, check_lora_request
 from hetero_llm.core.metrics import Metric
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.sampling_params import SamplingParams
@@ -70,7 +71,7 @@ class LLMEngine:
         prompt: PromptType,
         params: SamplingParams,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         *,
         priority: int = 0,
     ) -> None:
@@ -79,13 +80,13 @@ class LLMEngine:
         Args:
             params: the request keeps a copy. `output_kind` says what `step` returns.
             arrival_time: not used: a request arrives with this call.
-            lora_request, priority: not available yet.
+            lora_request: the adapter of the request; needs `enable_lora`.
+            priority: another one than 0 is not available yet.
 
         Raises:
             RequestError: the prompt or a parameter is wrong.
             DuplicateRequestError: a running request has this id.
         """
-        refuse_later("lora_request", lora_request, "LoRA")
         refuse_later("priority", priority or None, "priority scheduling")
         engine = self._parts().engine
         if not isinstance(request_id, str) or not request_id:
@@ -93,7 +94,7 @@ class LLMEngine:
         if request_id in self._running:
             raise DuplicateRequestError(request_id)
         with prompt_wakeups():
-            request = engine.make_request(request_id, parse_prompt(prompt), params)
+            request = engine.make_request(request_id, parse_prompt(prompt), params, lora_request)
         engine.add_request(request)
         self._running.add(request_id)
 
@@ -140,6 +141,28 @@ class LLMEngine:
         """See `LLM.get_metrics`."""
         labels = {"model_name": self._model.served_model_name, "engine": "0"}
         return metric_objects(self.metrics(), self._parts().engine.histograms(), labels)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Reads an adapter before a request needs it; True, as vLLM's.
+
+        Raises:
+            AdapterError: it cannot be served.
+        """
+        self._parts().engine.adapters.open(check_lora_request(lora_request))
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forgets the adapter with this number; False if there is none. Its requests go on."""
+        adapters = self._parts().engine.adapters
+        name = adapters.name_of(lora_id)
+        if name is not None:
+            adapters.forget(name)
+        return name is not None
+
+    def list_loras(self) -> set[int]:
+        """The numbers of the known adapters."""
+        known = self._parts().engine.adapters.names()
+        return {ref.request.lora_int_id for ref in known.values()}
 
     def reset_prefix_cache(self) -> None:
         """Drops all cached prefixes."""

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from hetero_llm.core.errors import (
+    AdapterError,
     ConfigError,
     EngineDeadError,
     HeteroLLMError,
@@ -29,6 +30,7 @@ from hetero_llm.core.errors import (
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.images import PromptImage, PromptImages
+from hetero_llm.core.lora import AdapterRef, LoRARequest
 from hetero_llm.core.outputs import CompletionOutput, RequestMetrics, TokenLogprobs
 from hetero_llm.core.pooling import Finish, PoolingInput, PoolingRequest, PoolingResult
 from hetero_llm.core.request import Request
@@ -79,6 +81,17 @@ class Image(msgspec.Struct, array_like=True):
     arrays: dict[str, Array]
 
 
+class Adapter(msgspec.Struct, array_like=True):
+    """An `AdapterRef` and the fields of its `LoRARequest`."""
+
+    name: str
+    number: int
+    path: str
+    base_model_name: str | None
+    content_hash: str
+    rank: int
+
+
 # large: one field for each fact about a request.
 class AddRequest(Message):
     """A checked `Request`, of whose fields it has the names; see `request_to_wire`.
@@ -104,6 +117,7 @@ class AddRequest(Message):
     grammar: str = ""
     grammar_begins_after: list[int] = []
     grammar_may_begin_with: int | None = None
+    adapter: Adapter | None = None
 
 
 class AddPooling(Message):
@@ -289,6 +303,7 @@ def request_to_wire(key: str, request: Request) -> AddRequest:
         "" if request.grammar is None else request.grammar.text,
         [] if request.grammar is None else list(request.grammar.begins_after),
         None if request.grammar is None else request.grammar.may_begin_with,
+        None if request.adapter is None else adapter_to_wire(request.adapter),
     )
 
 
@@ -297,7 +312,7 @@ def request_from_wire(message: AddRequest) -> Request:
     what the types themselves refuse.
 
     Raises:
-        SamplingError: as `SamplingParams` does.
+        SamplingError, AdapterError: as `SamplingParams` and `LoRARequest` do.
         ValueError: as `images_from_wire`.
     """
     return Request(
@@ -316,8 +331,25 @@ def request_from_wire(message: AddRequest) -> Request:
         bad_word_ids=tuple(map(tuple, message.bad_word_ids)),
         images=images_from_wire(message.images, message.images_key),
         grammar=_grammar_of(message),
+        adapter=None if message.adapter is None else adapter_from_wire(message.adapter),
         packed_prompt=message.packed_prompt,
     )
+
+
+def adapter_to_wire(adapter: AdapterRef) -> Adapter:
+    named = adapter.request
+    return Adapter(
+        named.lora_name, named.lora_int_id, named.lora_path, named.base_model_name,
+        adapter.content_hash, adapter.rank,
+    )  # fmt: skip
+
+
+def adapter_from_wire(adapter: Adapter) -> AdapterRef:
+    """Raises AdapterError: as `LoRARequest`."""
+    named = LoRARequest(
+        adapter.name, adapter.number, adapter.path, base_model_name=adapter.base_model_name
+    )
+    return AdapterRef(named, adapter.content_hash, adapter.rank)
 
 
 def _grammar_of(message: AddRequest) -> Grammar | None:
@@ -467,7 +499,7 @@ def _array(array: Array) -> np.ndarray:
 
 _WITH_FIELD: dict[str, type[RequestError] | type[ConfigError]] = {
     kind.__name__: kind
-    for kind in (RequestError, PromptError, SamplingError, PoolingError, ConfigError)
+    for kind in (RequestError, PromptError, SamplingError, PoolingError, AdapterError, ConfigError)
 }
 _LONGEST_VALUE = 256
 

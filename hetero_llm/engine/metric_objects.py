@@ -3,6 +3,7 @@ for all figures that a library has, too."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
@@ -34,6 +35,7 @@ _OWN_COUNTERS = (
 )  # fmt: skip
 _OWN_NAMES = {"hit_rate": "lookahead_hit_rate"}
 _AT_PLACE = "spec_decode_num_accepted_tokens_per_pos_"
+_OF_ADAPTERS = ("lora_running/", "lora_waiting/")
 _STEP_SECONDS = "step_seconds/"
 
 
@@ -50,13 +52,23 @@ def metric_objects(
     found = [
         _scalar(name, value, dict(labels))
         for name, value in figures.items()
-        if not name.startswith(_AT_PLACE)
+        if not name.startswith((_AT_PLACE, *_OF_ADAPTERS))
     ]
     places = {
         int(name.removeprefix(_AT_PLACE)): int(value)
         for name, value in figures.items()
         if name.startswith(_AT_PLACE)
     }
+    if "max_loras" in figures:
+        of_adapters = {
+            f"{start[5:-1]}_lora_adapters": ",".join(
+                sorted(name.removeprefix(start) for name in figures if name.startswith(start))
+            )
+            for start in _OF_ADAPTERS
+        }
+        slots = str(int(figures["max_loras"]))
+        about = {**labels, "max_lora": slots, **of_adapters}
+        found.append(Gauge("vllm:lora_requests_info", about, time.time()))
     counts = [places.get(place, 0) for place in range(max(places, default=-1) + 1)]
     found.append(Vector(f"vllm:{_AT_PLACE.removesuffix('_')}", dict(labels), counts))
     return [*found, *_histograms(histograms, labels)]

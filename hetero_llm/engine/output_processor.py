@@ -184,6 +184,7 @@ class OutputProcessor:
             outputs=outputs,
             finished=finished,
             metrics=request.metrics,
+            lora_request=None if request.adapter is None else request.adapter.request,
             num_cached_tokens=max(request.num_cached_tokens, 0),
             error=request.error,
         )

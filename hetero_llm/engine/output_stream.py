@@ -130,6 +130,7 @@ class Assembler:
             else:
                 merge(self._total, output)
             completions = [_copy(one) for one in self._total.outputs]
+        adapter = self._request.adapter
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._request.prompt,
@@ -138,6 +139,7 @@ class Assembler:
             outputs=completions,
             finished=output.finished,
             metrics=known.metrics,
+            lora_request=None if adapter is None else adapter.request,
             num_cached_tokens=output.num_cached_tokens,
             error=output.error,
         )

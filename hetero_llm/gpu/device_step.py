@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hetero_llm.gpu.adapters import GpuAdapters, NoGpuAdapters
 from hetero_llm.gpu.kernels.compact_kv import compact_kv
 from hetero_llm.gpu.kernels.exchange import apply_step_inputs, fetch_pinned, send_results
 from hetero_llm.gpu.kernels.sample import (
@@ -26,6 +27,7 @@ class DeviceStep:
         block_tables: [slots, columns] int32, written by every step.
         ring: of input buffers, see `StepFiller`.
         masks: where the step's token masks are, or will be.
+        adapters: of the model's products.
         results: [places, >= 2 * max_samples] int64 in page-locked memory, in which captured steps
             leave their results in turn.
         max_graph_tokens: most tokens of a captured step.
@@ -48,6 +50,7 @@ class DeviceStep:
         ring: torch.Tensor,
         results: torch.Tensor,
         masks: MaskPlaces,
+        adapters: GpuAdapters | NoGpuAdapters,
         *,
         max_graph_tokens: int,
         max_tokens: int,
@@ -62,6 +65,7 @@ class DeviceStep:
         self._ring = ring
         self._results = results
         self._masks = masks
+        self._adapters = adapters
         self._input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)  # of `ring`, of `results`
         self._workspace = make_sample_workspace(max_samples, config.vocab_size, device)
@@ -71,33 +75,41 @@ class DeviceStep:
         max_groups = max(max_num_seqs, max_graph_tokens)
         self.verified = make_verified_trees(max_groups, max_samples, device)
 
-    def decode(self, buffer: StepBuffer, attention: Attend) -> None:
-        """Model, head, sampling and results of a step that samples once after every token."""
+    def decode(self, buffer: StepBuffer, attention: Attend, *, adapted: bool) -> None:
+        """Model, head, sampling and results of a step that samples once after every token.
+
+        Args:
+            adapted: see `run_model`.
+        """
         inputs = buffer.inputs
-        self.sample_rows(inputs, self.run_model(buffer, attention))
+        self.sample_rows(inputs, self.run_model(buffer, attention, adapted=adapted))
         send_results(self.tokens[: buffer.layout.tokens], self._turns[1:], ring=self._results)
 
-    def verify(self, buffer: StepBuffer, attention: Attend, *, verified: VerifiedTrees) -> None:
+    def verify(
+        self, buffer: StepBuffer, attention: Attend, *, adapted: bool, verified: VerifiedTrees
+    ) -> None:
         """Model, head, sampling, verification and results of a step with draft trees.
 
         Args:
+            adapted: see `run_model`.
             verified: the part of `self.verified` for the buffer's layout.
         """
-        hidden = self.run_model(buffer, attention)
+        hidden = self.run_model(buffer, attention, adapted=adapted)
         self.hidden[: buffer.layout.tokens].copy_(hidden)  # for sampling by depth
         self.verify_trees(buffer.inputs, hidden, verified)
         send_results(verified.packed, self._turns[1:], ring=self._results)
 
-    def model(self, buffer: StepBuffer, attention: Attend) -> None:
-        """The model of any step without draft trees, into `hidden`."""
-        hidden = self.run_model(buffer, attention)
+    def model(self, buffer: StepBuffer, attention: Attend, *, adapted: bool) -> None:
+        """The model of any step without draft trees, into `hidden`; `adapted`: see `run_model`."""
+        hidden = self.run_model(buffer, attention, adapted=adapted)
         self.hidden[: buffer.layout.tokens].copy_(hidden)
 
-    def run_model(self, buffer: StepBuffer, attention: Attend) -> torch.Tensor:
+    def run_model(self, buffer: StepBuffer, attention: Attend, *, adapted: bool) -> torch.Tensor:
         """Fetches the buffer whose turn it is and runs the model: [T, hidden] after the last norm.
 
         Args:
             buffer: how the host has filled it.
+            adapted: tokens may have adapters.
         """
         inputs = buffer.inputs
         fetch_pinned(self._ring, self._turns[:1], out=buffer.words)
@@ -112,6 +124,7 @@ class DeviceStep:
             ring_size=RING,
             out=self._input_ids[: buffer.layout.tokens],
         )
+        self._adapters.begin(inputs.token_slots if adapted else None)
         return self._model(input_ids, inputs.positions, attention)
 
     def sample(self, inputs: StepInputs[torch.Tensor], hidden: torch.Tensor, count: int) -> None:

@@ -11,6 +11,8 @@ is padded to the smallest bucket that holds it:
   waits for each layer on the device. No other graph waits, so such a step does not replay "decode".
 - "verify": steps with draft trees; model, head, sampling, verification and results.
 - "short decode", "short verify": the same for contexts that need no attention tile cut.
+- Where LoRA adapters are served, each of these but "head" once more, "... with adapters", for
+  steps in which a sequence has one.
 
 Larger steps, and with `enforce_eager` all steps, issue the same kernels uncaptured.
 """
@@ -43,6 +45,7 @@ GraphKey = tuple[str, int]
 
 MAX_GRAPH_TOKENS = 512
 _SHORT_CONTEXT = 384
+_WITH_ADAPTERS = "{} with adapters"
 _REPLAYS = 3
 
 
@@ -197,6 +200,7 @@ class StepGraphs:
         captured: an empty set for them.
         drafts: there will be steps with draft trees.
         layer_ready: what steps with loads wait at; None: there are no such steps.
+        adapters: there will be steps with adapters.
 
     Attributes:
         captured: the graphs by kind and bucket.
@@ -216,6 +220,7 @@ class StepGraphs:
         buckets: StepBuckets,
         drafts: bool,
         layer_ready: LayerReadyFlags | None,
+        adapters: bool,
     ) -> None:
         self.captured = captured
         self.profile: list[tuple[int, float]] = []
@@ -224,14 +229,18 @@ class StepGraphs:
         self._buffers = buffers
         self._context = context
         self._buckets = buckets
+        self._adapters = adapters
         self._filled: dict[GraphKey, StepBuffer] = {}
         self._capture(drafts, layer_ready)
 
-    def replay_step(self, step: SchedulerOutput, num_tokens: int, *, plain: bool) -> str | None:
+    def replay_step(
+        self, step: SchedulerOutput, num_tokens: int, *, plain: bool, adapted: bool
+    ) -> str | None:
         """Fills the buffer of a step without drafts and replays its graphs.
 
         Args:
             plain: the kernels can sample for all of its sequences.
+            adapted: a sequence has an adapter.
 
         Returns:
             None if no graph holds the step, else the kind replayed last, which says what there is:
@@ -247,12 +256,13 @@ class StepGraphs:
             bucket = _smallest(buckets.decode, num_tokens)
             if bucket is not None:
                 short = is_short(step.num_computed_tokens + 1, self._context)
-                self._fill_and_replay(step, ("short decode" if short else "decode", bucket))
+                key = ("short decode" if short else "decode", bucket)
+                self._fill_and_replay(step, key, adapted=adapted)
                 return "decode"
         kind = "waiting model" if step.kv_loads else "model"
         bucket = _smallest(buckets.waiting if step.kv_loads else buckets.tokens, num_tokens)
         assert bucket is not None
-        self._fill_and_replay(step, (kind, bucket))
+        self._fill_and_replay(step, (kind, bucket), adapted=adapted)
         if not plain:
             return "model"
         if num_samples:
@@ -262,13 +272,14 @@ class StepGraphs:
         return "head"
 
     def replay_verify(
-        self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool
+        self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool, adapted: bool
     ) -> StepLayout | None:
         """Fills the buffer of a step with drafts and replays its graph, which sends the results.
 
         Args:
             sizes: of the step.
             plain: else the graph runs the model, but verifies no tree.
+            adapted: a sequence has an adapter.
 
         Returns:
             The buffer's layout; None if no graph holds the step.
@@ -279,17 +290,18 @@ class StepGraphs:
         count = len(step.request_slots)
         short = are_short(count, sizes.longest, sizes.num_keys, self._context)
         key = ("short verify" if short else "verify", bucket)
-        self._fill_and_replay(step, key, withdraw=not plain)
+        self._fill_and_replay(step, key, adapted=adapted, withdraw=not plain)
         return self._filled[key].layout
 
     def _fill_and_replay(
-        self, step: SchedulerOutput, key: GraphKey, *, withdraw: bool = False
+        self, step: SchedulerOutput, key: GraphKey, *, adapted: bool, withdraw: bool = False
     ) -> None:
         buffer = self._filled[key]
         self._filler.fill(step, buffer)
         if withdraw:
             self._filler.withdraw_trees(buffer.layout)
-        self.captured.replay(key)
+        kind, bucket = key
+        self.captured.replay((_WITH_ADAPTERS.format(kind), bucket) if adapted else key)
 
     @torch.inference_mode()
     def _capture(self, drafts: bool, layer_ready: LayerReadyFlags | None) -> None:
@@ -339,10 +351,15 @@ class StepGraphs:
         key: GraphKey,
         buffer: StepBuffer,
         attention: Attend,
-        body: Callable[[StepBuffer, Attend], None],
+        body: Callable[..., None],
     ) -> None:
+        """`body`: of `DeviceStep`."""
         self._filled[key] = buffer
-        self.captured.capture(key, partial(body, buffer, attention))
+        self.captured.capture(key, partial(body, buffer, attention, adapted=False))
+        if self._adapters:
+            kind, bucket = key
+            adapted = partial(body, buffer, attention, adapted=True)
+            self.captured.capture((_WITH_ADAPTERS.format(kind), bucket), adapted)
 
 
 def _smallest(buckets: tuple[int, ...], count: int) -> int | None:

@@ -31,6 +31,7 @@ from hetero_llm.core.acceptance import TypicalAcceptance
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.grammar import OpenMatcher
 from hetero_llm.core.step import AdmittedSequence, ModelRunnerOutput, SchedulerOutput
+from hetero_llm.gpu.adapters import GpuAdapters, NoGpuAdapters
 from hetero_llm.gpu.attention_context import AttentionContext, check_supported
 from hetero_llm.gpu.device_step import DeviceStep
 from hetero_llm.gpu.fill_step import StepFiller
@@ -126,6 +127,7 @@ class GpuModelRunner:
         graphs: capture graphs now (seconds) and replay them.
         drafts: there will be steps with draft trees.
         layer_ready: what steps with `kv_loads` wait at; None: there will be no such steps.
+        adapters: of the model's products; None: it has none.
         most_looks: see `kernels.sample.MaskPlaces`.
 
     Attributes:
@@ -149,6 +151,7 @@ class GpuModelRunner:
         graphs: bool,
         drafts: bool = False,
         layer_ready: DeviceLayerReadyFlags | None = None,
+        adapters: GpuAdapters | None = None,
         most_looks: int = MOST_LOOKS,
     ) -> None:
         check_supported(config)
@@ -165,6 +168,7 @@ class GpuModelRunner:
         self.model = model
         self.cache = cache
         self.layer_ready = layer_ready
+        self._adapters = adapters or NoGpuAdapters()
         self._context = AttentionContext(config, cache, block_tables, dtype)
         self._library = LibraryPlanner(self._context, dtype)
         self._sampled_rows = SampledRowsPlanner(self._context, max_num_seqs)
@@ -202,6 +206,7 @@ class GpuModelRunner:
             self.filler.ring,
             self._sent.ring,
             self._masks.places,
+            self._adapters,
             max_graph_tokens=max_graph_tokens,
             max_tokens=max_tokens,
             max_samples=max_samples,
@@ -221,6 +226,7 @@ class GpuModelRunner:
                 buckets=buckets,
                 drafts=drafts,
                 layer_ready=layer_ready,
+                adapters=adapters is not None,
             )
 
     @property
@@ -242,7 +248,8 @@ class GpuModelRunner:
             if self._sampler.has_history:
                 observe_inputs(self._sampler, step)
             masks = self._plan_masks(step, plain=True)
-            launched = self._replay_verify(step, drafted_sizes(step), plain=True)
+            adapted = self._adapters.prepare(step)
+            launched = self._replay_verify(step, drafted_sizes(step), plain=True, adapted=adapted)
             if launched is not None:
                 return self._with_masks(launched, masks)
         return self._launch(step)
@@ -289,19 +296,22 @@ class GpuModelRunner:
         if step.kv_loads:
             arm_layer_ready(self.layer_ready, step)
         self._apply_changes(step)
+        adapted = self._adapters.prepare(step)
         if step.drafts is not None:
-            return self._launch_drafted(step, step.drafts)
+            return self._launch_drafted(step, step.drafts, adapted=adapted)
         num_tokens = int(step.num_scheduled_tokens.sum())
         plain = not step.prompt_logprob_spans and self._sampler.is_plain(step.request_slots)
         masks = self._plan_masks(step, plain=plain)
         kind = None
         if self.graphs is not None:
-            kind = self.graphs.replay_step(step, num_tokens, plain=plain)
+            kind = self.graphs.replay_step(step, num_tokens, plain=plain, adapted=adapted)
         if kind == "decode":
             return self._with_masks(self._sent_results(step, num_tokens), masks)
         hidden, sampled_rows = self._device_step.hidden[:num_tokens], False
         if kind is None:
-            hidden, sampled_rows = self._run_uncaptured(step, num_tokens, plain=plain)
+            hidden, sampled_rows = self._run_uncaptured(
+                step, num_tokens, plain=plain, adapted=adapted
+            )
         if plain:
             num_samples = int(step.num_samples.sum())
             launched = self._copy_results(step, self._device_step.tokens[:num_samples])
@@ -349,7 +359,9 @@ class GpuModelRunner:
                 self.layer_ready.wait(self.cache.shape.num_layers - 1)
             self.cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
 
-    def _launch_drafted(self, step: SchedulerOutput, drafts: DraftBatch) -> LaunchedStep:
+    def _launch_drafted(
+        self, step: SchedulerOutput, drafts: DraftBatch, *, adapted: bool
+    ) -> LaunchedStep:
         sizes = drafted_sizes(step)
         plain = (
             self.typical is None
@@ -361,11 +373,11 @@ class GpuModelRunner:
             )
         )
         masks = self._plan_masks(step, plain=plain)
-        launched = self._replay_verify(step, sizes, plain=plain)
+        launched = self._replay_verify(step, sizes, plain=plain, adapted=adapted)
         hidden = self._device_step.hidden
         if launched is None:
             verified = self._device_step.verified.part(sizes.num_groups, sizes.num_samples)
-            hidden = self._verify_uncaptured(step, verified, plain=plain)
+            hidden = self._verify_uncaptured(step, verified, plain=plain, adapted=adapted)
             launched = self._copy_results(step, verified.packed)
             launched.num_groups = sizes.num_groups
         if not plain:
@@ -373,12 +385,12 @@ class GpuModelRunner:
         return self._with_masks(launched, masks)
 
     def _replay_verify(
-        self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool
+        self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool, adapted: bool
     ) -> LaunchedStep | None:
         """Replays the graph of a step with drafts; None if no graph holds the step."""
         if self.graphs is None:
             return None
-        layout = self.graphs.replay_verify(step, sizes, plain=plain)
+        layout = self.graphs.replay_verify(step, sizes, plain=plain, adapted=adapted)
         if layout is None:
             return None
         launched = self._sent_results(step, layout.groups + layout.samples)
@@ -411,7 +423,7 @@ class GpuModelRunner:
     # -- steps without a graph --------------------------------------------------------------
 
     def _run_uncaptured(
-        self, step: SchedulerOutput, num_tokens: int, *, plain: bool
+        self, step: SchedulerOutput, num_tokens: int, *, plain: bool, adapted: bool
     ) -> tuple[torch.Tensor, bool]:
         """Issues the kernels of a step without drafts. If plain, it samples, too.
 
@@ -423,7 +435,8 @@ class GpuModelRunner:
         library: tuple[LibraryRows, ...] = ()
         planned = sampled = None
         if not single:
-            if self.model.selects_rows and not step.prompt_logprob_spans:
+            # Adapters are added to the rows of the step, so all layers have to have those.
+            if self.model.selects_rows and not step.prompt_logprob_spans and not adapted:
                 sampled = self._sampled_rows.plan(step)
             library, planned = self._library.plan(
                 step.request_slots,
@@ -451,7 +464,7 @@ class GpuModelRunner:
         if step.kv_loads:
             assert self.layer_ready is not None
             attention = LayerReadyAttention(attention, self.layer_ready)
-        hidden = self._device_step.run_model(buffer, attention)
+        hidden = self._device_step.run_model(buffer, attention, adapted=adapted)
         if plain and num_samples:
             if sampled is None:
                 self._device_step.sample(buffer.inputs, hidden, num_samples)
@@ -460,7 +473,7 @@ class GpuModelRunner:
         return hidden, sampled is not None
 
     def _verify_uncaptured(
-        self, step: SchedulerOutput, verified: VerifiedTrees, *, plain: bool
+        self, step: SchedulerOutput, verified: VerifiedTrees, *, plain: bool, adapted: bool
     ) -> torch.Tensor:
         """Issues the kernels of a step with drafts: [T, hidden]. If plain, it samples and writes
         `verified`, whose size is that of the step, too."""
@@ -471,7 +484,7 @@ class GpuModelRunner:
         buffer = self._buffers.exact(step, tile, samples=samples, groups=groups, cut=not short)
         any_cut = self.filler.fill(step, buffer)
         attention = StepAttention(self._context, buffer.inputs, tile, any_cut=any_cut)
-        hidden = self._device_step.run_model(buffer, attention)
+        hidden = self._device_step.run_model(buffer, attention, adapted=adapted)
         if plain:
             self._device_step.verify_trees(buffer.inputs, hidden, verified)
         return hidden

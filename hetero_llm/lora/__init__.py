@@ -1,1 +1,1 @@
-"""vLLM's paths about LoRA, which is not available yet."""
+"""LoRA adapters: readers of PEFT's files, host memory, slots on the device, products."""

@@ -1,3 +1,3 @@
-"""vLLM's path of `LoRARequest`, which is not available yet."""
+"""vLLM's path of `LoRARequest`."""
 
-from hetero_llm.core.not_yet import LoRARequest as LoRARequest
+from hetero_llm.core.lora import LoRARequest as LoRARequest

@@ -176,6 +176,11 @@ class CausalLM(nn.Module):
         plain = sum(p.numel() for p in self.parameters())
         return plain + sum(math.prod(shape) for shape in quantized)
 
+    def head_modules(self) -> tuple[nn.Module, ...]:
+        """The modules that `logits` calls, with other rows than the tokens of a step."""
+        head = getattr(self, "lm_head", None)
+        return (head,) if isinstance(head, nn.Module) else ()
+
     def checkpoint_tensors(self) -> Mapping[str, Tensor | RearrangedView]:
         """Checkpoint name -> view of our parameter to copy the tensor into.
 

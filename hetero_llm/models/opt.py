@@ -100,6 +100,9 @@ class OPTForCausalLM(DecoderLM):
             hidden = self.project_out(hidden)
         return self.lm_head(hidden)
 
+    def head_modules(self) -> tuple[nn.Module, ...]:
+        return tuple(one for one in (self.project_out, self.lm_head) if one is not None)
+
     def checkpoint_tensors(self) -> Tensors:
         decoder, positions = self.names.model, self.embed_positions.weight
         stored_shape = (positions.shape[0] + _POSITION_OFFSET, positions.shape[1])

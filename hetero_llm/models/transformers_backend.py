@@ -70,6 +70,14 @@ class TransformersForCausalLM(CausalLM):
         """Of the class."""
         return self.causal.get_output_embeddings()
 
+    def head_modules(self) -> tuple[nn.Module, ...]:
+        below = {id(module) for module in base_of(self.causal).modules()}
+        return tuple(
+            module
+            for module in self.causal.modules()
+            if id(module) not in below and module is not self.causal
+        )
+
     def run(self, attention: AttentionFunction, **inputs: Any) -> Tensor:
         """Hidden states [T, hidden] of the class below the head.
 

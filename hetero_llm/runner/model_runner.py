@@ -28,6 +28,7 @@ from hetero_llm.core.step import (
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import Attend, CausalLM
 from hetero_llm.models.multimodal import ImageCausalLM
+from hetero_llm.runner.adapters import NoStepAdapters, StepAdapters
 from hetero_llm.runner.attention import RowKernel, TorchPagedAttention
 from hetero_llm.runner.image_rows import SlotImages
 from hetero_llm.runner.kv_cache import PagedKVCache
@@ -89,6 +90,7 @@ class TorchModelRunner:
         model, cache: see Args.
         typical: see `runner.verify`; to be set before the first step.
         layer_ready: the flags at which steps with `kv_loads` wait; to be set before the first one.
+        adapters: of the steps' requests; to be set before the first step.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class TorchModelRunner:
     ) -> None:
         self.typical: TypicalAcceptance | None = None
         self.layer_ready: LayerReadyFlags | None = None
+        self.adapters: StepAdapters | NoStepAdapters = NoStepAdapters()
         self.model = model
         self.cache = cache
         self._device = device
@@ -128,6 +131,7 @@ class TorchModelRunner:
         if step.kv_loads:
             arm_layer_ready(self.layer_ready, step)
         self._apply_changes(step)
+        self.adapters.begin(step)
         if self._sampler.has_history:
             observe_inputs(self._sampler, step)
         trees = tree_tokens(step, step.drafts)

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.drafter import ArrayDrafter, Drafter, PromptObserver, StepReport
-from hetero_llm.core.errors import PromptError, SamplingError
+from hetero_llm.core.errors import AdapterError, PromptError, SamplingError
 from hetero_llm.core.request import FinishReason, Request, Sequence
 from hetero_llm.core.step import (
     AdmittedSequence,
@@ -29,6 +29,7 @@ from hetero_llm.core.step import (
     SchedulerOutput,
 )
 from hetero_llm.kv_cache.block_manager import BlockManager
+from hetero_llm.scheduler.adapter_slots import AdapterSlots, NoAdapterSlots
 from hetero_llm.scheduler.beam_search import BeamGroup, HoldsStop, advance_group, best_sequences
 from hetero_llm.scheduler.deferred_work import (
     IDLE_BLOCKS,
@@ -72,9 +73,11 @@ class Scheduler:
             idle no step is made ahead.
         loads: the sequences whose prefix is being copied from host memory.
         grammar_drafts: drafts what grammars force; None: nothing does.
+        adapters: the slots of LoRA adapters; None: no request has one.
 
     Attributes:
-        blocks, drafter, loads: see Args; `loads` is a null object without host memory.
+        blocks, drafter, loads, adapters: see Args; `loads` is a null object without host memory,
+            `adapters` one without adapters.
         stats: counters since start.
     """
 
@@ -87,7 +90,9 @@ class Scheduler:
         drafter: Drafter | None = None,
         loads: KVLoadQueue | None = None,
         grammar_drafts: GrammarDrafts | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
+        self.adapters: AdapterSlots | NoAdapterSlots = adapters or NoAdapterSlots()
         self.loads: KVLoadQueue | NoKVLoads = NoKVLoads() if loads is None else loads
         self.blocks = blocks
         self.drafter = drafter
@@ -112,6 +117,7 @@ class Scheduler:
         self._num_guided = 0  # running sequences with a grammar that may have drafts
         self._num_synchronous = 0  # running sequences of requests that allow no step ahead
         self._steady: SteadyBatch | None = None  # from `prepare_next` to `schedule_next`
+        self._failed: list[Sequence] = []  # ended since the last `take_failed`
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -137,6 +143,13 @@ class Scheduler:
     def kv_cache_usage(self) -> float:
         """Share of KV blocks that running sequences hold, 0 to 1."""
         return 1.0 - self.blocks.num_free / self.blocks.num_blocks
+
+    def count_adapters(self) -> tuple[Counter[str], Counter[str]]:
+        """Running and waiting sequences with an adapter, by its name."""
+        running = Counter(_adapter_names(self._running))
+        waiting = Counter(_adapter_names(self._waiting))
+        waiting.update(_adapter_names(entry.sequence for entry in self.loads.all()))
+        return running, waiting
 
     def reset_prefix_cache(self) -> None:
         self.blocks.reset_prefix_cache()
@@ -346,7 +359,7 @@ class Scheduler:
         assert flight.step is step, "steps are updated in the order they were scheduled"
         if step.kv_loads:
             self._collect_transfers(step.kv_loads, timed_out=output.kv_loads_timed_out)
-        touched: list[Sequence] = []
+        touched = self.take_failed()
         complete_groups: list[Request] = []
         generated_before, end = self.stats.generation_tokens, 0
         for sequence, epoch, num_computed, num_scheduled, num_samples, num_nodes, num_tokens in zip(
@@ -406,6 +419,12 @@ class Scheduler:
         num_generated = self.stats.generation_tokens - generated_before
         self.stats.step_tokens.observe(flight.num_prompt_tokens + num_generated)
         return touched
+
+    def take_failed(self) -> list[Sequence]:
+        """Sequences that ended because their adapter could not be loaded any more; each once, here
+        or in the result of `update`."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def observe_step(self, step: SchedulerOutput, seconds: float, idle_seconds: float) -> None:
         """Reports a finished step's duration to the load queue, and to the drafter if the step had
@@ -540,12 +559,15 @@ class Scheduler:
         self, sequences: list[Sequence], num_scheduled_tokens: list[int], budget: int
     ) -> int:
         """Admits waiting sequences while request slots, blocks and budget last: those with a prefix
-        to load into the load queue, the others into the step."""
+        to load into the load queue, the others into the step. Those whose adapter has no slot are
+        passed over."""
         if self._waiting:
             self._caching.cache_blocks()
-        begun = False
+        index, begun = 0, False
+        adapters = self.adapters
+        adapters.begin_pass()
         while budget > 0:
-            sequence = self._waiting.first
+            sequence = self._waiting.at(index)
             if sequence is None:
                 break
             request = sequence.request
@@ -553,6 +575,9 @@ class Scheduler:
                 break
             if self._in_flight and request.synchronous:
                 break
+            if request.adapter is not None and not self._take_adapter(sequence):
+                index += not sequence.finished
+                continue
             slot = self._request_slots.take()
             wants_prompt = request.prompt_logprobs is not None and (
                 len(request.prompt_logprobs) < sequence.num_prompt_tokens
@@ -564,11 +589,10 @@ class Scheduler:
             if not wants_prompt:
                 loading = self.loads.begin(sequence, slot, cached, alone=not self._running)
                 if loading is None:
-                    self.blocks.free(slot)
-                    self._request_slots.give_back(slot)
+                    self._leave_waiting(request, slot)
                     break
                 if loading.under_way:
-                    self._waiting.pop_first()
+                    self._waiting.pop(index)
                     self._request_slots.reserve_for_forks(request)
                     begun = True
                     continue
@@ -577,16 +601,37 @@ class Scheduler:
             num_new = min(num_missing, budget)
             whole = num_new == num_missing or self._config.enable_chunked_prefill
             if not whole or not self.blocks.allocate(slot, cached, cached + num_new):
-                self.blocks.free(slot)
-                self._request_slots.give_back(slot)
+                self._leave_waiting(request, slot)
                 break
-            self._waiting.pop_first()
+            self._waiting.pop(index)
             self._request_slots.reserve_for_forks(request)
             self._admit(sequence, slot, cached)
             sequences.append(sequence)
             num_scheduled_tokens.append(num_new)
             budget -= num_new
+        adapters.end_pass(complete=index >= len(self._waiting))
         return self._schedule_loading(sequences, num_scheduled_tokens, budget) if begun else budget
+
+    def _leave_waiting(self, request: Request, slot: int) -> None:
+        """Gives back what was taken for the first sequence that does not fit into this step."""
+        self.blocks.free(slot)
+        self._request_slots.give_back(slot)
+        self.adapters.release(request.adapter)
+
+    def _take_adapter(self, sequence: Sequence) -> bool:
+        """Takes the slot of a waiting sequence's adapter; False: it is passed over, or it has ended
+        because the adapter cannot be loaded any more."""
+        request = sequence.request
+        if any(other.request_slot >= 0 for other in request.sequences):
+            self.adapters.share(request.adapter)  # its siblings may be waiting for it
+            return True
+        try:
+            return self.adapters.acquire(request.adapter) is not None
+        except AdapterError as error:
+            request.error, request.failed_field = str(error), "lora_request"
+            self._end_request(request, FinishReason.ERROR)
+            self._failed.extend(request.sequences)
+            return False
 
     def _schedule_loading(
         self, sequences: list[Sequence], num_scheduled_tokens: list[int], budget: int
@@ -653,7 +698,8 @@ class Scheduler:
         sequence.request_slot = slot
         self._num_synchronous += sequence.request.synchronous
         self._num_guided += _is_guided(sequence)
-        self._admitted.append(admitted_sequence(sequence))
+        adapter_slot = self.adapters.slot_of(sequence.request.adapter)
+        self._admitted.append(admitted_sequence(sequence, adapter_slot))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes blocks and request slot from a running sequence, and from all its siblings if it is
@@ -683,7 +729,10 @@ class Scheduler:
         changes = self.blocks.take_changes()
         loads = self.loads.take_joined(num_scheduled_tokens)
         admitted = tuple(self._admitted)
-        flight = build_step(sequences, num_scheduled_tokens, admitted, changes, drafts, loads)
+        flight = build_step(
+            sequences, num_scheduled_tokens, admitted, changes, drafts, loads,
+            self.adapters.take_loads(),
+        )  # fmt: skip
         self._admitted.clear()
         self._in_flight.append(flight)
         self.stats.num_steps += 1
@@ -768,6 +817,7 @@ class Scheduler:
         request.num_unfinished += 1
         self.blocks.fork(parent.request_slot, slot)
         self._running.insert(self._running.index(parent) + 1, child)
+        self.adapters.share(request.adapter)
         self._bind(child, slot)
         return child
 
@@ -847,6 +897,7 @@ class Scheduler:
         slot = sequence.request_slot
         self.loads.keep_counts(sequence)
         self.blocks.free(slot)
+        self.adapters.release(sequence.request.adapter)
         if sequence in self.loads:
             self.loads.end(sequence)
         else:
@@ -864,6 +915,7 @@ class Scheduler:
         self.blocks.check_integrity()
         loading = [entry.sequence for entry in self.loads.all()]
         self._request_slots.check_integrity([s.request_slot for s in (*self._running, *loading)])
+        self.adapters.check_integrity([s.request.adapter for s in (*self._running, *loading)])
         assert self._num_synchronous == sum(s.request.synchronous for s in self._running)
         assert self._num_guided == sum(map(_is_guided, self._running))
         placed = [*self._running, *self._waiting, *loading]
@@ -885,6 +937,11 @@ class Scheduler:
 def _is_guided(sequence: Sequence) -> bool:
     """Whether a grammar may force tokens of the sequence as drafts."""
     return sequence.request.grammar is not None and sequence.request.may_draft
+
+
+def _adapter_names(sequences: Iterable[Sequence]) -> Iterator[str]:
+    adapters = (sequence.request.adapter for sequence in sequences)
+    return (adapter.name for adapter in adapters if adapter is not None)
 
 
 def _append_logprobs(sequence: Sequence, entries: Iterable[SampleLogprobs | None]) -> None:

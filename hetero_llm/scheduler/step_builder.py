@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_llm.core.draft_tree import DraftBatch
+from hetero_llm.core.lora import AdapterLoad
 from hetero_llm.core.request import Sequence
 from hetero_llm.core.step import LAST_SAMPLED, AdmittedSequence, PromptLogprobSpan, SchedulerOutput
 from hetero_llm.kv_cache.table_changes import TableChanges
@@ -49,6 +50,7 @@ def build_step(
     changes: TableChanges,
     drafts: DraftBatch | None = None,
     loads: tuple[int, ...] = (),
+    adapter_loads: tuple[AdapterLoad, ...] = (),
 ) -> InFlight:
     """Makes a step of the next `num_scheduled_tokens[i]` tokens of each sequence, and counts these
     as computed and the tokens to sample as pending: a later step comes after them.
@@ -57,6 +59,7 @@ def build_step(
         drafts: one draft per sequence; a drafted sequence has one token scheduled. Nodes do not
             count as computed.
         loads: transfer ids that the step waits for.
+        adapter_loads: adapter slots that it fills first.
     """
     token_ids: list[int] = []
     num_computed_tokens: list[int] = []
@@ -105,6 +108,7 @@ def build_step(
         block_copies=block_copies(changes),
         drafts=drafts,
         kv_loads=loads,
+        adapter_loads=adapter_loads,
     )
     return InFlight(
         step,
@@ -135,7 +139,7 @@ def block_copies(changes: TableChanges) -> NDArray[np.int32]:
     return np.array((changes.copy_from, changes.copy_to), np.int32)
 
 
-def admitted_sequence(sequence: Sequence) -> AdmittedSequence:
+def admitted_sequence(sequence: Sequence, adapter_slot: int) -> AdmittedSequence:
     """What the runner has to know of a sequence that enters its request slot."""
     request = sequence.request
     return AdmittedSequence(
@@ -151,6 +155,7 @@ def admitted_sequence(sequence: Sequence) -> AdmittedSequence:
         request.bad_word_ids,
         request.images,
         request.grammar,
+        adapter_slot,
     )
 
 

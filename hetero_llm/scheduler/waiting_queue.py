@@ -43,8 +43,16 @@ class WaitingQueue:
             position += 1
         self._sequences.insert(position, sequence)
 
-    def pop_first(self) -> Sequence:
-        return self._sequences.popleft()
+    def at(self, index: int) -> Sequence | None:
+        """The sequence behind `index` others; None if there are not as many."""
+        return self._sequences[index] if index < len(self._sequences) else None
+
+    def pop(self, index: int) -> None:
+        """Removes the sequence behind `index` others."""
+        if index:
+            del self._sequences[index]
+        else:
+            self._sequences.popleft()
 
     def remove(self, sequence: Sequence) -> None:
         self._sequences.remove(sequence)

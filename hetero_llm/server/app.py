@@ -18,6 +18,11 @@ from hetero_llm import __version__
 from hetero_llm.core.errors import HeteroLLMError
 from hetero_llm.engine.engine_client import EngineClient
 from hetero_llm.server.context import Context, request_id_of
+from hetero_llm.server.endpoints.adapters import (
+    AdapterEndpoints,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
 from hetero_llm.server.endpoints.chat import chat_endpoint
 from hetero_llm.server.endpoints.completions import completions_endpoint
 from hetero_llm.server.endpoints.generate import generate_endpoint
@@ -190,6 +195,7 @@ def _add_routes(app: FastAPI, context: Context) -> None:
             ("prompt",),
             "Continue a prompt, as vLLM's first server did",
         ),
+        *_adapter_posts(context),
         ("/tokenize", info.tokenize, TokenizeRequest, (), "Text to token ids"),
         ("/detokenize", info.detokenize, DetokenizeRequest, ("tokens",), "Token ids to text"),
     ]
@@ -253,6 +259,31 @@ def _add_routes(app: FastAPI, context: Context) -> None:
             response_class=Response,
             include_in_schema=False,
         )
+
+
+def _adapter_posts(
+    context: Context,
+) -> list[tuple[str, Any, type[msgspec.Struct], tuple[str, ...], str]]:
+    """The routes that load and unload adapters, where clients may do so."""
+    if not context.adapters.may_change:
+        return []
+    adapters = AdapterEndpoints(context)
+    return [
+        (
+            "/v1/load_lora_adapter",
+            adapters.load,
+            LoadAdapterRequest,
+            ("lora_name", "lora_path"),
+            "Load a LoRA adapter",
+        ),
+        (
+            "/v1/unload_lora_adapter",
+            adapters.unload,
+            UnloadAdapterRequest,
+            ("lora_name",),
+            "Unload a LoRA adapter",
+        ),
+    ]
 
 
 def _add_pooling_routes(app: FastAPI, context: Context) -> None:

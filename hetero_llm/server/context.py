@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 
 from hetero_llm.engine.engine_client import EngineClient
+from hetero_llm.server.adapters import ServedAdapters
 from hetero_llm.server.errors import ApiError, busy, duplicate
 from hetero_llm.server.message_parsers import MessageParsers
 from hetero_llm.server.metrics import Metrics
@@ -31,6 +32,7 @@ class Context:
 
     Attributes:
         names: the model's names; the first is in the responses.
+        adapters: LoRA adapters, which have names of their own.
         parsers: of the model's messages.
         readings: figures for the status page.
         load: generation requests that are running.
@@ -43,6 +45,9 @@ class Context:
         self.client = client
         self.settings = settings
         self.names = settings.served_names or info.served_names or (info.model,)
+        self.adapters = ServedAdapters(
+            client, settings.lora_modules, settings.lora_root, self.names
+        )
         self.tokenizer = ApiTokenizer(
             client.tokenizer,
             client.threads,
@@ -68,14 +73,17 @@ class Context:
         self._request_ids: set[str] = set()
 
     def model_name(self, wanted: str | None) -> str:
-        """The model's name for the response: the first one, whichever the request says.
+        """The model's name for the response: the first one, whichever the request says, or that of
+        an adapter.
 
         Raises:
             ApiError: 404 for a model that is not served.
         """
         if wanted is None or wanted in self.names:
             return self.names[0]
-        known = ", ".join(self.names)
+        if self.adapters.find(wanted) is not None:
+            return wanted
+        known = ", ".join((*self.names, *self.adapters.names()))
         raise ApiError(
             404,
             "model_not_found",

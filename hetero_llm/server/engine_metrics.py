@@ -147,6 +147,7 @@ class EngineCollector(Collector):
         if self._old_names:
             yield from self._dropped(stats.metrics)
         yield self._accepted_at(left)
+        yield from self._adapters(left)
         yield from self._offload(left)
         yield self._cache_config()
         yield from self._histograms(stats.histograms)
@@ -204,6 +205,28 @@ class EngineCollector(Collector):
             place = name.removeprefix(_AT_PLACE)
             family.add_metric([*self._labels.values(), place], left.pop(name))
         return family
+
+    def _adapters(self, left: dict[str, float]) -> Iterator[Metric]:
+        """vLLM's gauge whose labels name the adapters of requests; removes their figures from
+        `left`. Its value is the time, so that the newest labels can be found."""
+        slots = left.pop("max_loras") if "max_loras" in left else None
+        if slots is None:
+            return
+        labels = {"max_lora": str(int(slots))}
+        for kind in ("waiting", "running"):
+            start = f"lora_{kind}/"
+            names = sorted(name for name in left if name.startswith(start))
+            for name in names:
+                del left[name]
+            labels[f"{kind}_lora_adapters"] = ",".join(n.removeprefix(start) for n in names)
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info", "Adapters of requests.", labels=list(labels)
+        )
+        family.add_metric(list(labels.values()), time.time())
+        yield family
+        yield self._counter(
+            "hetero_llm:lora_loads", "Adapters that were put into a slot.", left.pop("lora_loads")
+        )
 
     def _offload(self, left: dict[str, float]) -> Iterator[Metric]:
         """The offload metrics for which vLLM has names; removes their figures from `left`."""

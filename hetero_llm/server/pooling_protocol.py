@@ -72,7 +72,7 @@ class ScoreRequest(PoolingFields, kw_only=True):
 UNAVAILABLE = {
     "messages": "an embedding of a conversation",
     "mm_processor_kwargs": "input other than text",
-    "lora_request": "LoRA",
+    "lora_request": "an adapter beside the model (its name is the model's)",
     "rank_fields": "ranking by fields of a document",
     "max_tokens_per_doc": "a limit on each document (truncate_prompt_tokens limits query and "
     "document together)",

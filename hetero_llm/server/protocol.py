@@ -209,7 +209,7 @@ UNAVAILABLE = {
     "logits_processors": "a logits processor over HTTP",
     "prompt_embeds": "a prompt of embeddings",
     "logprob_token_ids": "log-probabilities of chosen tokens",
-    "lora_request": "LoRA",
+    "lora_request": "an adapter beside the model (its name is the model's)",
     "kv_transfer_params": "KV transfer",
     "vllm_xargs": "passing arguments of vLLM's plug-ins",
     "suffix": "inserting text before a suffix",

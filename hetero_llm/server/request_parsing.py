@@ -27,6 +27,7 @@ import numpy as np
 from starlette.requests import Request
 
 from hetero_llm.core.errors import shown
+from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.engine.default_sampling import with_defaults
 from hetero_llm.engine.engine_client import EngineInfo
@@ -115,6 +116,7 @@ class CheckedRequest:
         params: one per prompt; they differ in max_tokens at most.
         seconds: until the deadline, None without one.
         constraint_names: what the request calls the fields of its constraint.
+        adapter: that it names as the model; None: the base model.
     """
 
     id: str
@@ -125,6 +127,7 @@ class CheckedRequest:
     params: Sequence[SamplingParams]
     seconds: float | None
     constraint_names: FieldNames
+    adapter: LoRARequest | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -221,6 +224,7 @@ def checked_request(
         params=each,
         seconds=deadline_seconds(request, context.settings.request_timeout),
         constraint_names=constraint_names(body),
+        adapter=context.adapters.find(body.model),
     )
 
 

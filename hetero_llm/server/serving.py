@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -31,6 +32,7 @@ from hetero_llm.config.engine_config import ConstraintsConfig, EngineConfig
 from hetero_llm.core.errors import ConfigError, EngineDeadError, EngineHungError
 from hetero_llm.engine.async_engine import AsyncEngineArgs, AsyncLLMEngine
 from hetero_llm.engine.engine_client import EngineClient
+from hetero_llm.server.adapters import lora_modules_of
 from hetero_llm.server.app import build_app
 from hetero_llm.server.connection import (
     bound_kernel_buffers,
@@ -76,6 +78,7 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
     arguments = AsyncEngineArgs(**engine_args)
     config = EngineConfig.from_args(arguments.resolved())
     settings = settings_of(server_args, config.constraints)
+    _check_adapters(settings, enabled=config.lora.enabled)
     middleware = [import_middleware(path) for path in server_args["middleware"]]
     check_tls(server_args)
     collector = server_args["otlp_traces_endpoint"]
@@ -170,6 +173,8 @@ def settings_of(
         log_prompts=_shows_prompts(args),
         max_log_len=args["max_log_len"],
         legacy_metric_names=args["legacy_metric_names"],
+        lora_modules=lora_modules_of(args["lora_modules"]),
+        lora_root=args["lora_root"],
         stored_responses=args["max_stored_responses"],
         stored_response_bytes=args["max_stored_response_bytes"],
         cors=Cors(
@@ -180,6 +185,17 @@ def settings_of(
         ),
         limits=Limits(body_seconds=args["body_timeout"], write_seconds=args["write_timeout"]),
     )
+
+
+def _check_adapters(settings: ServerSettings, *, enabled: bool) -> None:
+    """Raises ConfigError: adapters are given and not served, or there is no such folder."""
+    root = settings.lora_root
+    if not enabled:
+        for name, value in (("lora_modules", settings.lora_modules), ("lora_root", root)):
+            if value:
+                raise ConfigError(name, value, "needs enable_lora")
+    if root is not None and not Path(root).is_dir():
+        raise ConfigError("lora_root", root, "no such folder")
 
 
 def _shows_prompts(args: Mapping[str, Any]) -> bool:
@@ -308,8 +324,17 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run_until_stopped(self, listener: socket.socket) -> int:
-        """Serves; returns the exit code."""
+        """Serves; returns the exit code.
+
+        Raises:
+            ConfigError: an adapter of the start cannot be served.
+        """
         self._loop = asyncio.get_running_loop()
+        try:
+            await self.context.adapters.open_all()
+        except BaseException:
+            await self._client.shutdown(0.0)
+            raise
         self._stop, self._end_at_once = asyncio.Event(), asyncio.Event()
         drain_on_hangup(self.handle_exit)
         serving = asyncio.create_task(self.serve(sockets=[listener]))

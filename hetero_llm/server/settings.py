@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.engine.image_uri import MOST_BYTES, MOST_PIXELS
+from hetero_llm.server.adapters import LoraModule
 
 TEMPLATE_KWARGS = ("enable_thinking", "thinking", "thinking_budget", "date_string")
 
@@ -116,6 +117,8 @@ class ServerSettings:
         log_prompts: log its prompts, too, cut to `max_log_len` characters or token ids.
         max_log_len: None is the whole prompt, 0 none of it.
         legacy_metric_names: export metrics also under names that vLLM has replaced or dropped.
+        lora_modules: adapters that are served from the start.
+        lora_root: folder inside which clients may load adapters; None: they may load none.
         stored_responses, stored_response_bytes: responses of /v1/responses that are kept in memory
             at most, and bytes of them; 0 responses: none are kept.
     """
@@ -146,6 +149,8 @@ class ServerSettings:
     log_prompts: bool = True
     max_log_len: int | None = None
     legacy_metric_names: bool = True
+    lora_modules: tuple[LoraModule, ...] = ()
+    lora_root: str | None = None
     stored_responses: int = 0
     stored_response_bytes: int = 256 << 20
     cors: Cors = field(default_factory=Cors)

@@ -288,7 +288,7 @@ class TestStatus:
         assert "tensor parallelism of draft models" in refused(
             speculative_draft_tensor_parallel_size=2
         )
-        assert "LoRA" in refused(enable_lora=True)
+        assert "prompt adapter" in refused(enable_prompt_adapter=True)
 
     def test_a_boolean_is_not_the_default_number(self) -> None:
         assert "tensor parallelism" in refused(tensor_parallel_size=True)

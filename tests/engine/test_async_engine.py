@@ -438,7 +438,6 @@ def test_several_requests_are_aborted_at_once(engine: AsyncLLMEngine) -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"lora_request": object()}, "lora_request"),
         ({"priority": 1}, "priority"),
         ({"trace_headers": {"a": "b"}}, "trace_headers"),
         ({"prompt_adapter_request": object()}, "prompt_adapter_request"),

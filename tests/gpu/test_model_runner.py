@@ -202,7 +202,10 @@ class RecordingGraphs:
         self.layout = StepLayout(8, 8, 8, 8, 8, 1, 8) if holds else None
         self.modes: list[bool] = []
 
-    def replay_verify(self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool) -> Any:
+    def replay_verify(
+        self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool, adapted: bool
+    ) -> Any:
+        assert not adapted
         assert (sizes.num_tokens, sizes.num_samples, sizes.num_groups) == (4, 4, 2)
         self.modes.append(torch.is_inference_mode_enabled())
         return self.layout

@@ -12,12 +12,14 @@ import numpy as np
 
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.drafter import Drafter
+from hetero_llm.core.lora import AdapterRef
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import LAST_SAMPLED, ModelRunnerOutput, SampleLogprobs, SchedulerOutput
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.prefix_cache import PrefixCache, hash_root, token_bytes
+from hetero_llm.scheduler.adapter_slots import AdapterSlots
 from hetero_llm.scheduler.beam_search import HoldsStop, candidates_needed
 from hetero_llm.scheduler.scheduler import Scheduler
 
@@ -247,6 +249,7 @@ def make_scheduler(
     chunked: bool = True,
     holds_stop: HoldsStop | None = None,
     drafter: Drafter | None = None,
+    adapters: AdapterSlots | None = None,
 ) -> tuple[Scheduler, BlockManager, FakeRunner]:
     config = SchedulerConfig(
         max_num_seqs, max_num_batched_tokens, max_model_len, chunked, block_size
@@ -254,14 +257,18 @@ def make_scheduler(
     blocks = BlockManager(num_blocks, block_size, PrefixCache() if prefix_caching else None)
     columns = -(-max_model_len // block_size)
     return (
-        Scheduler(config, blocks, holds_stop, drafter=drafter),
+        Scheduler(config, blocks, holds_stop, drafter=drafter, adapters=adapters),
         blocks,
         FakeRunner(num_blocks, block_size, max_num_seqs, columns),
     )
 
 
 def make_request(
-    request_id: str, prompt: list[int], params: SamplingParams, max_model_len: int = 128
+    request_id: str,
+    prompt: list[int],
+    params: SamplingParams,
+    max_model_len: int = 128,
+    adapter: AdapterRef | None = None,
 ) -> Request:
     limit = max_model_len
     if params.max_tokens is not None:
@@ -282,10 +289,11 @@ def make_request(
         end_ids=end_ids,
         eos_ids=frozenset({EOS}),
         max_total_tokens=limit,
-        root_hash=hash_root(),
+        root_hash=hash_root(() if adapter is None else ("adapter", adapter.content_hash)),
         metrics=RequestMetrics(time.monotonic()),
         num_logprobs=count,
         packed_prompt=token_bytes(prompt),
+        adapter=adapter,
     )
 
 

@@ -15,9 +15,11 @@ import pytest
 
 from hetero_llm import (
     LLM,
+    AdapterError,
     ConfigError,
     EngineDeadError,
     HeteroLLMError,
+    LoRARequest,
     ModelLoadError,
     PromptError,
     RequestError,
@@ -203,10 +205,16 @@ def test_as_many_parameters_as_prompts(tiny: LLM) -> None:
         tiny.generate(["a", "b"], [GREEDY] * 3, use_tqdm=False)
 
 
-@pytest.mark.parametrize("field", ["lora_request", "prompt_adapter_request"])
-def test_features_to_come_are_refused(tiny: LLM, field: str) -> None:
-    with refused(tiny, ConfigError, field, "adapter"):
-        tiny.generate("a", GREEDY, use_tqdm=False, **{field: "adapter"})
+def test_features_to_come_are_refused(tiny: LLM) -> None:
+    with refused(tiny, ConfigError, "prompt_adapter_request", "adapter"):
+        tiny.generate("a", GREEDY, use_tqdm=False, prompt_adapter_request="adapter")
+
+
+def test_an_adapter_without_enable_lora(tiny: LLM) -> None:
+    with refused(tiny, RequestError, "lora_request", "adapter"):
+        tiny.generate("a", GREEDY, use_tqdm=False, lora_request="adapter")
+    with refused(tiny, AdapterError, "lora_request", "sql", index=0):
+        tiny.generate(["a"], GREEDY, use_tqdm=False, lora_request=LoRARequest("sql", 1, "/sql"))
 
 
 def test_a_request_larger_than_the_pool_is_refused(tiny_folder: Path) -> None:

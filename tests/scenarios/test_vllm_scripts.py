@@ -123,7 +123,7 @@ def test_a_script_with_flags(
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ("from vllm.lora.request import LoRARequest\nLoRARequest('a', 1, '/a')", "LoRA is"),
+        ("from vllm import LLM\nLLM('m', enable_prompt_adapter=True)", "prompt adapter support is"),
         ("from vllm import PoolingParams\nPoolingParams(step_tag_id=1)", "a reward model is"),
     ],
 )

@@ -13,11 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hetero_llm.core.errors import (
+    AdapterError,
     DuplicateRequestError,
     EngineDeadError,
     EngineHungError,
     OverloadedError,
 )
+from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.outputs import (
     CompletionOutput,
     Logprob,
@@ -135,6 +137,8 @@ class FakeEngine:
             backend="fake",
             max_logprobs=max_logprobs,
         )
+        self.adapters: list[LoRARequest | None] = []  # of `generate`, in order
+        self.loras: dict[int, LoRARequest] = {}  # that were added and not removed
         self._live: dict[str, asyncio.Event] = {}
         self._stop_by = math.inf
 
@@ -147,9 +151,14 @@ class FakeEngine:
         return len(self._live)
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.check_health()
+        self.adapters.append(lora_request)
         if request_id in self._live:
             raise DuplicateRequestError(request_id)
         if self.max_queue is not None and len(self._live) >= self.max_queue:
@@ -167,6 +176,15 @@ class FakeEngine:
             if not complete:
                 self.aborted.append(request_id)
             self.finished += 1
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        if "broken" in lora_request.lora_path:
+            raise AdapterError("use_dora", True, "DoRA is not available yet")
+        self.loras[lora_request.lora_int_id] = lora_request
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        return self.loras.pop(lora_id, None) is not None
 
     async def _outputs(
         self, request: Request, ended: asyncio.Event

@@ -1,12 +1,12 @@
-"""Low-rank adapters: y[row] += scale * B[slot] @ (A[slot] @ x[row]), each row with its own adapter.
+"""Low-rank adapters, one for each row: y[row] += B[slot] @ (scales[slot] * (A[slot] @ x[row])).
 
 Rows of a step name the slot of their adapter, or none. Two kernels, both of which read only the
 adapters that rows of the step name (the grouped products of Punica, Chen et al. 2023):
 
 - `lora_shrink_kernel`, u = A x: before the base product, which may start while it runs. Few rows
   would leave most of the device idle, so K is split among programs; each writes its partial sums.
-- `lora_expand_kernel`, y += scale * B u: behind the base product, whose output it adds to. It sums
-  the partial sums in the order of the splits, so a result does not depend on timing.
+- `lora_expand_kernel`, y += B (scales * u): behind the base product, whose output it adds to. It
+  sums the partial sums in the order of the splits, so a result does not depend on timing.
 
 A layer that multiplies with several matrices at once (queries, keys and values) has a part for
 each: A of all parts one below the other, and the features of a part take that part's sums alone.
@@ -45,15 +45,23 @@ _ROW_TILES = ((64, 16), (1 << 31, 64))  # up to so many rows, tiles of so many
 _MAX_SPLITS = 16
 
 
+def padded_rank(rank: int) -> int:
+    """The power of two that holds adapters of this rank: what the kernels multiply."""
+    assert 0 < rank <= MAX_RANK, rank
+    return max(MIN_RANK, triton.next_power_of_2(rank))
+
+
 @dataclass(frozen=True)
 class LoraSlots:
     """The adapters of one layer: one in each slot, zeros in a slot that is free.
+
+    Slots may lie apart: the first stride of the three tensors is any; else they are contiguous.
 
     Attributes:
         a: [slots, parts * R, K] of the activations' dtype; R is a power of two from `MIN_RANK` to
             `MAX_RANK`.
         b: [slots, N, R] likewise.
-        scales: [slots] float32.
+        scales: [slots, parts * R] float32.
         bounds: [parts + 1] int32, on the device: where parts of the features begin, and N.
         widest: features of the widest part.
     """
@@ -71,17 +79,17 @@ class LoraSlots:
         """Free slots.
 
         Args:
-            rank: of the largest adapter; it is padded to a power of two.
+            rank: of the largest adapter, see `padded_rank`.
             columns: K.
             features: of each part.
             like: says device and dtype.
         """
-        width = max(MIN_RANK, triton.next_power_of_2(rank))
-        assert width <= MAX_RANK and all(count > 0 for count in features), (rank, features)
+        width = padded_rank(rank)
+        assert all(count > 0 for count in features), features
         return LoraSlots(
             a=like.new_zeros(slots, len(features) * width, columns),
             b=like.new_zeros(slots, sum(features), width),
-            scales=like.new_zeros(slots, dtype=torch.float32),
+            scales=like.new_zeros(slots, len(features) * width, dtype=torch.float32),
             bounds=torch.tensor([0, *accumulate(features)], dtype=torch.int32, device=like.device),
             widest=max(features),
         )
@@ -107,10 +115,11 @@ def lora_shrink_kernel(
     u,  # [splits, m, parts, RANK] float32
     x,  # [m, k], rows x_stride apart
     slot_ptr,  # [m] int32
-    a,  # [slots, parts, RANK, k]
+    a,  # [slots, parts, RANK, k], slots a_stride apart
     m,
     k,
     x_stride,
+    a_stride,
     num_slots,
     share,  # columns of one split
     RANK: tl.constexpr,
@@ -132,7 +141,7 @@ def lora_shrink_kernel(
     for slot in tl.range(0, num_slots, num_stages=1):
         mine = slots == slot
         if tl.max(mine.to(tl.int32), 0) > 0:
-            matrix = a + (tl.cast(slot, tl.int64) * PARTS + part) * RANK * k
+            matrix = a + tl.cast(slot, tl.int64) * a_stride + part * RANK * k
             sums = tl.zeros((BLOCK_M, RANK), tl.float32)
             for offset in tl.range(start, stop, BLOCK_K):
                 columns = offset + tl.arange(0, BLOCK_K)
@@ -154,12 +163,13 @@ def lora_expand_kernel(
     y,  # [m, n], rows y_stride apart
     u,  # [splits, m, parts, RANK] float32
     slot_ptr,  # [m] int32
-    b,  # [slots, n, RANK]
-    scales,  # [slots] float32
+    b,  # [slots, n, RANK], slots b_stride apart
+    scales,  # [slots, parts, RANK] float32, slots scale_stride apart
     bounds,  # [parts + 1] int32
     m,
-    n,
     y_stride,
+    b_stride,
+    scale_stride,
     num_slots,
     splits,
     RANK: tl.constexpr,
@@ -183,13 +193,14 @@ def lora_expand_kernel(
         for split in tl.range(0, splits, num_stages=1):
             shares = u + tl.cast(split, tl.int64) * m * (PARTS * RANK)
             low += tl.load(shares + places, mask=has_adapter[:, None], other=0.0)
-        scale = tl.load(scales + slots, mask=has_adapter, other=0.0)
+        scale_of = slots.to(tl.int64)[:, None] * scale_stride + part * RANK + ranks[None, :]
+        low *= tl.load(scales + scale_of, mask=has_adapter[:, None], other=0.0)
         low = low.to(b.dtype.element_ty)
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for slot in tl.range(0, num_slots, num_stages=1):
             mine = slots == slot
             if tl.max(mine.to(tl.int32), 0) > 0:
-                matrix = b + tl.cast(slot, tl.int64) * n * RANK
+                matrix = b + tl.cast(slot, tl.int64) * b_stride
                 right = tl.load(
                     matrix + features[None, :] * RANK + ranks[:, None],
                     mask=inside[None, :],
@@ -202,7 +213,7 @@ def lora_expand_kernel(
         pointers = y + rows.to(tl.int64)[:, None] * y_stride + features[None, :]
         mask = has_adapter[:, None] & inside[None, :]
         base = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-        tl.store(pointers, (base + sums * scale[:, None]).to(y.dtype.element_ty), mask=mask)
+        tl.store(pointers, (base + sums).to(y.dtype.element_ty), mask=mask)
 
 
 def _rows_of_tile(m: int) -> int:
@@ -240,7 +251,8 @@ def lora_shrink(x: Tensor, slots: Tensor, weights: LoraSlots) -> Tensor:
         return u
     block_m = _rows_of_tile(m)
     lora_shrink_kernel[(triton.cdiv(m, block_m), splits, weights.parts)](
-        *(u, x, slots, weights.a, m, k, x.stride(0), len(weights.a), share),
+        *(u, x, slots, weights.a),
+        *(m, k, x.stride(0), weights.a.stride(0), len(weights.a), share),
         RANK=rank,
         PARTS=weights.parts,
         BLOCK_M=block_m,
@@ -252,7 +264,7 @@ def lora_shrink(x: Tensor, slots: Tensor, weights: LoraSlots) -> Tensor:
 
 
 def lora_expand(y: Tensor, u: Tensor, slots: Tensor, weights: LoraSlots) -> Tensor:
-    """Adds scale * B u to the rows of `y` that have an adapter; others are not touched.
+    """Adds B (scales * u) to the rows of `y` that have an adapter; others are not touched.
 
     Args:
         y: [M, N], rows contiguous; float32, bf16 or fp16.
@@ -262,8 +274,8 @@ def lora_expand(y: Tensor, u: Tensor, slots: Tensor, weights: LoraSlots) -> Tens
     Returns:
         `y`.
     """
-    (m, n), rank = y.shape, weights.rank
-    assert y.stride(1) == 1 and n == weights.b.shape[1]
+    m, rank = len(y), weights.rank
+    assert y.stride(1) == 1 and y.shape[1] == weights.b.shape[1]
     assert u.shape[1:] == (m, weights.parts, rank) and u.is_contiguous()
     if m == 0:
         return y
@@ -272,7 +284,8 @@ def lora_expand(y: Tensor, u: Tensor, slots: Tensor, weights: LoraSlots) -> Tens
     tiles = triton.cdiv(weights.widest, block_n)
     lora_expand_kernel[(triton.cdiv(m, block_m), tiles, weights.parts)](
         *(y, u, slots, weights.b, weights.scales, weights.bounds),
-        *(m, n, y.stride(0), len(weights.b), u.shape[0]),
+        *(m, y.stride(0), weights.b.stride(0), weights.scales.stride(0)),
+        *(len(weights.b), u.shape[0]),
         RANK=rank,
         PARTS=weights.parts,
         BLOCK_M=block_m,
@@ -290,8 +303,8 @@ def lora_reference(y: Tensor, x: Tensor, slots: Tensor, weights: LoraSlots) -> T
     for row, slot in enumerate(slots.tolist()):
         if slot == NO_SLOT:
             continue
-        u = (weights.a[slot].float() @ x[row].float()).view(weights.parts, -1)
+        u = weights.scales[slot] * (weights.a[slot].float() @ x[row].float())
+        u = u.view(weights.parts, -1)
         for part, (first, stop) in enumerate(pairwise(weights.bounds.tolist())):
-            gain = weights.b[slot, first:stop].float() @ u[part]
-            out[row, first:stop] += weights.scales[slot] * gain
+            out[row, first:stop] += weights.b[slot, first:stop].float() @ u[part]
     return out.to(y.dtype)

@@ -36,7 +36,8 @@ class Info:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
-        cards = [self._card(name) for name in self._context.names]
+        context = self._context
+        cards = [self._card(name) for name in (*context.names, *context.adapters.names())]
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
@@ -47,6 +48,10 @@ class Info:
 
     def _card(self, name: str) -> dict[str, Any]:
         context = self._context
+        adapter = context.adapters.find(name)
+        root, parent = context.client.info.model, None
+        if adapter is not None:
+            root, parent = adapter.lora_path, adapter.base_model_name or context.names[0]
         permission = {
             "id": f"modelperm-{name}",
             "object": "model_permission",
@@ -66,8 +71,8 @@ class Info:
             "object": "model",
             "created": context.created,
             "owned_by": _OWNER,
-            "root": context.client.info.model,
-            "parent": None,
+            "root": root,
+            "parent": parent,
             "max_model_len": context.client.info.max_model_len,
             "permission": [permission],
         }

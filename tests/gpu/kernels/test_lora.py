@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,8 +23,19 @@ def filled(
         low = torch.randn(slots, rank, k, generator=generator) / k**0.5
         weights.a[:, part * weights.rank : part * weights.rank + rank] = low
     weights.b[..., :rank] = torch.randn(slots, sum(features), rank, generator=generator)
-    weights.scales.copy_(torch.rand(slots, generator=generator) + 0.5)
+    weights.scales.copy_(torch.rand(weights.scales.shape, generator=generator) + 0.5)
     return weights
+
+
+def apart(weights: LoraSlots) -> LoraSlots:
+    """The same in slots with something between them."""
+
+    def spread(tensor: torch.Tensor) -> torch.Tensor:
+        wide = tensor.new_full((len(tensor), 2, *tensor.shape[1:]), torch.nan)
+        wide[:, 0] = tensor
+        return wide[:, 0]
+
+    return replace(weights, a=spread(weights.a), b=spread(weights.b), scales=spread(weights.scales))
 
 
 def check(weights: LoraSlots, slots: list[int], seed: int = 0) -> torch.Tensor:
@@ -63,6 +75,10 @@ def test_equals_the_reference(device, m, slots, rank, k, features):
     where = torch.randint(NO_SLOT, slots, (m,), generator=rng).tolist()
     where[0] = slots - 1
     assert check(weights, where).abs().max() > 0.1
+
+
+def test_slots_that_lie_apart(device):
+    check(apart(filled(device, 3, 8, 96, (40, 24))), [2, NO_SLOT, 0, 1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

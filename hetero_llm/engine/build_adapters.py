@@ -1,0 +1,132 @@
+"""Joins LoRA adapters with the model and its runner."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from hetero_llm.config.engine_config import EngineConfig
+from hetero_llm.config.lora_config import LoraConfig
+from hetero_llm.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from hetero_llm.gpu.adapters import GpuAdapters
+    from hetero_llm.lora.slot_layout import SlotLayout
+    from hetero_llm.lora.store import AdapterStore
+    from hetero_llm.models.config import ModelConfig
+    from hetero_llm.models.layers import CausalLM
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapters:
+    """Attributes:
+    store: the adapters in host memory.
+    layout: how the device has them; None: torch multiplies with what is in host memory.
+    """
+
+    store: AdapterStore
+    layout: SlotLayout | None
+
+
+def prepare_adapters(
+    config: LoraConfig,
+    model: CausalLM,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    on_gpu: bool,
+) -> ServedAdapters | None:
+    """Merges the adapter that is to be merged, and opens the host memory of the others.
+
+    Args:
+        model: just loaded, its layers not replaced yet.
+        dtype: of the model.
+        on_gpu: kernels on a GPU apply the adapters.
+
+    Returns:
+        None if requests have no adapters.
+
+    Raises:
+        ConfigError: the adapter does not fit, or the model is of a kind that takes none.
+    """
+    if config.merge is not None:
+        from hetero_llm.lora.merge import merge_adapter
+
+        merge_adapter(model, model_config, config.merge)
+    if not config.enabled:
+        return None
+    import torch
+
+    from hetero_llm.lora.slot_layout import SlotLayout
+    from hetero_llm.lora.store import AdapterStore
+    from hetero_llm.lora.targets import adapter_targets
+
+    wanted = dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    targets, layout, place = adapter_targets(model, model_config), None, None
+    if on_gpu:
+        from hetero_llm.gpu.kernels.lora import padded_rank
+
+        if wanted != dtype:
+            reason = f"on a GPU adapters have the model's type, {dtype}; leave it out"
+            raise ConfigError("lora_dtype", config.dtype, reason)
+        layout = SlotLayout.of(targets, padded_rank(config.max_rank), dtype)
+        place = partial(layout.pack, pin=torch.cuda.is_available())
+    store = AdapterStore(
+        targets,
+        capacity=config.max_cpu_loras,
+        max_rank=config.max_rank,
+        dtype=wanted,
+        place=place,
+    )
+    return ServedAdapters(store, layout)
+
+
+def device_adapters(
+    adapters: ServedAdapters | None, model: CausalLM, config: EngineConfig, device: torch.device
+) -> GpuAdapters | None:
+    """The slots on a GPU; None where torch applies adapters.
+
+    Args:
+        model: ready to serve.
+    """
+    if adapters is None or adapters.layout is None:
+        return None
+    from hetero_llm.gpu.adapters import GpuAdapters
+
+    size = config.lora.max_loras * adapters.layout.num_bytes / 2**20
+    logger.info("%d adapter slots take %.0f MiB of the GPU", config.lora.max_loras, size)
+    return GpuAdapters(
+        model,
+        adapters.layout,
+        adapters.store,
+        num_slots=config.lora.max_loras,
+        max_num_seqs=config.max_num_seqs,
+        device=device,
+    )
+
+
+def apply_adapters(
+    runner: Any, store: AdapterStore, config: EngineConfig, device: torch.device
+) -> None:
+    """Lets a runner on torch apply the adapters of its steps.
+
+    Args:
+        runner: whose model is ready to serve.
+    """
+    import torch.nn.functional as F
+
+    from hetero_llm.lora.products import AdaptedProducts
+    from hetero_llm.models.invariant import product_of_rows
+    from hetero_llm.runner.adapters import StepAdapters
+    from hetero_llm.runner.model_runner import TorchModelRunner
+
+    assert isinstance(runner, TorchModelRunner), "other runners are refused or not chosen"
+    product = product_of_rows if config.batch_invariant else F.linear
+    products = AdaptedProducts(runner.model, store.linears(), config.lora.max_loras, product)
+    runner.adapters = StepAdapters(products, store, max_num_seqs=config.max_num_seqs, device=device)

@@ -1,0 +1,118 @@
+"""LoRA adapters on the device: their slots, and the products that they are added to.
+
+A forward pass is made for steps without adapters, whose products are the model's own, or for steps
+with adapters, whose products read each token's slot from device memory (`begin`). So both kinds can
+be captured, and a step in which no request has an adapter costs what it costs without adapters.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_llm.core.lora import NO_ADAPTER, AdapterRef
+from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.gpu.kernels.lora import NO_SLOT, LoraSlots, lora_expand, lora_shrink
+from hetero_llm.gpu.uploads import Uploads
+from hetero_llm.lora.slot_layout import SlotLayout, widths
+from hetero_llm.models.layers import CausalLM, Linear, Product
+
+assert NO_SLOT == NO_ADAPTER
+
+
+class PackedAdapters(Protocol):
+    """Host memory with the adapters that slots are filled from."""
+
+    def held(self, adapter: AdapterRef) -> Tensor:
+        """Of `SlotLayout.pack`; valid until the step that needs it has run."""
+        ...
+
+
+class NoGpuAdapters:
+    """In the place of `GpuAdapters` where adapters are not served."""
+
+    def prepare(self, step: SchedulerOutput) -> bool:
+        return False
+
+    def begin(self, token_slots: Tensor | None) -> None:
+        pass
+
+
+class GpuAdapters:
+    """Owns the slots on the device, and takes part in the products of the layers that have places
+    there.
+
+    Args:
+        model: ready to serve, its products in place.
+        memory: holds the adapter of every load of a step until the slot is used for another.
+        num_slots: adapters on the device.
+        max_num_seqs: request slots.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        layout: SlotLayout,
+        memory: PackedAdapters,
+        *,
+        num_slots: int,
+        max_num_seqs: int,
+        device: torch.device,
+    ) -> None:
+        self._memory = memory
+        self._slots = torch.zeros(num_slots, layout.num_bytes, dtype=torch.uint8, device=device)
+        self._adapter_of = np.full(max_num_seqs, NO_ADAPTER, np.int32)  # by request slot
+        self._device_adapter_of = torch.full(
+            (max_num_seqs,), NO_ADAPTER, dtype=torch.int32, device=device
+        )
+        self._uploads = Uploads(max_num_seqs, device)
+        self._rows: Tensor | None = None  # [T] int32 of the forward pass that is made
+        modules = dict(model.named_modules())
+        for name, place in layout.places.items():
+            linear = modules[name]
+            assert isinstance(linear, Linear)
+            bounds = torch.tensor(place.bounds, dtype=torch.int32, device=device)
+            weights = LoraSlots(
+                *layout.views(self._slots, name), bounds, widest=max(widths(place.bounds))
+            )
+            linear.product = partial(self._multiply, linear.product, weights)
+
+    def prepare(self, step: SchedulerOutput) -> bool:
+        """Fills the slots that a step needs and tells the device the slots of admitted sequences.
+
+        Returns:
+            Whether a sequence of the step has an adapter.
+        """
+        for load in {load.slot: load for load in step.adapter_loads}.values():
+            packed = self._memory.held(load.adapter)
+            self._slots[load.slot].copy_(packed, non_blocking=True)
+        changed = False
+        for state in step.admitted:
+            changed |= self._adapter_of[state.request_slot] != state.adapter_slot
+            self._adapter_of[state.request_slot] = state.adapter_slot
+        if changed:
+            self._device_adapter_of.copy_(self._uploads.send(self._adapter_of))
+        return bool((self._adapter_of[step.request_slots] != NO_ADAPTER).any())
+
+    def begin(self, token_slots: Tensor | None) -> None:
+        """Begins a forward pass.
+
+        Args:
+            token_slots: [T] int32, the request slot of each token; None: no token has an adapter.
+        """
+        self._rows = None
+        if token_slots is not None:
+            self._rows = self._device_adapter_of.index_select(0, token_slots)
+
+    def _multiply(
+        self, product: Product, slots: LoraSlots, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """`Product` with the adapters of the rows."""
+        if self._rows is None:
+            return product(x, weight, bias)
+        u = lora_shrink(x, self._rows, slots)
+        return lora_expand(product(x, weight, bias), u, self._rows, slots)

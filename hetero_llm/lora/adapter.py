@@ -1,0 +1,290 @@
+"""An adapter in host memory, and how it is read from the files of PEFT.
+
+A module's adapter adds scale * B (A x) to its product. Modules that the model has fused into one
+`Linear` keep their own B, for their own rows, while their A lie one below the other: one product
+with x serves them all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_llm.core.errors import AdapterError, ModelLoadError
+from hetero_llm.core.lora import AdapterRef, LoRARequest
+from hetero_llm.lora.peft_config import PeftConfig, read_peft_config
+from hetero_llm.lora.targets import AdapterTargets, Target
+from hetero_llm.models.weight_files import PickledFile, SafetensorsFile, StoredTensor, WeightFile
+
+_SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+_KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[^.]+)?\.weight")
+_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPart:
+    """One module's B.
+
+    Attributes:
+        first_row: of the `Linear`'s outputs.
+        first_rank, rank: which rows of `LinearAdapter.a` it takes.
+        b: [rows, rank].
+    """
+
+    first_row: int
+    first_rank: int
+    rank: int
+    b: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAdapter:
+    """What an adapter adds to the product of one `Linear` with x [T, K]: for each part,
+    (x a^T * scales)[:, its ranks] b^T, in its rows.
+
+    Attributes:
+        a: [R, K], the A of all parts.
+        scales: [R] float32.
+        parts: by their rows.
+    """
+
+    a: Tensor
+    scales: Tensor
+    parts: tuple[AdapterPart, ...]
+
+    def delta(self, rows: int) -> Tensor:
+        """[rows, K] float32: what the adapter adds to the weight of the `Linear`."""
+        a = self.a.float() * self.scales[:, None]
+        total = torch.zeros(rows, a.shape[1])
+        for part in self.parts:
+            own = a[part.first_rank : part.first_rank + part.rank]
+            total[part.first_row : part.first_row + part.b.shape[0]] = part.b.float() @ own
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that fits the model.
+
+    Attributes:
+        ref: its name, content hash and rank.
+        linears: by the name of the `Linear`.
+    """
+
+    ref: AdapterRef
+    linears: Mapping[str, LinearAdapter]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its tensors."""
+        return sum(
+            tensor.nbytes
+            for linear in self.linears.values()
+            for tensor in (linear.a, linear.scales, *(part.b for part in linear.parts))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A and B of one module, as the file has them."""
+
+    module: str
+    target: Target
+    rank: int
+    scale: float
+    a: StoredTensor
+    b: StoredTensor
+
+
+def read_adapter(
+    request: LoRARequest, targets: AdapterTargets, *, max_rank: int, dtype: torch.dtype
+) -> Adapter:
+    """Reads an adapter. Names and shapes are checked before any tensor is read.
+
+    Args:
+        max_rank: largest accepted rank of a module.
+        dtype: of A and B.
+
+    Raises:
+        AdapterError: the folder, an option or a tensor is not what the model needs; names it.
+    """
+    folder = Path(request.lora_path).expanduser()
+    if not folder.is_dir():
+        raise AdapterError("lora_path", request.lora_path, "no such folder")
+    config = read_peft_config(folder)
+    try:
+        file = _open(folder)
+        stored = _Checks(file, config, targets, max_rank).modules()
+        tensors = _read(file, [tensor for one in stored for tensor in (one.a, one.b)])
+    except ModelLoadError as error:
+        raise AdapterError("lora_path", request.lora_path, str(error)) from error
+    content_hash = _hash(stored, tensors)
+    for one in stored:
+        for tensor in (one.a, one.b):
+            if not bool(tensors[tensor.name].to(dtype).isfinite().all()):
+                reason = f"holds a number that is not finite as {_name(dtype)} ({file.path})"
+                raise AdapterError("tensor", tensor.name, reason)
+    linears = _by_linear(stored, tensors, dtype)
+    rank = max(linear.a.shape[0] for linear in linears.values())
+    ref = AdapterRef(request, content_hash, rank)
+    return Adapter(ref, linears)
+
+
+def _open(folder: Path) -> WeightFile:
+    if (folder / _SAFETENSORS).exists():
+        return SafetensorsFile(folder / _SAFETENSORS)
+    if (folder / _PICKLED).exists():
+        return PickledFile(folder / _PICKLED)
+    raise AdapterError("lora_path", str(folder), f"holds no {_SAFETENSORS}")
+
+
+class _Checks:
+    """Pairs the tensors of a file with the modules of the model."""
+
+    def __init__(
+        self, file: WeightFile, config: PeftConfig, targets: AdapterTargets, max_rank: int
+    ) -> None:
+        self._file = file
+        self._config = config
+        self._targets = targets
+        self._max_rank = max_rank
+
+    def modules(self) -> list[_Stored]:
+        """The adapted modules in the order of their names.
+
+        Raises:
+            AdapterError: tensors are missing, unknown, or of a wrong shape or type.
+        """
+        pairs: dict[str, dict[str, StoredTensor]] = {}
+        called: dict[str, str] = {}
+        for tensor in self._file.tensors:
+            found = _KEY.fullmatch(tensor.name)
+            if found is None:
+                self._refuse(tensor.name, "is no A or B of a linear layer")
+                continue
+            module, side = found.groups()
+            name = self._targets.own_name(module)
+            if name is None:
+                reason = "the base model has no such module: the adapter is of another base"
+                self._refuse(tensor.name, reason)
+                continue
+            if name in self._targets.refused:
+                self._refuse(tensor.name, self._targets.refused[name])
+            if side in pairs.setdefault(name, {}):
+                self._refuse(tensor.name, "its module is stored twice")
+            pairs[name][side] = tensor
+            called[name] = module
+        if not pairs:
+            self._refuse(self._file.path.name, "holds no tensor")
+        self._check_complete(pairs, called)
+        return [self._stored(name, called[name], pairs[name]) for name in sorted(pairs)]
+
+    def _check_complete(self, pairs: Mapping[str, object], called: Mapping[str, str]) -> None:
+        config = self._config
+        strange = [called[name] for name in pairs if not config.targets(called[name])]
+        if strange:
+            raise AdapterError(
+                "target_modules",
+                config.target_modules,
+                f"does not name these modules of {self._file.path}: {_some(strange)}",
+            )
+        if config.names_all():
+            return  # PEFT's own list depends on the class of the model
+        targets = self._targets.targets
+        missing = [name for name in targets if name not in pairs and config.targets(name)]
+        if missing:
+            raise AdapterError(
+                "target_modules",
+                config.target_modules,
+                f"names modules that {self._file.path} lacks: {_some(missing)}",
+            )
+
+    def _stored(self, name: str, module: str, sides: Mapping[str, StoredTensor]) -> _Stored:
+        target = self._targets.targets[name]
+        for side in "AB":
+            if side not in sides:
+                self._refuse(f"{module}.lora_{side}.weight", "is missing")
+        rank = self._config.rank_of(module)
+        if rank > self._max_rank:
+            reason = f"the rank of {module} exceeds max_lora_rank ({self._max_rank})"
+            raise AdapterError("r", rank, f"{reason} ({self._file.path})")
+        wanted = {"A": (rank, target.columns), "B": (target.rows, rank)}
+        for side, shape in wanted.items():
+            tensor = sides[side]
+            if not tensor.is_plain:
+                self._refuse(tensor.name, f"has type {tensor.type_name}, which is no plain float")
+            if tensor.shape != shape:
+                reason = f"is {list(tensor.shape)}, the base model and r need {list(shape)}"
+                self._refuse(tensor.name, reason)
+        scale = self._config.scale_of(module)
+        return _Stored(name, target, rank, scale, sides["A"], sides["B"])
+
+    def _refuse(self, name: str, reason: str) -> None:
+        raise AdapterError("tensor", name, f"{reason} ({self._file.path})")
+
+
+def _read(file: WeightFile, wanted: Sequence[StoredTensor]) -> dict[str, Tensor]:
+    """The tensors by name, in the type of the file."""
+    file.open()
+    try:
+        return {tensor.name: _read_one(file, tensor) for tensor in wanted}
+    finally:
+        file.close()
+
+
+def _read_one(file: WeightFile, tensor: StoredTensor) -> Tensor:
+    assert tensor.dtype is not None
+    raw = np.empty(tensor.nbytes, np.uint8)
+    file.read(tensor, 0, raw)
+    return torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape)
+
+
+def _hash(stored: Iterable[_Stored], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over what determines the adapter's effect, in the order of the modules' names."""
+    made = sha256()
+    for one in stored:
+        for tensor in (one.a, one.b):
+            values = tensors[tensor.name]
+            about = (one.module, one.scale.hex(), _name(values.dtype), *tensor.shape)
+            made.update("\0".join(map(str, about)).encode() + b"\0")
+            made.update(values.view(torch.uint8).numpy().data)
+    return made.hexdigest()
+
+
+def _by_linear(
+    stored: Iterable[_Stored], tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, LinearAdapter]:
+    grouped: dict[str, list[_Stored]] = {}
+    for one in stored:
+        grouped.setdefault(one.target.linear, []).append(one)
+    linears: dict[str, LinearAdapter] = {}
+    for name, members in grouped.items():
+        members.sort(key=lambda one: one.target.first_row)
+        parts, first = [], 0
+        for one in members:
+            b = tensors[one.b.name]
+            if one.target.arrange is not None:
+                b = one.target.arrange(b)
+            b = b.to(dtype).contiguous()
+            parts.append(AdapterPart(one.target.first_row, first, one.rank, b))
+            first += one.rank
+        a = torch.cat([tensors[one.a.name].to(dtype) for one in members])
+        scales = [one.scale for one in members for _ in range(one.rank)]
+        linears[name] = LinearAdapter(a, torch.tensor(scales, dtype=torch.float32), tuple(parts))
+    return linears
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,44 @@
+"""Adds one adapter to the weights of a model, for a server that serves no other."""
+
+from __future__ import annotations
+
+import torch
+
+from hetero_llm.core.errors import AdapterError, ConfigError
+from hetero_llm.core.lora import LoRARequest
+from hetero_llm.lora.adapter import read_adapter
+from hetero_llm.lora.targets import adapter_targets
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.layers import CausalLM, Linear
+
+_MOST_RANK = 1 << 16
+
+
+@torch.no_grad()
+def merge_adapter(model: CausalLM, config: ModelConfig, folder: str) -> None:
+    """Adds scale * B A to the weights, in float32, each sum rounded once to the weight's type.
+
+    Args:
+        model: just loaded, its layers not replaced yet.
+
+    Raises:
+        ConfigError: the adapter cannot be read or does not fit, or a weight is quantized.
+    """
+    targets = adapter_targets(model, config, field="lora_merge", value=folder)
+    request = LoRARequest("merged", 1, folder)
+    try:
+        adapter = read_adapter(request, targets, max_rank=_MOST_RANK, dtype=torch.float32)
+    except AdapterError as error:
+        raise ConfigError("lora_merge", folder, str(error)) from error
+    modules = dict(model.named_modules())
+    for name in adapter.linears:
+        linear = modules[name]
+        assert isinstance(linear, Linear)
+        if linear.quantized is not None:
+            reason = f"{name} is quantized; serve the adapter with enable_lora"
+            raise ConfigError("lora_merge", folder, reason)
+    for name, own in adapter.linears.items():
+        weight = modules[name].weight
+        assert isinstance(weight, torch.Tensor)
+        delta = own.delta(weight.shape[0]).to(weight.device)
+        weight.copy_(weight.float() + delta)

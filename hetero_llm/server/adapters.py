@@ -1,0 +1,159 @@
+"""The LoRA adapters that a server knows: those of its start, and those that clients add.
+
+A client names an adapter where it would name the model. Adding and removing them over HTTP needs
+`lora_root`, and reads folders inside it only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from hetero_llm.core.errors import AdapterError, ConfigError, HeteroLLMError
+from hetero_llm.core.lora import LoRARequest
+from hetero_llm.engine.engine_client import EngineClient
+
+_KEYS = ("name", "path", "base_model_name")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """One value of `lora_modules`."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+def lora_modules_of(words: Iterable[str]) -> tuple[LoraModule, ...]:
+    """Reads values such as `sql=/adapters/sql` and `{"name": "sql", "path": "/adapters/sql"}`.
+
+    Raises:
+        ConfigError: one is neither, or a name is given twice.
+    """
+    found: dict[str, LoraModule] = {}
+    for word in words:
+        module = _module_of(word)
+        if module.name in found:
+            raise ConfigError("lora_modules", word, f"{module.name!r} is given twice")
+        found[module.name] = module
+    return tuple(found.values())
+
+
+def _module_of(word: str) -> LoraModule:
+    if not word.lstrip().startswith("{"):
+        name, equals, path = word.partition("=")
+        if not (name and equals and path):
+            raise ConfigError("lora_modules", word, "must be name=path or a JSON object")
+        return LoraModule(name, path)
+    try:
+        value = json.loads(word)
+    except ValueError as error:
+        raise ConfigError("lora_modules", word, f"is not JSON: {error}") from None
+    for key in value:
+        if key not in _KEYS:
+            raise ConfigError("lora_modules", word, f"{key!r} is no key of it: {', '.join(_KEYS)}")
+    texts = [value.get(key) for key in _KEYS]
+    if not all(isinstance(text, str) and text for text in texts[:2]):
+        raise ConfigError("lora_modules", word, "needs a name and a path")
+    if texts[2] is not None and not isinstance(texts[2], str):
+        raise ConfigError("lora_modules", word, "base_model_name must be a string")
+    return LoraModule(*texts)
+
+
+class ServedAdapters:
+    """Adapters by the name that clients use; one event loop.
+
+    Args:
+        client: of an engine with `enable_lora`.
+        modules: opened by `open_all`.
+        root: clients may add folders inside it; None: they may add none.
+        model_names: taken by the base model.
+
+    Raises:
+        ConfigError: a module has a name of the model.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        modules: Iterable[LoraModule],
+        root: str | None,
+        model_names: Iterable[str],
+    ) -> None:
+        self._client = client
+        self._modules = tuple(modules)
+        self._root = None if root is None else Path(os.path.realpath(root))
+        self._model_names = frozenset(model_names)
+        self._adapters: dict[str, LoRARequest] = {}
+        self._numbers = count(1)
+        for module in self._modules:
+            if module.name in self._model_names:
+                raise ConfigError("lora_modules", module.name, "is a name of the model")
+
+    @property
+    def may_change(self) -> bool:
+        """Whether clients may add and remove adapters."""
+        return self._root is not None
+
+    def names(self) -> list[str]:
+        return list(self._adapters)
+
+    def find(self, name: str | None) -> LoRARequest | None:
+        """The adapter of this name; None: it is not one."""
+        return None if name is None else self._adapters.get(name)
+
+    async def open_all(self) -> None:
+        """Opens the modules of the start.
+
+        Raises:
+            ConfigError: one cannot be served.
+        """
+        for module in self._modules:
+            try:
+                await self._open(module.name, module.path, module.base_model_name)
+            except HeteroLLMError as error:
+                raise ConfigError("lora_modules", f"{module.name}={module.path}", str(error)) from (
+                    error
+                )
+
+    async def add(
+        self, name: str, path: str, base_model_name: str | None, *, replaces: bool
+    ) -> None:
+        """Opens an adapter that a client names. A path that is not absolute begins at the root.
+
+        Raises:
+            AdapterError: the name is taken, the folder is not inside the root, or the adapter
+                cannot be served.
+        """
+        assert self._root is not None, "the route exists with a root only"
+        if name in self._model_names:
+            raise AdapterError("lora_name", name, "is a name of the model")
+        if name in self._adapters and not replaces:
+            raise AdapterError("lora_name", name, "is loaded already; see load_inplace")
+        if "\0" in path:
+            raise AdapterError("lora_path", path, "must be the path of a folder")
+        folder = os.path.realpath(self._root / path)
+        if not Path(folder).is_relative_to(self._root):
+            raise AdapterError("lora_path", path, "is not inside the folder of lora_root")
+        await self._open(name, folder, base_model_name)
+
+    async def remove(self, name: str) -> bool:
+        """Forgets an adapter; its running requests go on. False: there is none of this name."""
+        request = self._adapters.pop(name, None)
+        if request is not None:
+            await self._client.remove_lora(request.lora_int_id)
+        return request is not None
+
+    async def _open(self, name: str, path: str, base_model_name: str | None) -> None:
+        known = self._adapters.get(name)
+        number = next(self._numbers) if known is None else known.lora_int_id
+        request = LoRARequest(
+            name, number, path, base_model_name=base_model_name, load_inplace=known is not None
+        )
+        await self._client.add_lora(request)
+        self._adapters[name] = LoRARequest(name, number, path, base_model_name=base_model_name)

@@ -1,0 +1,72 @@
+"""Adapters packed into slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hetero_llm.core.lora import LoRARequest
+from hetero_llm.lora.adapter import Adapter, read_adapter
+from hetero_llm.lora.slot_layout import SlotLayout
+from hetero_llm.lora.targets import AdapterTargets, adapter_targets
+from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
+from tests.helpers.adapters import write_adapter
+from tests.models.tiny import make_tiny_checkpoint
+
+RANK = 16
+
+
+@pytest.fixture(params=["llama", "opt", "gpt_neox"])
+def parts(request: Any, tmp_path: Path) -> tuple[AdapterTargets, Adapter]:
+    """A model's targets, and an adapter of most of its layers with ranks that differ."""
+    folder = make_tiny_checkpoint(tmp_path / "model", request.param, layers=2)
+    config = load_model_config(folder)
+    model = load_model(folder, config, dtype=torch.float32, device="cpu", show_progress=False)
+    targets = adapter_targets(model, config)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    modules = r".*(q_proj|v_proj|query_key_value|down_proj|fc2|dense_4h_to_h)"
+    pattern = {"v_proj": 3, "fc2": 2}
+    write_adapter(tmp_path / "a", theirs, modules=modules, rank=5, rank_pattern=pattern)
+    wanted = LoRARequest("a", 1, str(tmp_path / "a"))
+    return targets, read_adapter(wanted, targets, max_rank=RANK, dtype=torch.float32)
+
+
+def test_slots_hold_what_the_adapter_adds(parts: tuple[AdapterTargets, Adapter]) -> None:
+    targets, adapter = parts
+    layout = SlotLayout.of(targets, RANK, torch.float32)
+    slots = torch.full((3, layout.num_bytes), 255, dtype=torch.uint8)
+    slots[1] = layout.pack(adapter, pin=False)
+    assert set(layout.places) == targets.linears() > set(adapter.linears)
+    for name, place in layout.places.items():
+        a, b, scales = (view[1] for view in layout.views(slots, name))
+        rows, columns = targets.sizes[name]
+        assert place.bounds[-1] == rows
+        delta = torch.zeros(rows, columns)
+        for part, first in enumerate(place.bounds[:-1]):
+            own, out = slice(part * RANK, (part + 1) * RANK), slice(first, place.bounds[part + 1])
+            delta[out] = b[out] @ (scales[own, None] * a[own])
+        expected = torch.zeros(rows, columns)
+        if name in adapter.linears:
+            expected = adapter.linears[name].delta(rows)
+            assert expected.abs().max() > 0.01
+        torch.testing.assert_close(delta, expected)
+        assert all(view.stride(0) * view.element_size() == layout.num_bytes
+                   for view in layout.views(slots, name))  # fmt: skip
+
+
+def test_places_do_not_overlap(parts: tuple[AdapterTargets, Adapter]) -> None:
+    layout = SlotLayout.of(parts[0], RANK, torch.bfloat16)
+    slots = torch.zeros(2, layout.num_bytes, dtype=torch.uint8)
+    views = [view for name in layout.places for view in layout.views(slots, name)]
+    for view in views:
+        view.fill_(1)
+    for view in views:
+        assert (view == 1).all()
+    used = sum(view[0].numel() * view.element_size() for view in views)
+    assert used <= layout.num_bytes < used + 128 * len(views)
+    assert all(view.data_ptr() % 16 == 0 for view in views)

@@ -1,0 +1,197 @@
+"""Adapters of a server: flags, names, and what clients may load."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_llm.config.args import resolve_server_args
+from hetero_llm.core.errors import AdapterError, ConfigError
+from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.server.adapters import LoraModule, ServedAdapters, lora_modules_of
+from hetero_llm.server.serving import serve, settings_of
+from hetero_llm.server.settings import ServerSettings
+from tests.server.fake_engine import FakeEngine, demo_tokenizer
+from tests.server.serving import Served, serving
+
+
+def test_modules_by_name_and_as_json() -> None:
+    words = ["sql=/adapters/sql=1", '{"name": "fr", "path": "/fr", "base_model_name": "b"}']
+    assert lora_modules_of(words) == (
+        LoraModule("sql", "/adapters/sql=1"),
+        LoraModule("fr", "/fr", "b"),
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["sql"], ["=path"], ["sql="], ["{"], ['{"name": "a"}'], ['{"name": "a", "path": 3}'],
+     ['{"name": "a", "path": "b", "rank": 3}'], ["a=b", "a=c"],
+     ['{"name": "a", "path": "b", "base_model_name": 3}']],
+)  # fmt: skip
+def test_modules_that_are_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"lora_modules={re.escape(repr(words[-1]))}"):
+        lora_modules_of(words)
+
+
+def test_a_module_cannot_have_the_models_name() -> None:
+    with pytest.raises(ConfigError, match="lora_modules='demo': is a name of the model"):
+        ServedAdapters(FakeEngine(None), [LoraModule("demo", "/a")], None, ["demo"])
+
+
+def test_a_module_that_cannot_be_served_ends_the_start() -> None:
+    adapters = ServedAdapters(FakeEngine(None), [LoraModule("a", "/broken")], None, ["demo"])
+    with pytest.raises(ConfigError, match="lora_modules='a=/broken': .*DoRA"):
+        asyncio.run(adapters.open_all())
+
+
+def test_only_folders_inside_the_root(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    (root / "in").mkdir(parents=True)
+    outside.mkdir()
+    (root / "link").symlink_to(outside)
+    engine = FakeEngine(None)
+    adapters = ServedAdapters(engine, [], str(root), ["demo"])
+
+    def add(name: str, path: str, **options: Any) -> None:
+        asyncio.run(adapters.add(name, path, None, **{"replaces": False, **options}))
+
+    for path in ("../outside", "/etc", "link", str(outside), "in/../../outside", "a\0b"):
+        with pytest.raises(AdapterError, match="lora_path"):
+            add("a", path)
+    with pytest.raises(AdapterError, match="lora_name='demo': is a name of the model"):
+        add("demo", "in")
+    assert not engine.loras and adapters.names() == []
+    add("a", "in")
+    assert engine.loras[1].lora_path == str(root / "in")
+    with pytest.raises(AdapterError, match="lora_name='a': is loaded already"):
+        add("a", "in")
+    add("a", str(root / "in"), replaces=True)
+    assert list(engine.loras) == [1] and engine.loras[1].load_inplace
+    assert asyncio.run(adapters.remove("a")) and not engine.loras
+    assert not asyncio.run(adapters.remove("a"))
+
+
+def test_flags() -> None:
+    settings = settings_of(resolve_server_args({"lora_modules": ["a=/a"], "lora_root": "/r"}))
+    assert settings.lora_modules == (LoraModule("a", "/a"),)
+    assert settings.lora_root == "/r"
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Any:
+    for name in ("one", "two", "broken"):
+        (tmp_path / name).mkdir()
+    settings = ServerSettings(
+        lora_modules=(LoraModule("first", str(tmp_path / "one"), "parent"),),
+        lora_root=str(tmp_path),
+    )
+    with serving(FakeEngine(demo_tokenizer()), settings) as running:
+        opening = running.context.adapters.open_all()
+        asyncio.run_coroutine_threadsafe(opening, running.loop).result(20)
+        yield running
+
+
+def ask(served: Served, model: str) -> Any:
+    return served.post("/v1/completions", {"model": model, "prompt": "a b", "max_tokens": 2})
+
+
+def test_the_model_of_a_request_is_an_adapter(served: Served) -> None:
+    assert ask(served, "first").json()["model"] == "first"
+    assert ask(served, "demo").json()["model"] == "demo"
+    chat = {"model": "first", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    assert served.post("/v1/chat/completions", chat).json()["model"] == "first"
+    names = [one and one.lora_name for one in served.engine.adapters]
+    assert names == ["first", None, "first"]
+    assert isinstance(served.engine.seen[0][1], Prompt)
+    missing = ask(served, "second")
+    assert missing.status_code == 404
+    assert "available: demo, first" in missing.json()["error"]["message"]
+
+
+def test_models_are_listed_with_their_parents(served: Served, tmp_path: Path) -> None:
+    served.post("/v1/load_lora_adapter", {"lora_name": "second", "lora_path": "two"})
+    cards = served.http.get("/v1/models").json()["data"]
+    assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
+        ("demo", "demo", None),
+        ("first", str(tmp_path / "one"), "parent"),
+        ("second", str(tmp_path / "two"), "demo"),
+    ]
+    assert served.http.get("/v1/models/first").json()["parent"] == "parent"
+
+
+def test_loading_and_unloading(served: Served) -> None:
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    answer = served.post(load, {"lora_name": "second", "lora_path": "two"})
+    assert answer.status_code == 200
+    assert answer.text == "Success: LoRA adapter 'second' added successfully."
+    assert ask(served, "second").status_code == 200
+    assert served.post(load, {"lora_name": "second", "lora_path": "two"}).status_code == 400
+    again = {"lora_name": "second", "lora_path": "two", "load_inplace": True}
+    assert served.post(load, again).status_code == 200
+    answer = served.post(unload, {"lora_name": "second", "lora_int_id": 2})
+    assert answer.text == "Success: LoRA adapter 'second' removed successfully."
+    assert ask(served, "second").status_code == 404
+    assert served.post(unload, {"lora_name": "second"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"lora_path": "two"}, "lora_name"),
+        ({"lora_name": "x"}, "lora_path"),
+        ({"lora_name": "x", "lora_path": "../.."}, "lora_path"),
+        ({"lora_name": "x", "lora_path": "broken"}, "use_dora"),
+        ({"lora_name": "x" * 300, "lora_path": "two"}, "lora_name"),
+        ({"lora_name": 3, "lora_path": "two"}, "lora_name"),
+    ],
+)
+def test_bad_loads_name_the_field(served: Served, body: dict[str, Any], param: str) -> None:
+    answer = served.post("/v1/load_lora_adapter", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert ask(served, "first").status_code == 200
+
+
+def test_without_a_root_the_routes_do_not_exist() -> None:
+    with serving(FakeEngine(None)) as running:
+        for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            assert running.post(path, {"lora_name": "a", "lora_path": "/a"}).status_code == 404
+        assert "lora" not in str(list(running.http.get("/openapi.json").json()["paths"]))
+
+
+def test_the_gauge_names_adapters(served: Served) -> None:
+    figures = {"max_loras": 4, "lora_loads": 7, "lora_running/b": 2, "lora_running/a": 1}
+    stats = served.engine.stats
+    served.engine.stats = lambda: _with(stats(), {**figures, "lora_waiting/c": 1})
+    lines = served.http.get("/metrics").text.splitlines()
+    (line,) = [line for line in lines if line.startswith("vllm:lora_requests_info{")]
+    for label in ('max_lora="4"', 'running_lora_adapters="a,b"', 'waiting_lora_adapters="c"'):
+        assert label in line
+    assert any(line.startswith("hetero_llm:lora_loads_total") for line in lines)
+    assert not any("lora_running" in line and "info" not in line for line in lines)
+
+
+def _with(stats: Any, figures: dict[str, float]) -> Any:
+    return replace(stats, metrics={**stats.metrics, **figures})
+
+
+@pytest.mark.parametrize(
+    ("flags", "engine_args", "reason"),
+    [
+        ({"lora_modules": ["a=/a"]}, {}, "lora_modules=.*needs enable_lora"),
+        ({"lora_root": "/"}, {}, "lora_root='/': needs enable_lora"),
+        ({"lora_root": "/no/folder"}, {"enable_lora": True}, "lora_root=.*no such folder"),
+    ],
+)
+def test_flags_that_cannot_be(
+    flags: dict[str, Any], engine_args: dict[str, Any], reason: str
+) -> None:
+    """Before a model is loaded."""
+    with pytest.raises(ConfigError, match=reason):
+        serve({"model": "demo", **engine_args}, resolve_server_args(flags))
