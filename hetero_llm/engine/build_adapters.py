@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 
 
 def prepare_adapters(
-    config: LoraConfig, model: CausalLM, model_config: ModelConfig, dtype: torch.dtype
+    config: LoraConfig, model: CausalLM, model_config: ModelConfig
 ) -> AdapterStore | None:
     """Merges the adapter that is to be merged, and opens the host memory of the others.
 
     Args:
         model: just loaded, its layers not replaced yet.
-        dtype: of the model.
 
     Returns:
         None if requests have no adapters.
@@ -45,7 +44,8 @@ def prepare_adapters(
         adapter_targets(model, model_config),
         capacity=config.max_cpu_loras,
         max_rank=config.max_rank,
-        dtype=dtype if config.dtype == "auto" else getattr(torch, config.dtype),
+        # On a CPU torch multiplies a few rows with a small float32 matrix faster than bfloat16.
+        dtype=torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype),
     )
 
 

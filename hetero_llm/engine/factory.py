@@ -250,9 +250,7 @@ def _join(
         device=device,
         show_progress=inputs.show_progress,
         backend=backend,
-        loaded=lambda model: stores.append(
-            prepare_adapters(config.lora, model, model_config, dtype)
-        ),
+        loaded=lambda model: stores.append(prepare_adapters(config.lora, model, model_config)),
     )
     (adapters,) = stores
     num_parameters = model.parameters_per_token()  # before an executor takes the weights over
