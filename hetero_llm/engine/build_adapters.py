@@ -67,7 +67,9 @@ def prepare_adapters(
     from hetero_llm.lora.store import AdapterStore
     from hetero_llm.lora.targets import adapter_targets
 
-    wanted = dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    # On a CPU torch multiplies a few rows with a small float32 matrix faster than with bfloat16.
+    auto = dtype if on_gpu else torch.float32
+    wanted = auto if config.dtype == "auto" else getattr(torch, config.dtype)
     targets, layout, place = adapter_targets(model, model_config), None, None
     if on_gpu:
         from hetero_llm.gpu.kernels.lora import padded_rank

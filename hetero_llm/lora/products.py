@@ -7,7 +7,7 @@ adapter runs the model's own products: the replacements are in place only while 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,15 +16,31 @@ import torch
 from torch import Tensor
 
 from hetero_llm.core.lora import NO_ADAPTER
-from hetero_llm.lora.adapter import Adapter, LinearAdapter
+from hetero_llm.lora.adapter import Adapter, AdapterPart, LinearAdapter
 from hetero_llm.models.layers import CausalLM, Linear, Product
+
+
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """A `LinearAdapter` in a slot. `scales` None: they are multiplied into `a`, which is float32;
+    in a shorter type that would round it once more."""
+
+    a: Tensor
+    scales: Tensor | None
+    parts: tuple[AdapterPart, ...]
+
+    @staticmethod
+    def of(linear: LinearAdapter) -> _Added:
+        if linear.a.dtype == torch.float32:
+            return _Added(linear.a * linear.scales[:, None], None, linear.parts)
+        return _Added(linear.a, linear.scales, linear.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
     """The tokens of a step with one adapter: a range, or indices [n] int64."""
 
-    adapter: Adapter
+    linears: Mapping[str, _Added]
     rows: slice | Tensor
 
 
@@ -49,14 +65,14 @@ class AdaptedProducts:
             assert isinstance(linear, Linear)
             self._linears[name] = linear, linear.product
         self._product = product
-        self._slots: list[Adapter | None] = [None] * num_slots
+        self._slots: list[Mapping[str, _Added] | None] = [None] * num_slots
         self._groups: list[_Group] = []
         self._num_tokens = 0
         self._in_place = False
 
     def fill(self, slot: int, adapter: Adapter) -> None:
         """Puts an adapter into a slot, for the steps that follow."""
-        self._slots[slot] = adapter
+        self._slots[slot] = {name: _Added.of(own) for name, own in adapter.linears.items()}
 
     def begin_step(self, slots: np.ndarray, device: torch.device) -> None:
         """Sets the adapters of the next forward pass.
@@ -69,9 +85,9 @@ class AdaptedProducts:
         for slot in np.unique(slots).tolist():
             if slot == NO_ADAPTER:
                 continue
-            adapter = self._slots[slot]
-            assert adapter is not None, "a step uses a slot before it was filled"
-            self._groups.append(_Group(adapter, _rows_of(np.flatnonzero(slots == slot), device)))
+            linears = self._slots[slot]
+            assert linears is not None, "a step uses a slot before it was filled"
+            self._groups.append(_Group(linears, _rows_of(np.flatnonzero(slots == slot), device)))
         if bool(self._groups) != self._in_place:
             self._switch()
 
@@ -86,17 +102,20 @@ class AdaptedProducts:
         """`Product` with the step's adapters."""
         y = product(x, weight, bias)
         assert len(x) == self._num_tokens, "a layer runs on other rows than the step's tokens"
+        converted = x
         for group in self._groups:
-            linear = group.adapter.linears.get(name)
-            if linear is not None:
-                self._add(linear, group.rows, x, y)
+            own = group.linears.get(name)
+            if own is not None:
+                converted = converted.to(own.a.dtype)  # once: all adapters have one type
+                self._add(own, group.rows, converted, y)
         return y
 
-    def _add(self, linear: LinearAdapter, rows: slice | Tensor, x: Tensor, y: Tensor) -> None:
-        a, product = linear.a, self._product
-        u = product(x[rows].to(a.dtype), a, None)
-        u = (u.float() * linear.scales).to(a.dtype)
-        for part in linear.parts:
+    def _add(self, added_by: _Added, rows: slice | Tensor, x: Tensor, y: Tensor) -> None:
+        product = self._product
+        u = product(x[rows], added_by.a, None)
+        if added_by.scales is not None:
+            u = (u.float() * added_by.scales).to(u.dtype)
+        for part in added_by.parts:
             own = u[:, part.first_rank : part.first_rank + part.rank]
             added = product(own, part.b, None).to(y.dtype)
             out = y[:, part.first_row : part.first_row + len(part.b)]

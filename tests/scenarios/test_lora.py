@@ -407,7 +407,7 @@ def test_adapters_of_a_quantized_base(llama: Base) -> None:
 def test_adapters_in_half_precision(llama: Base) -> None:
     with LLM(
         str(llama.folder), dtype="bfloat16", device="cpu", skip_tokenizer_init=True,
-        enable_lora=True, max_loras=4, max_lora_rank=64, lora_dtype="float32",
+        enable_lora=True, max_loras=4, max_lora_rank=64, lora_dtype="bfloat16",
     ) as llm:  # fmt: skip
         outputs = run(llm, prompts_of(5), PARAMS, llama.requests)
     coarse = dataclasses.replace(llama, tolerance=1.0)
