@@ -12,7 +12,7 @@ import torch
 from hetero_llm import LLM, SamplingParams
 from tests.models.test_quantized_weights import FORMATS, both
 
-PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
+PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def serve(folder: Path, rounds: int = 1, **engine_args: Any) -> tuple[list[Any],
     """The tokens of each round, and the engine's figures."""
     torch.set_num_threads(1)
     phrase = [5, 17, 40, 9, 33, 8]
-    prompts = [phrase * 4, [7, 60, 2], phrase * 3 + [50], list(range(3, 40))]
+    prompts = [phrase * 4, [7, 60, 2], phrase * 3 + [50]]
     with LLM(
         str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True, **engine_args
     ) as llm:
