@@ -1,10 +1,12 @@
-"""Writes a quantized copy of a checkpoint; one tensor and one file of output are in memory."""
+"""Writes a quantized copy of a checkpoint. One tensor and one file of output are in memory; with
+texts to calibrate with, also the plain model and all quantized matrices."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +16,28 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
+from hetero_llm.models.calibration import quantize_with_texts
+from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import read_json
 from hetero_llm.models.folders import PICKLED, SAFETENSORS
-from hetero_llm.models.loader import default_dtype
+from hetero_llm.models.layers import CausalLM, Linear
+from hetero_llm.models.loader import default_dtype, load_model
 from hetero_llm.models.quantized_weights import MatrixPlan, linears_of, plan_matrices
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import model_class
 from hetero_llm.models.weight_files import StoredTensor, WeightFile, find_weight_files
-from hetero_llm.quantization.compressed import WRITTEN, quantization_config, stored_tensors
+from hetero_llm.quantization import nf4_checkpoint
+from hetero_llm.quantization.calibrated import compensate
+from hetero_llm.quantization.compressed import quantization_config, stored_tensors
+from hetero_llm.quantization.matrix import QuantizedMatrix
 from hetero_llm.quantization.names import OnlineName
 from hetero_llm.quantization.online import OnlineFormat, OnlineScheme, int4_group
 
 SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
+
+# (plan of a matrix, its plain weight on the host) -> what is stored of it, by suffix
+Store = Callable[[MatrixPlan, Tensor], dict[str, Tensor]]
 
 
 def write_quantized(
@@ -38,27 +49,25 @@ def write_quantized(
     allow_pickle: bool = False,
     show_progress: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    texts: Tensor | None = None,
 ) -> None:
-    """Writes a checkpoint of compressed-tensors: quantized matrices, all other tensors and files as
-    they are.
+    """Writes a checkpoint of compressed-tensors, or for nf4 of bitsandbytes: quantized matrices,
+    all other tensors and files as they are.
 
     Args:
         folder: of a plain checkpoint.
         out: a folder that does not exist, or is empty.
-        name: of `WRITTEN`.
+        name: what weights become.
         device: where matrices are quantized.
         shard_bytes: of a file, but for one larger tensor.
+        texts: [S, L] int64, tokens to calibrate with, see `quantize_with_texts`; None: each matrix
+            is rounded by itself.
 
     Raises:
-        ConfigError: there is no such format, or `out` holds files.
+        ConfigError: `out` holds files, or the model is quantized already.
         ModelLoadError: the checkpoint cannot be read or quantized so.
     """
-    if name not in WRITTEN:
-        known = ", ".join(WRITTEN)
-        reason = f"no format of compressed-tensors; written are {known}"
-        raise ConfigError("format", name, f"{reason}; quantization={name!r} makes it at each start")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError("out", str(out), "it exists; name a new folder")
+    check_out(out)
     config = load_model_config(folder, quantization=name)
     files = find_weight_files(folder, "auto", allow_pickle=allow_pickle)
     with default_dtype(torch.bfloat16), torch.device("meta"), linears_of() as linears:
@@ -74,13 +83,39 @@ def write_quantized(
     by_weight = {f"{plan.module}.weight": plan for plan in plans}
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
     group = int4_group(plan.columns for plan in plans)
+    scheme = OnlineScheme(name, group)
+    calibrated: dict[str, QuantizedMatrix] = {}
+    if texts is not None:
+        numbers = sum(plan.rows * plan.columns for plan in plans)
+        with tqdm(
+            total=numbers, unit="", unit_scale=True, desc="calibrating", disable=not show_progress
+        ) as bar:
+            model, linears = _plain_model(folder, config, torch.device(device), allow_pickle)
+            calibrated = quantize_with_texts(
+                model,
+                [(linears[plan.linear], plan) for plan in plans],
+                texts,
+                quantize=lambda weight, mean: compensate(
+                    weight, scheme.quantize(weight, mean.diagonal()), mean
+                ),
+                device=torch.device(device),
+                progress=bar.update,
+            )
+            del model, linears
+
+    def store(plan: MatrixPlan, weight: Tensor) -> dict[str, Tensor]:
+        matrix = calibrated.pop(plan.module, None)
+        if matrix is None:
+            matrix = scheme.quantize(weight.to(device)).to("cpu")
+        return (
+            nf4_checkpoint.stored_tensors(matrix) if name == "ifq_nf4" else stored_tensors(matrix)
+        )
+
     out.mkdir(parents=True, exist_ok=True)
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="quantizing", disable=not show_progress
     ) as bar:
-        scheme = OnlineScheme(name, group)
-        tensors = _converted(files, by_weight, scheme, torch.device(device), bar)
-        _write_shards(tensors, out, shard_bytes)
+        _write_shards(_converted(files, by_weight, store, bar), out, shard_bytes)
     _copy_others(folder, out)
     ignore = [
         tensor.name.removesuffix(".weight")
@@ -92,19 +127,48 @@ def write_quantized(
     ]
     if config.tie_word_embeddings:
         ignore.append("lm_head")
-    written = {
-        **read_json(folder / "config.json"),
-        "quantization_config": quantization_config(name, group, sorted(set(ignore))),
-    }
+    ignore = sorted(set(ignore))
+    if name == "ifq_nf4":
+        said = nf4_checkpoint.quantization_config(ignore)
+    else:
+        said = quantization_config(name, group, ignore)
+    written = {**read_json(folder / "config.json"), "quantization_config": said}
     (out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
+def check_out(out: Path) -> None:
+    """Raises ConfigError if a folder to write to exists and is not empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError("out", str(out), "it exists; name a new folder")
+
+
+def _plain_model(
+    folder: Path, config: ModelConfig, device: torch.device, allow_pickle: bool
+) -> tuple[CausalLM, list[Linear]]:
+    """The model on the host and its products in the order in which it creates them: in float32
+    where a CPU computes, else in the type that is stored."""
+    linears: list[Linear] = []
+
+    def build(config: ModelConfig) -> CausalLM:
+        with linears_of() as created:
+            model = model_class(config.architecture)(config)
+        linears[:] = created
+        return model
+
+    model = load_model(
+        folder,
+        replace(config, online_quantization=None),
+        dtype=torch.float32 if device.type == "cpu" else getattr(torch, config.torch_dtype),
+        device="cpu",
+        show_progress=False,
+        allow_pickle=allow_pickle,
+        build=build,
+    )
+    return model, linears
+
+
 def _converted(
-    files: tuple[WeightFile, ...],
-    plans: dict[str, MatrixPlan],
-    scheme: OnlineScheme,
-    device: torch.device,
-    bar: tqdm[None],
+    files: tuple[WeightFile, ...], plans: dict[str, MatrixPlan], store: Store, bar: tqdm[None]
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the new checkpoint in the order of the old one's, on the host."""
     for file in files:
@@ -117,9 +181,7 @@ def _converted(
                 if plan is None:
                     yield stored.name, tensor
                     continue
-                weight = {"weight": tensor.to(device)}
-                matrix = scheme.convert(weight, plan.rows, plan.columns)
-                for suffix, part in stored_tensors(matrix.to("cpu")).items():
+                for suffix, part in store(plan, tensor).items():
                     yield f"{plan.module}.{suffix}", part.contiguous()
         finally:
             file.close()
