@@ -100,7 +100,8 @@ def sample_texts(
     """
     import torch
 
-    from hetero_llm import LLM, SamplingParams
+    from hetero_llm.core.sampling_params import SamplingParams
+    from hetero_llm.engine.llm import LLM
     from hetero_llm.models.read_config import load_model_config
 
     config = load_model_config(folder)

@@ -13,6 +13,8 @@ from hetero_llm.core.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hetero_llm.models.config import ModelConfig
+
 _FORMATS = ("fp8", "fp8_block", "ifq", "ifq_nf4", "int4")
 _OF_4_BITS = ("ifq_nf4", "int4")
 _SELF, _NONE = "self", "none"
@@ -67,6 +69,7 @@ def run_quantize(options: argparse.Namespace) -> int:
     from hetero_llm.engine.resolve import resolve_alias
     from hetero_llm.models.folders import resolve_model_folder
     from hetero_llm.models.quantized_writer import check_out, write_quantized
+    from hetero_llm.models.read_config import load_model_config
 
     folder = resolve_model_folder(
         resolve_alias(options.model),
@@ -76,6 +79,8 @@ def run_quantize(options: argparse.Namespace) -> int:
     )
     out = Path(options.out).expanduser()
     check_out(out)
+    # Refuses what cannot be quantized before the model samples text.
+    config = load_model_config(folder, quantization=options.format)
     write_quantized(
         folder,
         out,
@@ -83,7 +88,7 @@ def run_quantize(options: argparse.Namespace) -> int:
         device=options.device,
         allow_pickle=options.allow_pickle_weights,
         show_progress=sys.stderr.isatty(),
-        texts=_texts(options, folder),
+        texts=_texts(options, folder, config),
     )
     tool = "bitsandbytes" if options.format == "ifq_nf4" else "compressed-tensors"
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
@@ -91,10 +96,9 @@ def run_quantize(options: argparse.Namespace) -> int:
     return 0
 
 
-def _texts(options: argparse.Namespace, folder: Path) -> Tensor | None:
+def _texts(options: argparse.Namespace, folder: Path, config: ModelConfig) -> Tensor | None:
     """What to calibrate with; None: nothing."""
     from hetero_llm.commands.calibration_text import read_texts, sample_texts
-    from hetero_llm.models.read_config import load_model_config
 
     said = options.calibration
     if said is None:
@@ -112,7 +116,6 @@ def _texts(options: argparse.Namespace, folder: Path) -> Tensor | None:
             seed=options.seed,
             allow_pickle=options.allow_pickle_weights,
         )
-    config = load_model_config(folder)
     return read_texts(
         Path(said).expanduser(),
         folder,

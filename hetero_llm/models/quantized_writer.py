@@ -82,34 +82,21 @@ def write_quantized(
         raise ModelLoadError(f"{folder}: {transposed[0]} is stored transposed, which is not served")
     by_weight = {f"{plan.module}.weight": plan for plan in plans}
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
-    group = int4_group(plan.columns for plan in plans)
+    group = int4_group(plan.columns for plan in plans) if name == "int4" else None
     scheme = OnlineScheme(name, group)
     calibrated: dict[str, QuantizedMatrix] = {}
     if texts is not None:
-        numbers = sum(plan.rows * plan.columns for plan in plans)
-        with tqdm(
-            total=numbers, unit="", unit_scale=True, desc="calibrating", disable=not show_progress
-        ) as bar:
-            model, linears = _plain_model(folder, config, torch.device(device), allow_pickle)
-            calibrated = quantize_with_texts(
-                model,
-                [(linears[plan.linear], plan) for plan in plans],
-                texts,
-                quantize=lambda weight, mean: compensate(
-                    weight, scheme.quantize(weight, mean.diagonal()), mean
-                ),
-                device=torch.device(device),
-                progress=bar.update,
-            )
-            del model, linears
+        model, linears = _plain_model(folder, config, torch.device(device), allow_pickle)
+        matrices = [(linears[plan.linear], plan) for plan in plans]
+        calibrated = _calibrated(model, matrices, texts, scheme, device, show_progress)
+        del model, linears, matrices
 
     def store(plan: MatrixPlan, weight: Tensor) -> dict[str, Tensor]:
         matrix = calibrated.pop(plan.module, None)
         if matrix is None:
             matrix = scheme.quantize(weight.to(device)).to("cpu")
-        return (
-            nf4_checkpoint.stored_tensors(matrix) if name == "ifq_nf4" else stored_tensors(matrix)
-        )
+        write = nf4_checkpoint.stored_tensors if name == "ifq_nf4" else stored_tensors
+        return write(matrix)
 
     out.mkdir(parents=True, exist_ok=True)
     with tqdm(
@@ -117,21 +104,20 @@ def write_quantized(
     ) as bar:
         _write_shards(_converted(files, by_weight, store, bar), out, shard_bytes)
     _copy_others(folder, out)
-    ignore = [
+    ignore = {
         tensor.name.removesuffix(".weight")
         for _, tensor in stored.values()
         if tensor.name.endswith(".weight")
         and len(tensor.shape) == 2
         and tensor.name not in by_weight
         and "embed" not in tensor.name
-    ]
+    }
     if config.tie_word_embeddings:
-        ignore.append("lm_head")
-    ignore = sorted(set(ignore))
+        ignore.add("lm_head")
     if name == "ifq_nf4":
-        said = nf4_checkpoint.quantization_config(ignore)
+        said = nf4_checkpoint.quantization_config(sorted(ignore))
     else:
-        said = quantization_config(name, group, ignore)
+        said = quantization_config(name, group or 0, sorted(ignore))
     written = {**read_json(folder / "config.json"), "quantization_config": said}
     (out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
@@ -165,6 +151,33 @@ def _plain_model(
         build=build,
     )
     return model, linears
+
+
+def _calibrated(
+    model: CausalLM,
+    matrices: list[tuple[Linear, MatrixPlan]],
+    texts: Tensor,
+    scheme: OnlineScheme,
+    device: torch.device | str,
+    show_progress: bool,
+) -> dict[str, QuantizedMatrix]:
+    """See `quantize_with_texts`; the bar counts weights."""
+    numbers = sum(plan.rows * plan.columns for _, plan in matrices)
+
+    def quantize(weight: Tensor, moment: Tensor) -> QuantizedMatrix:
+        return compensate(weight, scheme.quantize(weight, moment.diagonal()), moment)
+
+    with tqdm(
+        total=numbers, unit="", unit_scale=True, desc="calibrating", disable=not show_progress
+    ) as bar:
+        return quantize_with_texts(
+            model,
+            matrices,
+            texts,
+            quantize=quantize,
+            device=torch.device(device),
+            progress=bar.update,
+        )
 
 
 def _converted(

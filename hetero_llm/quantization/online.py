@@ -29,33 +29,20 @@ _INT4_GROUPS = (128, 64, 32)
 _INT4_SHARES = tuple(1.0 - 0.025 * step for step in range(15))
 """Shares of a group's range that a scale may span: values beyond are cut, those inside finer."""
 _NF4_SHARES = tuple(1.0 - 0.025 * step for step in range(-2, 13))
-_FP8_SHARES = tuple(2.0 ** (-step / 8) for step in range(8))
-"""Of one binade: a row's scale moves its values between the powers of 2, where steps double."""
 _ROWS_AT_ONCE = 1 << 12
 
 
 def quantize_fp8(weight: Tensor, importance: Tensor | None = None) -> QuantizedMatrix:
-    """One scale for each row, that of the least squared error.
+    """One scale for each row, of its largest value: another one changes the error of numbers with
+    exponents little.
 
     Args:
         weight: [N, K] floats, as of all of these functions.
-        importance: [K] float32, what squared errors of a column count; None: all the same.
+        importance: [K] float32, what squared errors of a column count where a scale is searched
+            for, which here it is not; None: all the same.
     """
-    parts = [_fp8_rows(rows, importance) for rows in weight.split(_ROWS_AT_ONCE)]
-    data, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return QuantizedMatrix("fp8", data, scales, weight.shape[1])
-
-
-def _fp8_rows(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Data [N, K], scales [N, 1]."""
-    weight = weight.float()
-    whole = _scale_of(weight.abs().amax(1, keepdim=True), _FP8_MOST)
-
-    def error(scale: Tensor) -> Tensor:
-        return _to_fp8(weight / scale).float().mul_(scale).sub_(weight).square_()
-
-    scale = _best((whole * share for share in _FP8_SHARES), error, importance)
-    return _to_fp8(weight / scale), scale
+    scale = _scale_of(weight.float().abs().amax(1, keepdim=True), _FP8_MOST)
+    return QuantizedMatrix("fp8", _to_fp8(weight.float() / scale), scale, weight.shape[1])
 
 
 def quantize_fp8_block(weight: Tensor, importance: Tensor | None = None) -> QuantizedMatrix:
