@@ -1,10 +1,12 @@
-"""Writes a quantized copy of a checkpoint; one tensor and one file of output are in memory."""
+"""Writes a quantized copy of a checkpoint. One tensor and one file of output are in memory; with
+texts to calibrate with, also the plain model and all quantized matrices."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,20 +16,34 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
+from hetero_llm.models.calibration import quantize_with_texts
+from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import read_json
 from hetero_llm.models.experts import Experts
 from hetero_llm.models.folders import PICKLED, SAFETENSORS
-from hetero_llm.models.loader import default_dtype
-from hetero_llm.models.quantized_weights import MatrixPlan, plan_matrices, weights_of
+from hetero_llm.models.layers import CausalLM, Linear
+from hetero_llm.models.loader import default_dtype, load_model
+from hetero_llm.models.quantized_weights import (
+    LayerWeight,
+    MatrixPlan,
+    plan_matrices,
+    weights_of,
+)
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import model_class
 from hetero_llm.models.weight_files import StoredTensor, WeightFile, find_weight_files
-from hetero_llm.quantization.compressed import WRITTEN, quantization_config, stored_tensors
+from hetero_llm.quantization import nf4_checkpoint
+from hetero_llm.quantization.calibrated import compensate
+from hetero_llm.quantization.compressed import quantization_config, stored_tensors
+from hetero_llm.quantization.matrix import QuantizedMatrix
 from hetero_llm.quantization.names import OnlineName
 from hetero_llm.quantization.online import OnlineFormat, OnlineScheme, int4_group
 
 SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
+
+# (plan of a matrix, its plain weight on the host) -> what is stored of it, by suffix
+Store = Callable[[MatrixPlan, Tensor], dict[str, Tensor]]
 
 
 def write_quantized(
@@ -39,27 +55,25 @@ def write_quantized(
     allow_pickle: bool = False,
     show_progress: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    texts: Tensor | None = None,
 ) -> None:
-    """Writes a checkpoint of compressed-tensors: quantized matrices, all other tensors and files as
-    they are.
+    """Writes a checkpoint of compressed-tensors, or for nf4 of bitsandbytes: quantized matrices,
+    all other tensors and files as they are.
 
     Args:
         folder: of a plain checkpoint.
         out: a folder that does not exist, or is empty.
-        name: of `WRITTEN`.
+        name: what weights become.
         device: where matrices are quantized.
         shard_bytes: of a file, but for one larger tensor.
+        texts: [S, L] int64, tokens to calibrate with, see `quantize_with_texts`; None: each matrix
+            is rounded by itself.
 
     Raises:
-        ConfigError: there is no such format, or `out` holds files.
+        ConfigError: `out` holds files, or the model is quantized already.
         ModelLoadError: the checkpoint cannot be read or quantized so.
     """
-    if name not in WRITTEN:
-        known = ", ".join(WRITTEN)
-        reason = f"no format of compressed-tensors; written are {known}"
-        raise ConfigError("format", name, f"{reason}; quantization={name!r} makes it at each start")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError("out", str(out), "it exists; name a new folder")
+    check_out(out)
     config = load_model_config(folder, quantization=name)
     files = find_weight_files(folder, "auto", allow_pickle=allow_pickle)
     with default_dtype(torch.bfloat16), torch.device("meta"), weights_of() as weights:
@@ -74,42 +88,109 @@ def write_quantized(
         raise ModelLoadError(f"{folder}: {transposed[0]} is stored transposed, which is not served")
     by_weight = {f"{plan.module}.weight": plan for plan in plans}
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
-    group = int4_group(plan.columns for plan in plans)
+    group = int4_group(plan.columns for plan in plans) if name == "int4" else None
     # vLLM's experts of int4 have no zero points, and older readers know one scheme for all layers.
     symmetric = any(isinstance(module, Experts) for module in model.modules())
+    scheme = OnlineScheme(name, group, symmetric)
+    calibrated: dict[str, QuantizedMatrix] = {}
+    if texts is not None:
+        plain, owners = _plain_model(folder, config, torch.device(device), allow_pickle)
+        layers = [(owners[plan.weight].layer, plan) for plan in plans]
+        matrices = [(layer, plan) for layer, plan in layers if isinstance(layer, Linear)]
+        calibrated = _calibrated(plain, matrices, texts, scheme, device, show_progress)
+        del plain, owners, layers, matrices
+
+    def store(plan: MatrixPlan, weight: Tensor) -> dict[str, Tensor]:
+        matrix = calibrated.pop(plan.module, None)
+        if matrix is None:
+            matrix = scheme.quantize(weight.to(device)).to("cpu")
+        write = nf4_checkpoint.stored_tensors if name == "ifq_nf4" else stored_tensors
+        return write(matrix)
+
     out.mkdir(parents=True, exist_ok=True)
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="quantizing", disable=not show_progress
     ) as bar:
-        scheme = OnlineScheme(name, group, symmetric)
-        tensors = _converted(files, by_weight, scheme, torch.device(device), bar)
-        _write_shards(tensors, out, shard_bytes)
+        _write_shards(_converted(files, by_weight, store, bar), out, shard_bytes)
     _copy_others(folder, out)
-    ignore = [
+    ignore = {
         tensor.name.removesuffix(".weight")
         for _, tensor in stored.values()
         if tensor.name.endswith(".weight")
         and len(tensor.shape) == 2
         and tensor.name not in by_weight
         and "embed" not in tensor.name
-    ]
-    if config.tie_word_embeddings:
-        ignore.append("lm_head")
-    written = {
-        **read_json(folder / "config.json"),
-        "quantization_config": quantization_config(
-            name, group, sorted(set(ignore)), symmetric=symmetric
-        ),
     }
+    if config.tie_word_embeddings:
+        ignore.add("lm_head")
+    if name == "ifq_nf4":
+        said = nf4_checkpoint.quantization_config(sorted(ignore))
+    else:
+        said = quantization_config(name, group or 0, sorted(ignore), symmetric=symmetric)
+    written = {**read_json(folder / "config.json"), "quantization_config": said}
     (out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
-def _converted(
-    files: tuple[WeightFile, ...],
-    plans: dict[str, MatrixPlan],
+def check_out(out: Path) -> None:
+    """Raises ConfigError if a folder to write to exists and is not empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError("out", str(out), "it exists; name a new folder")
+
+
+def _plain_model(
+    folder: Path, config: ModelConfig, device: torch.device, allow_pickle: bool
+) -> tuple[CausalLM, list[LayerWeight]]:
+    """The model on the host and its weights in the order in which it creates them: in float32
+    where a CPU computes, else in the type that is stored."""
+    weights: list[LayerWeight] = []
+
+    def build(config: ModelConfig) -> CausalLM:
+        with weights_of() as created:
+            model = model_class(config.architecture)(config)
+        weights[:] = created
+        return model
+
+    model = load_model(
+        folder,
+        replace(config, online_quantization=None),
+        dtype=torch.float32 if device.type == "cpu" else getattr(torch, config.torch_dtype),
+        device="cpu",
+        show_progress=False,
+        allow_pickle=allow_pickle,
+        build=build,
+    )
+    return model, weights
+
+
+def _calibrated(
+    model: CausalLM,
+    matrices: list[tuple[Linear, MatrixPlan]],
+    texts: Tensor,
     scheme: OnlineScheme,
-    device: torch.device,
-    bar: tqdm[None],
+    device: torch.device | str,
+    show_progress: bool,
+) -> dict[str, QuantizedMatrix]:
+    """See `quantize_with_texts`; the bar counts weights."""
+    numbers = sum(plan.rows * plan.columns for _, plan in matrices)
+
+    def quantize(weight: Tensor, moment: Tensor) -> QuantizedMatrix:
+        return compensate(weight, scheme.quantize(weight, moment.diagonal()), moment)
+
+    with tqdm(
+        total=numbers, unit="", unit_scale=True, desc="calibrating", disable=not show_progress
+    ) as bar:
+        return quantize_with_texts(
+            model,
+            matrices,
+            texts,
+            quantize=quantize,
+            device=torch.device(device),
+            progress=bar.update,
+        )
+
+
+def _converted(
+    files: tuple[WeightFile, ...], plans: dict[str, MatrixPlan], store: Store, bar: tqdm[None]
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the new checkpoint in the order of the old one's, on the host."""
     for file in files:
@@ -122,9 +203,7 @@ def _converted(
                 if plan is None:
                     yield stored.name, tensor
                     continue
-                weight = {"weight": tensor.to(device)}
-                matrix = scheme.convert(weight, plan.rows, plan.columns)
-                for suffix, part in stored_tensors(matrix.to("cpu")).items():
+                for suffix, part in store(plan, tensor).items():
                     yield f"{plan.module}.{suffix}", part.contiguous()
         finally:
             file.close()

@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.quantized_writer import write_quantized
-from hetero_llm.quantization.compressed import WRITTEN
 from hetero_llm.quantization.matrix import dequantize
-from hetero_llm.quantization.names import OnlineName
+from hetero_llm.quantization.names import ONLINE_NAMES, OnlineName
 from tests.models.test_loader_online import (
     FAMILIES,
     MIXTURES,
@@ -26,7 +25,7 @@ from tests.models.test_loader_online import (
 from tests.models.tiny import make_tiny_checkpoint
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", ("fp8", "fp8_block", "ifq", "int4"))
 def test_experts(tmp_path: Path, name: OnlineName) -> None:
     """Each by its name; int4 without zero points, which vLLM's experts do not have."""
     folder = make_tiny_checkpoint(
@@ -54,7 +53,7 @@ def test_experts(tmp_path: Path, name: OnlineName) -> None:
         assert greedy(found, 8) == greedy(expected, 8)
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", ONLINE_NAMES)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
 def test_what_is_written_is_read_again(tmp_path: Path, name: OnlineName, family: str) -> None:
     changes = {**FAMILIES[family], "intermediate_size": 192}
@@ -76,7 +75,11 @@ def test_what_is_written_is_read_again(tmp_path: Path, name: OnlineName, family:
         assert torch.equal(dequantize(other, torch.float32), wanted)
     assert greedy(found, 8) == greedy(expected, 8)
     config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert config["quant_method"] == "compressed-tensors" and "lm_head" in config["ignore"]
+    if name == "ifq_nf4":
+        assert config["quant_method"] == "bitsandbytes"
+        assert "lm_head" in config["llm_int8_skip_modules"]
+    else:
+        assert config["quant_method"] == "compressed-tensors" and "lm_head" in config["ignore"]
 
 
 def test_one_group_serves_all_matrices(tmp_path: Path) -> None:
@@ -91,10 +94,18 @@ def test_one_group_serves_all_matrices(tmp_path: Path) -> None:
         assert linear.quantized is None or linear.quantized.group == 32
 
 
+def test_columns_that_no_group_of_int4_divides(tmp_path: Path) -> None:
+    """Other formats do not ask for groups."""
+    changes = {**WIDE, "intermediate_size": 40}
+    folder = make_tiny_checkpoint(tmp_path / "plain", "llama", changes=changes, layers=1)
+    write_quantized(folder, tmp_path / "out", "fp8", device="cpu")
+    assert greedy(load(tmp_path / "out", None), 4) == greedy(load(folder, "fp8"), 4)
+    with pytest.raises(ModelLoadError, match="40 columns"):
+        write_quantized(folder, tmp_path / "other", "int4", device="cpu")
+
+
 def test_mistakes(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path / "plain", "llama", changes=WIDE, layers=1)
-    with pytest.raises(ConfigError, match="format='ifq_nf4': no format of compressed-tensors"):
-        write_quantized(folder, tmp_path / "out", "ifq_nf4", device="cpu")
     with pytest.raises(ConfigError, match="out=.*it exists"):
         write_quantized(folder, folder, "fp8", device="cpu")
     write_quantized(folder, tmp_path / "out", "fp8", device="cpu")

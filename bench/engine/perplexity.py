@@ -1,0 +1,122 @@
+"""Perplexity of a model with quantized weights over the same model in float32, on a CPU.
+
+Texts: every sixth of the demo pair's held-out ones, its first 512 tokens; with --calibration
+heldout the calibrated formats see the first 512 tokens of the others. KL: mean divergence of the
+next token's distribution from float32's, in nats, which is less noisy than the perplexity.
+
+Columns: format, calibration, bytes of the weight files, perplexity, its change, KL.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.common import bench_parser, names_of, write_results
+from hetero_llm.commands.calibration_text import TEXT_TOKENS, sample_texts
+from hetero_llm.demo_models import demo_folder, heldout_prompts
+from hetero_llm.models.calibration import WholeTexts
+from hetero_llm.models.layers import CausalLM
+from hetero_llm.models.loader import load_model
+from hetero_llm.models.quantized_writer import write_quantized
+from hetero_llm.models.read_config import load_model_config
+from hetero_llm.quantization.names import ONLINE_NAMES
+
+CALIBRATIONS = ("none", "self", "heldout")
+EVERY = 6
+TEXTS_AT_ONCE = 8
+
+
+def load(folder: Path, dtype: torch.dtype) -> CausalLM:
+    """The model of a folder on the CPU."""
+    config = load_model_config(folder)
+    return load_model(folder, config, dtype=dtype, device="cpu", show_progress=False)
+
+
+@torch.no_grad()
+def log_probabilities(model: CausalLM, texts: Tensor) -> Iterator[Tensor]:
+    """[S, L - 1, vocab] float32 of the next token, some texts at a time."""
+    length = texts.shape[1]
+    attend = WholeTexts(model.config, length)
+    for some in texts.split(TEXTS_AT_ONCE):
+        positions = torch.arange(length).repeat(len(some))
+        hidden = model(some.flatten(), positions, attend)
+        logits = model.logits(hidden).float().view(len(some), length, -1)
+        yield logits[:, :-1].log_softmax(-1)
+
+
+def measure(model: CausalLM, reference: list[Tensor], texts: Tensor) -> tuple[float, float]:
+    """Perplexity, and mean KL from the reference, which `log_probabilities` gave."""
+    loss, divergence = 0.0, 0.0
+    parts = texts.split(TEXTS_AT_ONCE)
+    for found, wanted, some in zip(log_probabilities(model, texts), reference, parts, strict=True):
+        loss -= found.gather(2, some[:, 1:, None]).double().sum().item()
+        divergence += (wanted.exp() * (wanted - found)).double().sum().item()
+    count = texts[:, 1:].numel()
+    return math.exp(loss / count), divergence / count
+
+
+def main() -> None:
+    parser = bench_parser(__doc__)
+    parser.add_argument("--formats", type=names_of(ONLINE_NAMES), default=list(ONLINE_NAMES))
+    parser.add_argument(
+        "--calibration", type=names_of(CALIBRATIONS), default=list(CALIBRATIONS[:2])
+    )
+    parser.add_argument("--tokens", type=int, default=65536, help="to calibrate with")
+    parser.add_argument("--texts", type=int, default=48, help="to measure with")
+    options = parser.parse_args()
+    folder = demo_folder("demo")
+    rows = torch.from_numpy(heldout_prompts().prompts[:, :TEXT_TOKENS].astype("int64"))
+    texts = rows[::EVERY][: options.texts]
+    plain = load(folder, torch.float32)
+    reference = list(log_probabilities(plain, texts))
+    results: list[dict[str, Any]] = []
+
+    def report(name: str, calibration: str, model: CausalLM, size: int, seconds: float) -> None:
+        found, divergence = measure(model, reference, texts)
+        base = results[0]["perplexity"] if results else found
+        row = {
+            "format": name, "calibration": calibration, "bytes": size, "perplexity": found,
+            "change_percent": (found / base - 1) * 100, "kl": divergence, "seconds": seconds,
+        }  # fmt: skip
+        results.append(row)
+        print(
+            f"{name:10} {calibration:8} {size / 1e6:7.2f} MB {found:8.4f} "
+            f"{row['change_percent']:+6.2f}% {divergence:8.5f} {seconds:5.0f} s",
+            flush=True,
+        )
+
+    def size_of(path: Path) -> int:
+        return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+    report("float32", "none", plain, size_of(folder), 0.0)
+    report("bfloat16", "none", load(folder, torch.bfloat16), size_of(folder), 0.0)
+    for calibration in options.calibration:
+        sample = None
+        if calibration == "heldout":
+            others = torch.arange(len(rows)) % EVERY != 0
+            sample = rows[others][: options.tokens // TEXT_TOKENS]
+        if calibration == "self":
+            sample = sample_texts(
+                folder, device="cpu", tokens=options.tokens, seed=0, allow_pickle=False
+            )
+        for name in options.formats:
+            with tempfile.TemporaryDirectory() as out:
+                begin = time.perf_counter()
+                write_quantized(folder, Path(out), name, device="cpu", texts=sample)
+                seconds = time.perf_counter() - begin
+                model = load(Path(out), torch.float32)
+                report(name, calibration, model, size_of(Path(out)), seconds)
+    about = {"model": "demo", "texts": len(texts), "tokens": options.tokens}
+    write_results("perplexity.c", {**about, "rows": results}, options.out)
+
+
+if __name__ == "__main__":
+    main()
