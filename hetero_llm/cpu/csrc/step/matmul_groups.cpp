@@ -2,7 +2,7 @@
 // scaled and added to float sums in the order of k, by a fused multiply-add at every level: results
 // are equal to the last bit.
 //
-// int4 is unpacked in registers, for up to kTileRows rows at once.
+// int4 is unpacked in registers, for up to kMostRows rows at once.
 
 #include "matmul_groups.h"
 
@@ -33,11 +33,11 @@ struct GroupCall {
 using GroupTile = void (*)(const GroupCall& call);
 
 // tile[rows - 1][i] takes 1 << i strips. strips[rows - 1]: of the widest tile with so many rows.
-constexpr int kTileRows = 8;
+constexpr int kMostRows = 8;
 struct GroupTiles {
-    GroupTile tile[kTileRows][3];
+    GroupTile tile[kMostRows][3];
     int rows;
-    int strips[kTileRows];
+    int strips[kMostRows];
 };
 
 template <typename T>
@@ -343,7 +343,7 @@ VNNI void vnni_tile(const GroupCall& call) {
       ROW(vnni_tile, 3, __VA_ARGS__), ROW(vnni_tile, 4, __VA_ARGS__),                    \
       NARROW(vnni_tile, 5, __VA_ARGS__), NARROW(vnni_tile, 6, __VA_ARGS__),              \
       NARROW(vnni_tile, 7, __VA_ARGS__), NARROW(vnni_tile, 8, __VA_ARGS__)},             \
-     8, {4, 4, 4, 4, 2, 2, 2, 2}}
+     kMostRows, {4, 4, 4, 4, 2, 2, 2, 2}}
 #define BY_ZEROS(kInt4)                                                                  \
     {VNNI_TILES(kInt4, Zeros::kNone), VNNI_TILES(kInt4, Zeros::kPoints),                 \
      VNNI_TILES(kInt4, Zeros::kOffsets)}
@@ -354,7 +354,7 @@ const GroupTiles kAvx2Tiles[] = {AVX2(false), AVX2(true)};
 const GroupTiles kVnniTiles[][3] = {BY_ZEROS(false), BY_ZEROS(true)};
 
 // All rows with strips [strip, strip + strips) of one panel, of which `call` is the first.
-// c.lines: for all of them; each tile prefetches its share.
+// c.lines: of the next block, for all tiles together; each prefetches its share.
 void multiply_strips(const GroupTiles& tiles, GroupCall c, int64_t rows, int64_t strips) {
     const int64_t parts = (rows + tiles.rows - 1) / tiles.rows;
     const int64_t width = tiles.strips[(rows + parts - 1) / parts - 1];
