@@ -132,7 +132,7 @@ def _of_groups(groups: Groups | None) -> tuple[int, bool, int]:
 @dataclass(frozen=True, eq=False)
 class PreparedRows:
     """Rows as `multiply` takes them: data [rows, stride]; scales [rows] for INT8. With groups, a
-    row of data is its integers [padded depth], then the bytes of scales and sums of its groups."""
+    row of data is its integers [padded depth], then the bytes of scales and corrections."""
 
     format: Format
     depth: int
@@ -140,17 +140,19 @@ class PreparedRows:
     scales: NDArray[np.float32] | None
     groups: Groups | None = None
 
-    def groups_of_rows(self) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.int32]]:
-        """Integers [rows, padded depth], scales and sums [rows, groups] of rows with groups."""
+    def groups_of_rows(self) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.generic]]:
+        """Integers [rows, padded depth], scales and corrections [rows, groups] of rows with
+        groups; corrections are float32 where weights have offsets, else int32."""
         assert self.groups is not None
         padded = -(-self.depth // DEPTH) * DEPTH
         count = -(-padded // self.groups.size)
         integers, rest = self.data[:, :padded], np.ascontiguousarray(self.data[:, padded:])
-        scales, sums = rest[:, : 4 * count], rest[:, 4 * count : 8 * count]
+        scales, corrections = rest[:, : 4 * count], rest[:, 4 * count : 8 * count]
+        kind = np.float32 if self.groups.zeros is Zeros.OFFSETS else np.int32
         return (
             integers.view(np.int8),
             np.ascontiguousarray(scales).view(np.float32),
-            np.ascontiguousarray(sums).view(np.int32),
+            np.ascontiguousarray(corrections).view(kind),
         )
 
 

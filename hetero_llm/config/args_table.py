@@ -331,7 +331,7 @@ _MEMORY = grouped(
         "How the native CPU backend holds weights: 'auto' is the model's type, 'int8' rounds "
         "them to 8 bits with one scale for each output, 'int4' to 4 bits with a scale and a zero "
         "point for 32 of them and the head to 8 bits. Int4 and int8 weights of a quantized "
-        "checkpoint stay as they are.",
+        "checkpoint stay as they are, and with 'int8' and 'int4' the blocks of a GGUF file.",
         choices=("auto", "int8", "int4"),
     ),
     effective(

@@ -177,7 +177,7 @@ def build_engine(
         triton_cache.prepare()
     _check_offload(config, device)
     folder, model_config = find_model(load)
-    if device.type == "cpu":  # whose executor has no products with blocks
+    if device.type == "cpu" and config.cpu.weight_dtype == "auto":
         plain = with_plain_weights(model_config)
         if plain is not model_config:
             logger.info("%s: blocks become plain weights when they are loaded", folder)

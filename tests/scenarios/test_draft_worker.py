@@ -29,7 +29,9 @@ from hetero_llm.engine.build_draft_worker import prepare_draft_model, start_draf
 from hetero_llm.engine.core_plan import CorePlan
 from hetero_llm.engine.tokenizer import load_tokenizer
 from hetero_llm.models.read_config import load_model_config
+from hetero_llm.spec_decode.draft_model import worker_client
 from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
+from hetero_llm.spec_decode.draft_model.worker_settings import WorkerSettings
 from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from hetero_llm.spec_decode.proposal_account import ProposalAccount
 from tests.helpers.draft_traffic import (
@@ -220,6 +222,29 @@ def start(model: Path, target: Path, *, checks_tokenizer: bool = True) -> None:
         config, load_model_config(target), tokenizer, plan=PLAN, slots=2, max_model_len=64,
         load_format="auto",
     ).worker.close()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wanted", "dtype", "weight_format"),
+    [
+        ("auto", "bfloat16", "auto"),
+        ("int4", "bfloat16", "int4"),
+        ("int8", "bfloat16", "int8"),
+        ("bfloat16", "bfloat16", "bf16"),
+        ("float32", "float32", "float"),
+    ],
+)
+def test_the_worker_is_told_its_weights(
+    draft_folder: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, dtype: str, weight_format: str
+) -> None:
+    told: list[WorkerSettings] = []
+    monkeypatch.setattr(worker_client, "DraftWorkerClient", lambda given, **_: told.append(given))
+    config = DraftModelConfig(str(draft_folder), None, 5, None, 1, wanted, "auto", None, False)
+    start_draft_model(
+        config, load_model_config(draft_folder), None, plan=PLAN, slots=2, max_model_len=64,
+        load_format="auto",
+    )  # fmt: skip
+    assert [(s.dtype, s.weight_format) for s in told] == [(dtype, weight_format)]
 
 
 def test_another_size_of_vocabulary(target: Path, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ class DraftModel:
         """
         folder = Path(folder)
         _check_threads(threads, cpus)
-        config = _config(folder, sizes)
+        config = _config(folder, sizes, weight_format)
         why_torch = _why_torch(config, dtype, weight_format)
         needed = _check_memory(folder, config, sizes, dtype)
         try:
@@ -260,9 +260,12 @@ def _check_threads(threads: int, cpus: tuple[int, ...] | None) -> None:
         raise ConfigError("cpus", cpus, f"one for each of {threads} threads is needed")
 
 
-def _config(folder: Path, sizes: DraftSizes) -> ModelConfig:
-    """The model's configuration, its context limited to `sizes.max_model_len`."""
-    config = with_plain_weights(load_model_config(folder))
+def _config(folder: Path, sizes: DraftSizes, weight_format: str) -> ModelConfig:
+    """The model's configuration, its context limited to `sizes.max_model_len`. Blocks of a GGUF
+    file stay as they are where weights are rounded otherwise."""
+    config = load_model_config(folder)
+    if weight_format not in _ROUNDED:
+        config = with_plain_weights(config)
     if sizes.candidates > config.vocab_size:
         reason = f"the draft model knows only {config.vocab_size} tokens"
         raise ConfigError("candidates", sizes.candidates, reason)

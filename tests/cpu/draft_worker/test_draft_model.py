@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,9 +26,12 @@ from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
 from hetero_llm.cpu.draft_worker.tree_pool import TreePool
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 from hetero_llm.models.loader import load_model
+from hetero_llm.models.quantized_writer import write_quantized
 from hetero_llm.models.read_config import load_model_config
+from hetero_llm.quantization.names import OnlineName
 from hetero_llm.spec_decode.draft_model.node_buckets import BucketStats
 from tests.cpu.draft_worker.draft_reference import Memory, SequenceReference
+from tests.helpers.gguf_files import make_tiny_gguf
 from tests.spec_decode.draft_model.played import Played, keep, numbers, play
 
 VOCAB, POSITIONS, SLOTS = 203, 320, 5
@@ -383,6 +386,37 @@ def test_random_weights(checkpoint: Path) -> None:
     model = any_way(checkpoint, SIZES, load_format="dummy")
     model.kv_layout.open(0, numbers([1]))
     assert run_pending(model)[0].tokens.shape == (1, SIZES.candidates)
+
+
+@pytest.mark.parametrize("stored", ["int4", "ifq", "Q8_0"])
+def test_checkpoints_of_integers_keep_them(
+    checkpoint: Path, tmp_path: Path, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever draft_weight_dtype says: int4 and int8 of compressed-tensors, blocks of GGUF."""
+    if native.load() is None:
+        pytest.skip("needs the compiled library")
+    if stored == "Q8_0":
+        changes = {"intermediate_size": 64, "max_position_embeddings": POSITIONS}
+        path = make_tiny_gguf(tmp_path, "llama", changes=changes, vocab_size=VOCAB).path
+    else:
+        path = tmp_path / "out"
+        write_quantized(checkpoint, path, cast(OnlineName, stored), device="cpu")
+
+    def log_probs(**other: Any) -> np.ndarray:
+        model = any_way(path, replace(SIZES, candidates=16), **other)
+        texts = [tokens_of(seed, 40) for seed in range(SLOTS)]
+        for slot, text in enumerate(texts):
+            model.kv_layout.open(slot, numbers(text))
+        scores = np.full((SLOTS, VOCAB), np.nan)
+        for found in run_pending(model):
+            scores[found.ready[:, None], found.tokens] = found.log_probs
+        return scores
+
+    kept = log_probs(weight_format="int4")
+    monkeypatch.setattr(native, "load", lambda: None)
+    error = np.abs(kept - log_probs())  # torch: the integers' numbers, in float32
+    assert np.isfinite(error).mean() > 0.8 * 16 / VOCAB, "other candidates"
+    assert 0 < np.nanmean(error) < 0.02, np.nanmean(error)
 
 
 def test_pickled_weights(checkpoint: Path, tmp_path: Path) -> None:

@@ -80,14 +80,18 @@ INLINE float find_and_quantize(const float* x, int64_t size, int8_t* out) {
     return scale;
 }
 
+// corrections: see `Rows`; of offsets if `scaled`.
 template <bool kHasRint>
-INLINE void quantize_groups(const float* x, int64_t size, int64_t group, int8_t* out, float* scales,
-                            int32_t* sums) {
-    for (int64_t k = 0; k < size; k += group) {
+INLINE void quantize_groups(const float* x, int64_t size, int64_t group, bool scaled, int8_t* out,
+                            float* scales, int32_t* corrections) {
+    for (int64_t k = 0; k < size; k += group, ++scales, ++corrections) {
         const int64_t here = size - k < group ? size - k : group;
         float inverse;
-        *scales++ = scale_of(largest_bits(x + k, here), &inverse);
-        *sums++ = quantize_row<kHasRint>(x + k, here, inverse, out + k);
+        *scales = scale_of(largest_bits(x + k, here), &inverse);
+        const int32_t sum = quantize_row<kHasRint>(x + k, here, inverse, out + k);
+        const float product = *scales * (float)sum;
+        if (scaled) std::memcpy(corrections, &product, sizeof product);
+        else *corrections = -sum;
     }
 }
 
@@ -103,17 +107,17 @@ ON_AVX2 float quantize_avx2(const float* x, int64_t size, int8_t* out) {
 AVX512 float quantize_avx512(const float* x, int64_t size, int8_t* out) {
     return find_and_quantize<true>(x, size, out);
 }
-void groups_base(const float* x, int64_t size, int64_t group, int8_t* out, float* scales,
-                 int32_t* sums) {
-    quantize_groups<false>(x, size, group, out, scales, sums);
+void groups_base(const float* x, int64_t size, int64_t group, bool scaled, int8_t* out,
+                 float* scales, int32_t* corrections) {
+    quantize_groups<false>(x, size, group, scaled, out, scales, corrections);
 }
-ON_AVX2 void groups_avx2(const float* x, int64_t size, int64_t group, int8_t* out, float* scales,
-                         int32_t* sums) {
-    quantize_groups<true>(x, size, group, out, scales, sums);
+ON_AVX2 void groups_avx2(const float* x, int64_t size, int64_t group, bool scaled, int8_t* out,
+                         float* scales, int32_t* corrections) {
+    quantize_groups<true>(x, size, group, scaled, out, scales, corrections);
 }
-AVX512 void groups_avx512(const float* x, int64_t size, int64_t group, int8_t* out, float* scales,
-                          int32_t* sums) {
-    quantize_groups<true>(x, size, group, out, scales, sums);
+AVX512 void groups_avx512(const float* x, int64_t size, int64_t group, bool scaled, int8_t* out,
+                          float* scales, int32_t* corrections) {
+    quantize_groups<true>(x, size, group, scaled, out, scales, corrections);
 }
 
 // A row for weights with groups, see `Rows`. Groups of padding alone are zeros, too.
@@ -124,7 +128,8 @@ void prepare_groups(const Matrix& matrix, const float* x, void* out, Isa isa) {
     float* scales = (float*)(integers + padded);
     std::memset(integers + depth, 0, padded - depth + count * 8);
     (isa >= kAvx512 ? groups_avx512 : isa == kAvx2 ? groups_avx2 : groups_base)(
-        x, depth, size, integers, scales, (int32_t*)(scales + count));
+        x, depth, size, matrix.groups.zeros == Zeros::kOffsets, integers, scales,
+        (int32_t*)(scales + count));
 }
 
 // Weights of a row as the caller has them.

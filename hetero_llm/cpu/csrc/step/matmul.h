@@ -82,7 +82,8 @@ void pack_quantized(Matrix& matrix, const Quantized& from, int64_t first, int64_
 
 // Rows as `multiply` takes them: [rows][padded_depth] of bf16, float or int8 with one scale per row
 // (x = scale * integer, symmetric), padding zero. For weights with groups a row is its int8, then
-// the scale of each group as float, then the sum of its integers as int32, in row_stride bytes.
+// the scale of each group as float, then each group's correction: minus the sum of its integers as
+// int32 or, if the weights have offsets, scale * sum as float. All that in row_stride bytes.
 struct Rows {
     const void* data;
     int64_t stride;       // elements

@@ -188,11 +188,11 @@ AMX void scale_sums(const float* x_scales, const float* scales, int64_t rows, in
 }
 
 // Sums of one group of k, [rows][kPanel] integers, scaled and added to `out`, or put there.
-// x_scales, x_sums: of the group, of the first row; rows x_stride bytes apart.
+// x_scales, x_corrections: of the group, of the first row; rows x_stride bytes apart.
 AMX void add_group(const Matrix& matrix, const GroupLayout& layout, const char* header,
                    int64_t strip, int64_t strips, const int32_t* sums, const float* x_scales,
-                   const int32_t* x_sums, int64_t x_stride, int64_t rows, bool add, float* out,
-                   int64_t out_stride) {
+                   const int32_t* x_corrections, int64_t x_stride, int64_t rows, bool add,
+                   float* out, int64_t out_stride) {
     const bool halves = matrix.groups.half_scales;
     const Zeros zeros = matrix.groups.zeros;
     const int32_t centre =
@@ -208,16 +208,16 @@ AMX void add_group(const Matrix& matrix, const GroupLayout& layout, const char* 
         for (int64_t r = 0; r < rows; ++r) {
             float* at = out + r * out_stride + s * kStrip;
             const float x_scale = *(const float*)((const char*)x_scales + r * x_stride);
-            const int32_t x_sum = *(const int32_t*)((const char*)x_sums + r * x_stride);
+            const int32_t correction =
+                *(const int32_t*)((const char*)x_corrections + r * x_stride);
             const __m512i total =
-                _mm512_sub_epi32(_mm512_loadu_si512(sums + r * kPanel + s * kStrip),
-                                 times_points(points, x_sum));
+                _mm512_add_epi32(_mm512_loadu_si512(sums + r * kPanel + s * kStrip),
+                                 times_points(points, correction));
             __m512 value = add ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
             value = _mm512_fmadd_ps(to_floats(total),
                                     _mm512_mul_ps(scale, _mm512_set1_ps(x_scale)), value);
             if (zeros == Zeros::kOffsets)
-                value =
-                    _mm512_fmadd_ps(offset, _mm512_set1_ps(x_scale * (float)x_sum), value);
+                value = _mm512_fmadd_ps(offset, _mm512_set1_ps(as_float(correction)), value);
             _mm512_storeu_ps(at, value);
         }
     }
@@ -294,7 +294,7 @@ AMX void multiply_groups_amx(const Matrix& matrix, const Rows& x, int64_t rows, 
     const int64_t size = matrix.groups.size, padded = matrix.padded_depth, last = first + strips;
     const int64_t block = block_depth(matrix.groups), width = rows <= 16 ? kTileStrips : 2;
     const bool is_int4 = matrix.format == Format::kInt4;
-    alignas(64) char unpacked[kUnpackDepth * kPanel];
+    alignas(64) char unpacked[kBlockDepth * kPanel];
     alignas(64) int32_t sums[kGroup * kPanel];
     Part p;
     p.x_stride = x.stride;
@@ -329,9 +329,9 @@ AMX void multiply_groups_amx(const Matrix& matrix, const Rows& x, int64_t rows, 
                         group(p, true, count);
                         add_group(matrix, layout, header + g * layout.bytes, inside + s, p.strips,
                                   sums, scales_of_row(row, padded) + k / size,
-                                  sums_of_row(row, padded, layout.count) + k / size, x.stride,
-                                  count, k > 0, out + r * out_stride + (strip + s) * kStrip,
-                                  out_stride);
+                                  corrections_of_row(row, padded, layout.count) + k / size,
+                                  x.stride, count, k > 0,
+                                  out + r * out_stride + (strip + s) * kStrip, out_stride);
                     }
             }
         }

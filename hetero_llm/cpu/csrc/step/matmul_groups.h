@@ -37,20 +37,27 @@ inline GroupLayout group_layout(const Matrix& matrix) {
     return group_layout(matrix.format, matrix.groups, matrix.padded_depth);
 }
 
-// Scales and sums of a prepared row whose integers begin at `row`.
+// Scales and corrections of a prepared row whose integers begin at `row`.
 inline const float* scales_of_row(const int8_t* row, int64_t padded_depth) {
     return (const float*)(row + padded_depth);
 }
-inline const int32_t* sums_of_row(const int8_t* row, int64_t padded_depth, int64_t groups) {
+inline const int32_t* corrections_of_row(const int8_t* row, int64_t padded_depth, int64_t groups) {
     return (const int32_t*)(row + padded_depth) + groups;
 }
 
-constexpr int64_t kUnpackDepth = 512;  // k of a panel that is unpacked at a time: 32 KiB
-static_assert(kUnpackDepth % kLargestGroup == 0 && kUnpackDepth % kDepth == 0, "");
+inline float as_float(int32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
 
-// k of a block of whole groups, at most kUnpackDepth.
+// k of a panel that several tiles read one after the other: 16 KiB of int4, 32 KiB as int8.
+constexpr int64_t kBlockDepth = 512;
+static_assert(kBlockDepth % kLargestGroup == 0 && kBlockDepth % kDepth == 0, "");
+
+// k of a block of whole groups, at most kBlockDepth.
 inline int64_t block_depth(const Groups& groups) {
-    return kUnpackDepth / groups.size * groups.size;
+    return kBlockDepth / groups.size * groups.size;
 }
 
 #define WIDE __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")))
@@ -91,11 +98,11 @@ WIDE_INLINE __m512i wide_points(bool has_points, const char* at, int64_t output,
     return has_points ? _mm512_add_epi32(widen_bytes(at + output), same) : same;
 }
 
-// Zero points times the sum of a row's integers in a group, which fits in 16 bits: a product of
-// halves takes one operation, of whole integers two or more. The points' upper halves are zeros.
+// Zero points times minus the sum of a row's integers in a group, which fits in 16 bits: a product
+// of halves takes one operation, of whole integers two or more. The points' upper halves are zeros.
 static_assert(127 * kLargestGroup < 1 << 15, "");
-WIDE_INLINE __m512i times_points(__m512i points, int32_t x_sum) {
-    return _mm512_madd_epi16(points, _mm512_set1_epi32(x_sum));
+WIDE_INLINE __m512i times_points(__m512i points, int32_t correction) {
+    return _mm512_madd_epi16(points, _mm512_set1_epi32(correction));
 }
 
 }  // namespace hetero

@@ -189,19 +189,24 @@ def test_nan_reaches_the_result(
 
 
 @pytest.mark.parametrize("size", [16, 32, 128])
-def test_rows_are_prepared_as_by_their_reference(library: ctypes.CDLL, size: int, isa: int) -> None:
+@pytest.mark.parametrize("zeros", [Zeros.NONE, Zeros.OFFSETS], ids=lambda zeros: zeros.name)
+def test_rows_are_prepared_as_by_their_reference(
+    library: ctypes.CDLL, size: int, zeros: Zeros, isa: int
+) -> None:
     x = random_rows(6, 331) * np.float32(3)
     x[1] = 0
     x[3] *= np.float32(1e-41)  # too small to have an inverse
     x[4, :200] *= np.float32(1e3)  # groups of several sizes
-    rows = prepare(library, Format.INT8_GROUPS, x, isa=isa, groups=Groups(size, zeros=Zeros.NONE))
-    integers, scales, sums = rows.groups_of_rows()
-    expected = ref_quantize_groups(x, size)
-    np.testing.assert_array_equal(integers[:, :331], expected[0])
+    rows = prepare(library, Format.INT8_GROUPS, x, isa=isa, groups=Groups(size, zeros=zeros))
+    integers, scales, corrections = rows.groups_of_rows()
+    wanted = ref_quantize_groups(x, size)
+    np.testing.assert_array_equal(integers[:, :331], wanted[0])
     assert integers.shape[1] == 384 and not integers[:, 331:].any()
-    for found, wanted in ((scales, expected[1]), (sums, expected[2])):
-        np.testing.assert_array_equal(found[:, : wanted.shape[1]], wanted)
-        assert not found[:, wanted.shape[1] :].any()
+    sums = wanted[2]
+    wanted_corrections = -sums if zeros is Zeros.NONE else wanted[1] * sums.astype(np.float32)
+    for found, expected in ((scales, wanted[1]), (corrections, wanted_corrections)):
+        np.testing.assert_array_equal(found[:, : expected.shape[1]], expected)
+        assert not found[:, expected.shape[1] :].any()
 
 
 @every_form
