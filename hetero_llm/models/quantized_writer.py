@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,22 +113,30 @@ def write_quantized(
     ) as bar:
         _write_shards(_converted(files, by_weight, store, bar), out, shard_bytes)
     _copy_others(folder, out)
-    ignore = {
+    ignore = _left_plain(config, (tensor for _, tensor in stored.values()), by_weight)
+    if name == "ifq_nf4":
+        said = nf4_checkpoint.quantization_config(ignore)
+    else:
+        said = quantization_config(name, group or 0, ignore, symmetric=symmetric)
+    written = {**read_json(folder / "config.json"), "quantization_config": said}
+    (out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+
+def _left_plain(
+    config: ModelConfig, stored: Iterable[StoredTensor], quantized: Container[str]
+) -> list[str]:
+    """Modules whose matrices stay plain, but for embeddings, in the order of their names."""
+    found = {
         tensor.name.removesuffix(".weight")
-        for _, tensor in stored.values()
+        for tensor in stored
         if tensor.name.endswith(".weight")
         and len(tensor.shape) == 2
-        and tensor.name not in by_weight
+        and tensor.name not in quantized
         and "embed" not in tensor.name
     }
     if config.tie_word_embeddings:
-        ignore.add("lm_head")
-    if name == "ifq_nf4":
-        said = nf4_checkpoint.quantization_config(sorted(ignore))
-    else:
-        said = quantization_config(name, group or 0, sorted(ignore), symmetric=symmetric)
-    written = {**read_json(folder / "config.json"), "quantization_config": said}
-    (out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        found.add("lm_head")
+    return sorted(found)
 
 
 def check_out(out: Path) -> None:
