@@ -6,11 +6,12 @@ thresholds, bad words, samples ranked by their probability, cut prompts, and bea
 of transformers' `generate`. By hand, for more seeds than the suite runs:
 
     python -m tests.helpers.feature_fuzz 0 1000
+    python -m tests.helpers.feature_fuzz --guided 0 1000  # constraints, drafts, aborts, short memory
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -148,12 +149,12 @@ def quantize_reference(model: Any, name: OnlineName) -> None:
 # -- what a seed makes ----------------------------------------------------------------------
 
 
-def richer(rng: Random, case: Case) -> Case:
-    """The request with more features."""
+def richer(rng: Random, case: Case, *, guided: bool) -> Case:
+    """The request with more features; `guided`: with a constraint for certain."""
     params, prompt = case.params, case.prompt
     if params.use_beam_search or params.structured_outputs is not None:
         return case
-    if rng.random() < 0.2:
+    if guided or rng.random() < 0.2:
         kind = rng.choice(("regex", "json"))
         value: Any = rng.choice(_REGEXES if kind == "regex" else _SCHEMAS)
         after = sorted(params.logit_bias or {})[:1] if rng.random() < 0.3 else []
@@ -197,12 +198,29 @@ def clean_beams(rng: Random, prompt: list[int]) -> Case:
     return Case("clean beams", prompt[:6], params, rng.randint(0, 6), None)
 
 
+def _constrained_alone(rng: Random, case: Case) -> Case:
+    """A request that is aborted more often than not, and samples among all that is allowed."""
+    aborts = rng.randint(1, 12) if case.params.n == 1 and rng.random() < 0.5 else None
+    most = rng.randint(1, 40)
+    least = min(case.params.min_tokens, most)
+    params = replace(
+        case.params, max_tokens=most, min_tokens=least, num_speculative_tokens=None
+    )
+    return replace(case, params=params, aborts=aborts)
+
+
 def make_engine(
-    rng: Random, folder: Path, quantized: OnlineName | None, record: Record, worlds: Worlds
+    rng: Random,
+    folder: Path,
+    quantized: OnlineName | None,
+    record: Record,
+    worlds: Worlds,
+    *,
+    guided: bool,
 ) -> tuple[str, Engine]:
     """An engine with short memory and any drafter, and its description."""
     block = rng.choice((8, 8, 16, 32))
-    blocks = rng.choice((15, 20, 60))
+    blocks = rng.choice((15, 16) if guided else (15, 20, 60))
     sizes: dict[str, Any] = {
         "max_num_batched_tokens": rng.choice((16, 33, 50, 120)),
         "block_size": block,
@@ -218,7 +236,7 @@ def make_engine(
     # The native executor rounds the inputs of integer weights, too, which transformers does not.
     if rng.random() < 0.3 or quantized in ("ifq", "int4"):
         sizes |= rng.choice(({"batch_invariant": True}, {"cpu_backend": "torch"}))
-    kind = rng.choice(_KINDS)
+    kind = rng.choice(_KINDS[1:] if guided else _KINDS)
     drafter: Drafter | None = None
     if kind in _GUESSERS:
         drafter = _GUESSERS[kind](record, VOCAB, seed=rng.randrange(100))
@@ -319,8 +337,9 @@ def check_prompt(case: Case, outputs: list[RequestOutput], reference: Reference)
 def check_clean_beams(case: Case, output: RequestOutput, reference: Reference) -> str:
     """Compares beams with those of transformers' `generate`."""
     params = case.params
+    prompt = torch.tensor([case.prompt])
     expected = reference.model.generate(
-        torch.tensor([case.prompt]), num_beams=params.width, num_return_sequences=params.n,
+        prompt, attention_mask=torch.ones_like(prompt), num_beams=params.width, num_return_sequences=params.n,
         do_sample=False, max_new_tokens=params.max_tokens, early_stopping=params.early_stopping,
         length_penalty=params.length_penalty, eos_token_id=END, pad_token_id=0,
         sequence_bias=[[[END], 3.0]], renormalize_logits=True, return_dict_in_generate=True,
@@ -341,9 +360,14 @@ def check_clean_beams(case: Case, output: RequestOutput, reference: Reference) -
     return "equal beams"
 
 
-def run_seed(seed: int, worlds: Worlds) -> Counter[str]:
-    """Runs one seed; raises AssertionError with a description where something differs."""
-    rng = Random(f"features {seed}")
+def run_seed(seed: int, worlds: Worlds, *, guided: bool = False) -> Counter[str]:
+    """Runs one seed; raises AssertionError with a description where something differs.
+
+    Args:
+        guided: every request has a constraint, every engine a drafter, and half of the requests are
+            aborted.
+    """
+    rng = Random(f"{'guided' if guided else 'features'} {seed}")
     family, variant = rng.choice(_FAMILIES)
     quantized = rng.choice((None, None, None, *_QUANTIZED))
     if family in tiny_moe.FAMILIES:
@@ -354,8 +378,12 @@ def run_seed(seed: int, worlds: Worlds) -> Counter[str]:
         assert quantized is not None, error
         quantized = None
         folder, reference = worlds.open(family, variant, None)
-    cases = [richer(rng, case) for case in make_cases(rng, reference.tokenizer)]
-    if rng.random() < 0.5:
+    cases = [
+        richer(rng, case, guided=guided) for case in make_cases(rng, reference.tokenizer)
+    ]
+    if guided:
+        cases = [_constrained_alone(rng, case) for case in cases[:-1]]
+    elif rng.random() < 0.5:
         cases.append(clean_beams(rng, cases[0].prompt))
     expected = {case.name: reference.serve(case) for case in cases}
     record = {
@@ -363,7 +391,7 @@ def run_seed(seed: int, worlds: Worlds) -> Counter[str]:
         for name, samples in expected.items()
         for index, sample in enumerate(samples)
     }
-    text, engine = make_engine(rng, folder, quantized, record, worlds)
+    text, engine = make_engine(rng, folder, quantized, record, worlds, guided=guided)
     counts: Counter[str] = Counter([family, f"weights {quantized}", text.partition(" {")[0]])
     failures = []
     try:
@@ -409,16 +437,20 @@ def without_times() -> ExitStack:
     return stack
 
 
-def main(first: int, last: int) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--guided", action="store_true", help="see `run_seed`")
+    parser.add_argument("seeds", nargs=2, type=int, help="the first, and the one behind the last")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     total: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, without_times():
         worlds = Worlds(Path(folder))
-        for seed in range(first, last):
+        for seed in range(*given.seeds):
             try:
-                total += run_seed(seed, worlds)
+                total += run_seed(seed, worlds, guided=given.guided)
             except Exception as error:
                 total["failed"] += 1
                 print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
@@ -428,4 +460,4 @@ def main(first: int, last: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main()

@@ -293,7 +293,8 @@ def _sizes(rng: Random, fields: dict[str, list[str]]) -> Hostile:
 def _json(rng: Random, path: str, body: Any, name: str) -> Hostile:
     if isinstance(body, dict) and "stream" not in body and rng.random() < 0.3:
         body["stream"] = True
-    return Hostile(f"{path}: {name}", http(path, json.dumps(body).encode()), frozenset(body))
+    fields = frozenset(body) | GOOD[path].keys()  # one may be missing
+    return Hostile(f"{path}: {name}", http(path, json.dumps(body).encode()), fields)
 
 
 def _raw(rng: Random, fields: dict[str, list[str]]) -> Hostile:
@@ -403,7 +404,7 @@ def _faults_of_error(what: Hostile, answer: bytes) -> list[str]:
     wholes = ("the body", "the model", "this model's maximum context", "prompt is too long")
     if what.fields is None or message.startswith(wholes):
         return []
-    if re.split(r"[^a-z_]", message)[0] not in what.fields:
+    if re.split(r"[^a-z_0-9]", message)[0] not in what.fields:
         return ["an error that begins with no field of the request"]
     return []
 
