@@ -55,7 +55,7 @@ def _reachable(schema: Any) -> Iterator[tuple[int, tuple[dict[str, Any], str]]]:
     seen: set[int] = set()
     level = [(schema, "")]
     while level:
-        below = []
+        below: list[tuple[Any, str]] = []
         for one, path in level:
             if not isinstance(one, dict) or id(one) in seen:
                 continue

@@ -6,7 +6,7 @@ thresholds, bad words, samples ranked by their probability, cut prompts, and bea
 of transformers' `generate`. By hand, for more seeds than the suite runs:
 
     python -m tests.helpers.feature_fuzz 0 1000
-    python -m tests.helpers.feature_fuzz --guided 0 1000  # constraints, drafts, aborts, short memory
+    python -m tests.helpers.feature_fuzz --guided 0 1000  # constraints, drafts, aborts
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from tests.helpers.draft_traffic import MAX_LEN, VOCAB, build, make_draft, make_
 from tests.helpers.drafters import Garbage, Oracle, Record, Siblings
 from tests.helpers.engine_fuzz import (
     EOS,
-    SAMPLE,
     TIE,
     Case,
     Expected,
@@ -63,7 +62,9 @@ END = 77
 _BLOCK = 8
 _LENGTH_KEYS = ("n_positions", "max_position_embeddings", "max_sequence_length")
 # Those left out change with the length: MAX_LEN tokens are beyond their original context.
-_FAMILIES = [pair for pair in VARIANTS if pair[1] not in ("dynamic", "longrope", "yarn", "yarn_mscale")]
+_FAMILIES = [
+    pair for pair in VARIANTS if pair[1] not in ("dynamic", "longrope", "yarn", "yarn_mscale")
+]
 _QUANTIZED: tuple[OnlineName, ...] = ("fp8", "fp8_block", "ifq", "ifq_nf4", "int4")
 _SLOTS = 6
 _REGEXES = ("[ab é]{2,6}", "(ab|ba)+c?", r"\d{1,3}(\.\d)?", "a*b", "(😀|中)+", "é?", "(a|b){3}")
@@ -203,9 +204,7 @@ def _constrained_alone(rng: Random, case: Case) -> Case:
     aborts = rng.randint(1, 12) if case.params.n == 1 and rng.random() < 0.5 else None
     most = rng.randint(1, 40)
     least = min(case.params.min_tokens, most)
-    params = replace(
-        case.params, max_tokens=most, min_tokens=least, num_speculative_tokens=None
-    )
+    params = replace(case.params, max_tokens=most, min_tokens=least, num_speculative_tokens=None)
     return replace(case, params=params, aborts=aborts)
 
 
@@ -339,7 +338,8 @@ def check_clean_beams(case: Case, output: RequestOutput, reference: Reference) -
     params = case.params
     prompt = torch.tensor([case.prompt])
     expected = reference.model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), num_beams=params.width, num_return_sequences=params.n,
+        prompt, attention_mask=torch.ones_like(prompt),
+        num_beams=params.width, num_return_sequences=params.n,
         do_sample=False, max_new_tokens=params.max_tokens, early_stopping=params.early_stopping,
         length_penalty=params.length_penalty, eos_token_id=END, pad_token_id=0,
         sequence_bias=[[[END], 3.0]], renormalize_logits=True, return_dict_in_generate=True,
@@ -378,9 +378,7 @@ def run_seed(seed: int, worlds: Worlds, *, guided: bool = False) -> Counter[str]
         assert quantized is not None, error
         quantized = None
         folder, reference = worlds.open(family, variant, None)
-    cases = [
-        richer(rng, case, guided=guided) for case in make_cases(rng, reference.tokenizer)
-    ]
+    cases = [richer(rng, case, guided=guided) for case in make_cases(rng, reference.tokenizer)]
     if guided:
         cases = [_constrained_alone(rng, case) for case in cases[:-1]]
     elif rng.random() < 0.5:

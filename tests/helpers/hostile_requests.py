@@ -33,7 +33,11 @@ _OPENAI_TOOL = {"type": "function", "function": _TOOL}
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "def add(a, b):", "max_tokens": 4},
     "/v1/chat/completions": {"messages": _MESSAGES, "max_tokens": 4, "tools": [_OPENAI_TOOL]},
-    "/v1/responses": {"input": "a", "max_output_tokens": 4, "tools": [{"type": "function", **_TOOL}]},
+    "/v1/responses": {
+        "input": "a",
+        "max_output_tokens": 4,
+        "tools": [{"type": "function", **_TOOL}],
+    },
     "/v1/messages": {
         "messages": _MESSAGES,
         "max_tokens": 4,
@@ -52,62 +56,200 @@ GOOD: dict[str, dict[str, Any]] = {
 _LIMITS = {"/v1/responses": "max_output_tokens"}
 ERRORS_OF_ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
 _WRONG: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**63), 10**40, 0.5, -0.5, 1e308, -1e-320,
-    "", " ", "a", "0", "-1", "1e400", "nan", "NaN", "\x00", "\ud83d", "\ufffe", "😀" * 50, "a" * 70_000,
-    "</s>", "<|im_start|>", "../../etc/passwd", "http://127.0.0.1:1/x", "data:image/png;base64,AAAA",
-    [], [[]], [None], [0], [-1], [2**70], [0.5], ["a"], [""], ["a"] * 2000, list(range(3000)), [{}],
-    [[1, 2], "a"], [[[1]]], {}, {"": ""}, {"a": 1}, {"type": "x"}, {"type": None}, {"-1": 1},
-    {"5": "a"}, {"99999999999": 1.0}, {"5": 1e300}, {"$ref": "#"}, {"type": "function"},
-    {"name": "f"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 3}},
-    {"include_usage": "a"}, {str(i): 1 for i in range(3000)},
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2**31,
+    2**63,
+    2**64,
+    -(2**63),
+    10**40,
+    0.5,
+    -0.5,
+    1e308,
+    -1e-320,
+    "",
+    " ",
+    "a",
+    "0",
+    "-1",
+    "1e400",
+    "nan",
+    "NaN",
+    "\x00",
+    "\ud83d",
+    "\ufffe",
+    "😀" * 50,
+    "a" * 70_000,
+    "</s>",
+    "<|im_start|>",
+    "../../etc/passwd",
+    "http://127.0.0.1:1/x",
+    "data:image/png;base64,AAAA",
+    [],
+    [[]],
+    [None],
+    [0],
+    [-1],
+    [2**70],
+    [0.5],
+    ["a"],
+    [""],
+    ["a"] * 2000,
+    list(range(3000)),
+    [{}],
+    [[1, 2], "a"],
+    [[[1]]],
+    {},
+    {"": ""},
+    {"a": 1},
+    {"type": "x"},
+    {"type": None},
+    {"-1": 1},
+    {"5": "a"},
+    {"99999999999": 1.0},
+    {"5": 1e300},
+    {"$ref": "#"},
+    {"type": "function"},
+    {"name": "f"},
+    {"type": "json_schema"},
+    {"type": "json_schema", "json_schema": {"schema": 3}},
+    {"include_usage": "a"},
+    {str(i): 1 for i in range(3000)},
+)
 _LINES = {f"field_{number}": {"type": "string", "maxLength": 3} for number in range(10_000)}
 _DEEP: Any = {}
 for _ in range(200):
     _DEEP = {"type": "array", "items": _DEEP}
 _SCHEMAS: tuple[Any, ...] = (
-    True, False, {}, {"$ref": "#"}, {"$ref": "#/$defs/nothing"}, {"$ref": "http://127.0.0.1:1/a"},
+    True,
+    False,
+    {},
+    {"$ref": "#"},
+    {"$ref": "#/$defs/nothing"},
+    {"$ref": "http://127.0.0.1:1/a"},
     {"type": "object", "properties": _LINES, "required": sorted(_LINES)},
     {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}},
-    {"type": "array", "minItems": 1, "items": {"$ref": "#"}}, {"allOf": [{"$ref": "#"}]},
+    {"type": "array", "minItems": 1, "items": {"$ref": "#"}},
+    {"allOf": [{"$ref": "#"}]},
     {"anyOf": [{"$ref": "#"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 2}]},
-    {"type": "string", "minLength": 10**9}, {"type": "string", "maxLength": 10**12},
-    {"type": "array", "minItems": 10**9}, {"enum": []}, {"enum": ["a"] * 20_000}, _DEEP,
-    {"type": "integer", "minimum": 5, "maximum": 4}, {"multipleOf": 0}, {"type": "integer", "multipleOf": 1e-300},
-    {"pattern": "(a*)*b"}, {"pattern": "(?=a)b"}, {"pattern": "(" * 300}, {"pattern": "a{1000}{1000}"},
-    {"type": "string", "pattern": "(x{1,900}){1,900}"}, {"format": "nothing"}, {"type": ["object", 3]},
-    {"properties": []}, {"required": "a"}, {"oneOf": [{"type": "string"}] * 500}, {"not": {}},
-    {"patternProperties": {"(": {}}}, {"const": "\ud800"}, {"type": "object", "minProperties": 10**6},
-)  # fmt: skip
+    {"type": "string", "minLength": 10**9},
+    {"type": "string", "maxLength": 10**12},
+    {"type": "array", "minItems": 10**9},
+    {"enum": []},
+    {"enum": ["a"] * 20_000},
+    _DEEP,
+    {"type": "integer", "minimum": 5, "maximum": 4},
+    {"multipleOf": 0},
+    {"type": "integer", "multipleOf": 1e-300},
+    {"pattern": "(a*)*b"},
+    {"pattern": "(?=a)b"},
+    {"pattern": "(" * 300},
+    {"pattern": "a{1000}{1000}"},
+    {"type": "string", "pattern": "(x{1,900}){1,900}"},
+    {"format": "nothing"},
+    {"type": ["object", 3]},
+    {"properties": []},
+    {"required": "a"},
+    {"oneOf": [{"type": "string"}] * 500},
+    {"not": {}},
+    {"patternProperties": {"(": {}}},
+    {"const": "\ud800"},
+    {"type": "object", "minProperties": 10**6},
+)
 _REGEXES = (
-    "", "(", "a{100000}", "(a{1000}){1000}", "((a{100}){100}){100}", "(a*)*", "(a|a)*b", "[", r"\1",
-    "(?=a)", "(?<n>a)", r"\p{L}{500}", "." * 5000, "(.*)" * 60, "\x00", "[^\\x00-\\x{10FFFF}]", "a" * 60_000,
-    "(?i)(" + "|".join(f"w{number}" for number in range(3000)) + ")", r"\b", "$^", "(.|\n){0,5000}",
-)  # fmt: skip
+    "",
+    "(",
+    "a{100000}",
+    "(a{1000}){1000}",
+    "((a{100}){100}){100}",
+    "(a*)*",
+    "(a|a)*b",
+    "[",
+    r"\1",
+    "(?=a)",
+    "(?<n>a)",
+    r"\p{L}{500}",
+    "." * 5000,
+    "(.*)" * 60,
+    "\x00",
+    "[^\\x00-\\x{10FFFF}]",
+    "a" * 60_000,
+    "(?i)(" + "|".join(f"w{number}" for number in range(3000)) + ")",
+    r"\b",
+    "$^",
+    "(.|\n){0,5000}",
+)
 _GRAMMARS = (
-    "", "start:", "start: start", "start: start start | \"a\"", "start: a\na: b\nb: a", "root ::= root",
-    "root ::= \"a\" root root | \"b\"", "start: /(/", "start: \"a\"~1..1000000000", "start: x",
-    "?start: " + "(" * 500, "start: " + " | ".join(f'"{n}"' for n in range(9000)), "%import common.X",
-    "start: %json {\"type\": 3}", "start: <nothing>", "root ::= [^]", "\x00", "start: a~5\na: b~5\nb: /x{999}/",
-    "start: \"a\"~1000000", "start: (\"a\"?)~3000",
-)  # fmt: skip
+    "",
+    "start:",
+    "start: start",
+    'start: start start | "a"',
+    "start: a\na: b\nb: a",
+    "root ::= root",
+    'root ::= "a" root root | "b"',
+    "start: /(/",
+    'start: "a"~1..1000000000',
+    "start: x",
+    "?start: " + "(" * 500,
+    "start: " + " | ".join(f'"{n}"' for n in range(9000)),
+    "%import common.X",
+    'start: %json {"type": 3}',
+    "start: <nothing>",
+    "root ::= [^]",
+    "\x00",
+    "start: a~5\na: b~5\nb: /x{999}/",
+    'start: "a"~1000000',
+    'start: ("a"?)~3000',
+)
 _RAW_BODIES = (
-    b"", b"null", b"[]", b'"a"', b"{", b'{"prompt": "a"', b'{"prompt": "a"}}', b"[" * 100_000,
-    b'{"a":' * 50_000, b'{"prompt": "a", "prompt": 5}', b'{"prompt": "\\ud800", "messages": []}',
-    b'{"prompt": "\xff\xfe"}', b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 1}', b"NaN",
-    b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "temperature": -Infinity}',
-    b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", b'{"prompt": "a", "top_p": 1e99999}',
-    b"prompt=a", b"\x1f\x8b\x08\x00", b"{}" * 1000, b" " * 100_000, b'{"prompt": "a\x00b"}',
-    b'{"\\u0000": 1, "prompt": "a", "max_tokens": 1}', b"{'prompt': 'a'}", b'{"prompt": "a",}',
-)  # fmt: skip
+    b"",
+    b"null",
+    b"[]",
+    b'"a"',
+    b"{",
+    b'{"prompt": "a"',
+    b'{"prompt": "a"}}',
+    b"[" * 100_000,
+    b'{"a":' * 50_000,
+    b'{"prompt": "a", "prompt": 5}',
+    b'{"prompt": "\\ud800", "messages": []}',
+    b'{"prompt": "\xff\xfe"}',
+    b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 1}',
+    b"NaN",
+    b'{"prompt": "a", "temperature": NaN}',
+    b'{"prompt": "a", "temperature": -Infinity}',
+    b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+    b'{"prompt": "a", "top_p": 1e99999}',
+    b"prompt=a",
+    b"\x1f\x8b\x08\x00",
+    b"{}" * 1000,
+    b" " * 100_000,
+    b'{"prompt": "a\x00b"}',
+    b'{"\\u0000": 1, "prompt": "a", "max_tokens": 1}',
+    b"{'prompt': 'a'}",
+    b'{"prompt": "a",}',
+)
 _METHODS = (b"HEAD", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE", b"GET", b"FOO", b"post")
 _HEADERS = (
-    b"x: " + b"y" * 60_000, b"x-request-id: " + b"z" * 5000, b"content-type: text/plain",
-    b"content-type: multipart/form-data; boundary=x", b"content-encoding: gzip", b"expect: 100-continue",
-    b"x-request-timeout-ms: nan", b"x-request-timeout-ms: -5", b"x-request-timeout-ms: 1",
-    b"authorization: Bearer \xff", b"accept: text/event-stream", b"anthropic-version: \x7f",
-    b"content-type: application/json; charset=utf-16", b"traceparent: x",
-)  # fmt: skip
+    b"x: " + b"y" * 60_000,
+    b"x-request-id: " + b"z" * 5000,
+    b"content-type: text/plain",
+    b"content-type: multipart/form-data; boundary=x",
+    b"content-encoding: gzip",
+    b"expect: 100-continue",
+    b"x-request-timeout-ms: nan",
+    b"x-request-timeout-ms: -5",
+    b"x-request-timeout-ms: 1",
+    b"authorization: Bearer \xff",
+    b"accept: text/event-stream",
+    b"anthropic-version: \x7f",
+    b"content-type: application/json; charset=utf-16",
+    b"traceparent: x",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,34 +342,155 @@ _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "
 _PART = {"type": "text", "text": "a"}
 _NESTED: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [
-        {"messages": [*_MESSAGES, {"role": "assistant", "tool_calls": [_CALL]}, {"role": "tool", "tool_call_id": "c", "content": "1"}]},
-        {"messages": [{"role": "user", "content": [_PART, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]},
+        {
+            "messages": [
+                *_MESSAGES,
+                {"role": "assistant", "tool_calls": [_CALL]},
+                {"role": "tool", "tool_call_id": "c", "content": "1"},
+            ]
+        },
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        _PART,
+                        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+                    ],
+                }
+            ]
+        },
         {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}, "strict": True}}},
-        {"stream_options": {"include_usage": True}, "stream": True}, {"logit_bias": {"5": 1}, "logprobs": True, "top_logprobs": 2},
-        {"tool_choice": "required", "tools": [{"type": "function", "function": {**_TOOL, "strict": True}}]},
-        {"structured_outputs": {"choice": ["a", "b"]}}, {"chat_template_kwargs": {"a": [1]}},
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": "f"}}],
+                },
+            }
+        },
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "boolean"}, "strict": True},
+            }
+        },
+        {"stream_options": {"include_usage": True}, "stream": True},
+        {"logit_bias": {"5": 1}, "logprobs": True, "top_logprobs": 2},
+        {
+            "tool_choice": "required",
+            "tools": [{"type": "function", "function": {**_TOOL, "strict": True}}],
+        },
+        {"structured_outputs": {"choice": ["a", "b"]}},
+        {"chat_template_kwargs": {"a": [1]}},
     ],
     "/v1/completions": [
-        {"structured_outputs": {"regex": "a+"}}, {"logit_bias": {"5": 1}}, {"stop": ["a", "b"]},
-        {"response_format": {"type": "structural_tag", "structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]}},
-        {"response_format": {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<a"], "tags": [{"begin": "<a>", "content": {"type": "json_schema", "json_schema": {}}, "end": "</a>"}]}}},
+        {"structured_outputs": {"regex": "a+"}},
+        {"logit_bias": {"5": 1}},
+        {"stop": ["a", "b"]},
+        {
+            "response_format": {
+                "type": "structural_tag",
+                "structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}],
+                "triggers": ["<a"],
+            }
+        },
+        {
+            "response_format": {
+                "type": "structural_tag",
+                "format": {
+                    "type": "triggered_tags",
+                    "triggers": ["<a"],
+                    "tags": [
+                        {
+                            "begin": "<a>",
+                            "content": {"type": "json_schema", "json_schema": {}},
+                            "end": "</a>",
+                        }
+                    ],
+                },
+            }
+        },
     ],
     "/v1/responses": [
-        {"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]}]},
-        {"input": [{"role": "user", "content": "a"}, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, {"type": "function_call_output", "call_id": "c", "output": "1"}]},
-        {"input": [{"type": "item_reference", "id": "x"}]}, {"previous_response_id": "resp_x"}, {"reasoning": {"effort": "low", "summary": "auto"}},
-        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "boolean"}, "strict": True}}},
-        {"tools": [{"type": "web_search"}]}, {"tools": [{"type": "mcp", "server_label": "x"}]}, {"tool_choice": {"type": "function", "name": "f"}},
+        {
+            "input": [
+                {
+                    "type": "message",
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": "a"}],
+                }
+            ]
+        },
+        {
+            "input": [
+                {"role": "user", "content": "a"},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "1"},
+            ]
+        },
+        {"input": [{"type": "item_reference", "id": "x"}]},
+        {"previous_response_id": "resp_x"},
+        {"reasoning": {"effort": "low", "summary": "auto"}},
+        {
+            "text": {
+                "format": {
+                    "type": "json_schema",
+                    "name": "x",
+                    "schema": {"type": "boolean"},
+                    "strict": True,
+                }
+            }
+        },
+        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "mcp", "server_label": "x"}]},
+        {"tool_choice": {"type": "function", "name": "f"}},
     ],
     "/v1/messages": [
-        {"messages": [{"role": "user", "content": [_PART, {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}]}]},
-        {"messages": [*_MESSAGES, {"role": "assistant", "content": [{"type": "thinking", "thinking": "a", "signature": ""}, {"type": "tool_use", "id": "t", "name": "f", "input": {}}]}, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [_PART], "is_error": True}]}]},
-        {"tool_choice": {"type": "tool", "name": "f"}}, {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000},
-        {"system": [_PART], "stop_sequences": ["a"]}, {"output_config": {"format": {"type": "json_schema", "schema": {"type": "boolean"}}}},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        _PART,
+                        {
+                            "type": "image",
+                            "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+                        },
+                    ],
+                }
+            ]
+        },
+        {
+            "messages": [
+                *_MESSAGES,
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "a", "signature": ""},
+                        {"type": "tool_use", "id": "t", "name": "f", "input": {}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "t",
+                            "content": [_PART],
+                            "is_error": True,
+                        }
+                    ],
+                },
+            ]
+        },
+        {"tool_choice": {"type": "tool", "name": "f"}},
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000},
+        {"system": [_PART], "stop_sequences": ["a"]},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "boolean"}}}},
     ],
-}  # fmt: skip
+}
 
 
 def _constraint(rng: Random, fields: dict[str, list[str]]) -> Hostile:
@@ -264,27 +527,71 @@ def _sizes(rng: Random, fields: dict[str, list[str]]) -> Hostile:
     """More than there should be of what is allowed."""
     path = rng.choice(("/v1/completions", "/v1/chat/completions", "/generate"))
     body = copy.deepcopy(GOOD[path])
-    more: dict[str, Any] = rng.choice((
-        {"n": 64}, {"n": 65}, {"best_of": 10**6}, {"n": 64, "best_of": 64, "use_beam_search": True, "temperature": 0},
-        {"max_tokens": 10**9}, {"max_tokens": 0}, {"seed": -5}, {"seed": -(2**63)}, {"stop": [""]}, {"stop": ["a"] * 5000},
-        {"stop": ["a" * 100_000]}, {"min_tokens": 10**9}, {"logit_bias": {str(i): 100 for i in range(20_000)}},
-        {"bad_words": ["a"] * 5000}, {"allowed_token_ids": list(range(10**5))}, {"stop_token_ids": list(range(10**5))},
-        {"prompt_logprobs": 10**6}, {"truncate_prompt_tokens": 10**9}, {"repetition_penalty": 1e-300}, {"temperature": 1e-300},
-        {"temperature": 1e300}, {"frequency_penalty": 1e300}, {"presence_penalty": -1e300}, {"no_repeat_ngram_size": 10**9},
-        {"min_p": 1.0, "top_p": 1e-300}, {"num_speculative_tokens": 10**9}, {"priority": -(2**63)}, {"logprobs": 10**6},
-        {"user": "a" * 200_000}, {"metadata": {str(i): "a" for i in range(1000)}}, {"cache_salt": "a" * 200_000},
-    ))  # fmt: skip
+    more: dict[str, Any] = rng.choice(
+        (
+            {"n": 64},
+            {"n": 65},
+            {"best_of": 10**6},
+            {"n": 64, "best_of": 64, "use_beam_search": True, "temperature": 0},
+            {"max_tokens": 10**9},
+            {"max_tokens": 0},
+            {"seed": -5},
+            {"seed": -(2**63)},
+            {"stop": [""]},
+            {"stop": ["a"] * 5000},
+            {"stop": ["a" * 100_000]},
+            {"min_tokens": 10**9},
+            {"logit_bias": {str(i): 100 for i in range(20_000)}},
+            {"bad_words": ["a"] * 5000},
+            {"allowed_token_ids": list(range(10**5))},
+            {"stop_token_ids": list(range(10**5))},
+            {"prompt_logprobs": 10**6},
+            {"truncate_prompt_tokens": 10**9},
+            {"repetition_penalty": 1e-300},
+            {"temperature": 1e-300},
+            {"temperature": 1e300},
+            {"frequency_penalty": 1e300},
+            {"presence_penalty": -1e300},
+            {"no_repeat_ngram_size": 10**9},
+            {"min_p": 1.0, "top_p": 1e-300},
+            {"num_speculative_tokens": 10**9},
+            {"priority": -(2**63)},
+            {"logprobs": 10**6},
+            {"user": "a" * 200_000},
+            {"metadata": {str(i): "a" for i in range(1000)}},
+            {"cache_salt": "a" * 200_000},
+        )
+    )
     if rng.random() < 0.3:
         long = rng.choice(("a " * 3000, "a" * 900_000, "\x00" * 5000, "😀" * 4000))
-        more = {"messages": [{"role": "user", "content": long}]} if "chat" in path else {"prompt": long}
+        more = (
+            {"messages": [{"role": "user", "content": long}]}
+            if "chat" in path
+            else {"prompt": long}
+        )
     elif "chat" not in path and rng.random() < 0.2:
-        prompts = (["a"] * 3000, [""], [[]], [5] * 5000, [[5], [10**6]], [-1], ["a", [5]], [[5]] * 200)
+        prompts = (
+            ["a"] * 3000,
+            [""],
+            [[]],
+            [5] * 5000,
+            [[5], [10**6]],
+            [-1],
+            ["a", [5]],
+            [[5]] * 200,
+        )
         more = {"prompt": rng.choice(prompts)}
     if "chat" in path and rng.random() < 0.3:
-        template = rng.choice((
-            "{% for a in range(10**9) %}x{% endfor %}", "{{ ''.__class__.__mro__ }}", "{{ 'a' * 10**10 }}", "{{",
-            "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        ))  # fmt: skip
+        template = rng.choice(
+            (
+                "{% for a in range(10**9) %}x{% endfor %}",
+                "{{ ''.__class__.__mro__ }}",
+                "{{ 'a' * 10**10 }}",
+                "{{",
+                "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+                "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            )
+        )
         more = {"chat_template": template}
     body |= more
     return _json(rng, path, body, f"{json.dumps(more)[:120]}")
@@ -304,8 +611,23 @@ def _raw(rng: Random, fields: dict[str, list[str]]) -> Hostile:
 
 
 def _wire(rng: Random, fields: dict[str, list[str]]) -> Hostile:
-    path = rng.choice((*GOOD, "/", "/metrics", "/v1/models", "/v1/models/%00", "/v1/responses/x", "/docs", "/status.json",
-                       "/v1/responses/x/input_items", "/../../x", "/v1/files", "/%ff", "/openapi.json"))  # fmt: skip
+    path = rng.choice(
+        (
+            *GOOD,
+            "/",
+            "/metrics",
+            "/v1/models",
+            "/v1/models/%00",
+            "/v1/responses/x",
+            "/docs",
+            "/status.json",
+            "/v1/responses/x/input_items",
+            "/../../x",
+            "/v1/files",
+            "/%ff",
+            "/openapi.json",
+        )
+    )
     body = json.dumps(GOOD.get(path, {})).encode()
     if rng.random() < 0.5:
         data = http(path, body, method=rng.choice(_METHODS))
@@ -463,7 +785,9 @@ class Beside:
         return found
 
 
-def attack(url: str, seed: int, count: int, *, loud: bool = False) -> tuple[Counter[str], list[str]]:
+def attack(
+    url: str, seed: int, count: int, *, loud: bool = False
+) -> tuple[Counter[str], list[str]]:
     """Sends `count` hostile requests of a seed. Returns what was counted, and all faults."""
     server = Server.at(url)
     fields = fields_of(httpx.get(f"{url}/openapi.json").json())
