@@ -15,7 +15,7 @@ from tests.helpers.draft_traffic import make_model
 from tests.helpers.engine_fuzz import Reference, run_seed
 
 SEEDS = (1, 2, 22)
-FEATURE_SEEDS = (2, 16)
+FEATURE_SEEDS = (16,)
 GUIDED_SEEDS = (1,)
 
 
@@ -48,5 +48,5 @@ def test_families_weights_and_drafters_of_all_kinds_equal_transformers(tmp_path:
             counts += feature_fuzz.run_seed(seed, worlds)
         for seed in GUIDED_SEEDS:
             counts += feature_fuzz.run_seed(seed, worlds, guided=True)
-    assert counts["equal"] > 20 and counts["tie"] <= 2
+    assert counts["equal"] > 10 and counts["tie"] <= 1
     assert counts["aborted"] and counts["spec_decode_num_accepted_tokens"] > 20
