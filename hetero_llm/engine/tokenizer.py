@@ -71,7 +71,9 @@ class Tokenizer:
         return sha256(json.dumps(vocabulary, default=repr).encode()).hexdigest()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._hf.encode(text, add_special_tokens=add_special_tokens)
+        # Not verbose: the library would log that a text beyond the context "will result in indexing
+        # errors", and it is refused here.
+        return self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -232,7 +232,9 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path, shard_bytes:
     total = 0
 
     def flush() -> None:
-        save_file(held, out / f"part-{len(shards)}", metadata={"format": "pt"})
+        path = out / f"part-{len(shards)}"
+        save_file(held, path, metadata={"format": "pt"})
+        path.chmod(out.stat().st_mode & 0o666)  # the library's files are for their owner alone
         shards.append(list(held))
         held.clear()
 

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound="Matcher")
 _KEPT_GRAMMARS = 64
+_FIRST_FUEL, _STEP_FUEL = 200_000, 50_000
+"""Expressions that a lexer may make for the first mask and for a later one. llguidance's own limits
+are 1,000,000 and 200,000, with which `((a{100}){100}){100}` takes 5 s of a step (here 0.5), and
+grammars of 128 KB need no more than these."""
 _FEATURE = "structured_outputs"
 
 
@@ -143,7 +147,9 @@ class GrammarCompiler:
         """A new matcher at the beginning of a grammar. It may be in error."""
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(
+            verbose_errors=False, initial_lexer_fuel=_FIRST_FUEL, step_lexer_fuel=_STEP_FUEL
+        )
         return LLMatcher(self._tokenizer(), text, log_level=0, limits=limits)
 
     def _forget(self, text: str) -> None:
@@ -245,6 +251,10 @@ def _why_useless(matcher: LLMatcher) -> str:
     """Why a compiled grammar can be followed by no output; "" if one can."""
     own = matcher.deep_copy()
     empty = not own.is_error() and not any(own.compute_bitmask())
+    if not empty and not own.is_error():
+        # A lexer that has exceeded its limits says so at the next mask only.
+        own = matcher.deep_copy()
+        own.compute_bitmask()
     reason = own.get_error()
     return "allows no output at all" if empty or reason.startswith("NoExtension") else reason
 

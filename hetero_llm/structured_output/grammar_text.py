@@ -16,6 +16,7 @@ from hetero_llm.core.structured_outputs import (
     StructuredOutputsParams,
     ToolOutputParams,
 )
+from hetero_llm.structured_output.endless_values import check_values_end
 from hetero_llm.structured_output.json_schema import (
     check_schema,
     close_objects,
@@ -163,12 +164,13 @@ def _with_options(
         at: the field of a path in the schema.
 
     Raises:
-        SamplingError: see `check_schema`.
+        SamplingError: see `check_schema` and `check_values_end`.
     """
     if params.disable_additional_properties:
         schema = close_objects(schema)
     try:
         check_schema(schema, "")
+        check_values_end(schema)
     except SamplingError as error:
         raise SamplingError(at(error.field), error.value, error.reason) from None
     schema = mended(schema)

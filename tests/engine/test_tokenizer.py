@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from array import array
 
@@ -18,7 +19,7 @@ from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
 from tests.helpers.harness import make_request
-from tests.helpers.tokenizers import MAKERS, SPECIALS, TOKENIZERS, wrapped
+from tests.helpers.tokenizers import MAKERS, SPECIALS, TOKENIZERS, byte_level, wrapped
 
 REPLACEMENT = "\ufffd"
 EVERYTHING = SamplingParams(max_tokens=999, skip_special_tokens=False)
@@ -220,3 +221,15 @@ def test_long_texts_and_images_have_threads_until_these_are_closed() -> None:
         return [thread is here for thread in found]
 
     assert asyncio.run(run()) == [True, False, False, True, True]
+
+
+def test_a_text_beyond_the_context_is_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    logger = logging.getLogger("transformers.tokenization_utils_base")
+    monkeypatch.setattr(logger, "warning", lambda message, *_: said.append(message))
+    tokenizer = byte_level()
+    tokenizer.hf.model_max_length = 4
+    assert len(tokenizer.encode("abcdefgh")) == 8
+    assert not said
+    tokenizer.hf.encode("abcdefgh")
+    assert "indexing errors" in said[0]

@@ -18,6 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -28,11 +29,14 @@ from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.core.structured_outputs import StructuredOutputsParams
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.sampling.noise import gumbel_noise, signed_seed
 from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
+from hetero_llm.structured_output.compiler import GrammarCompiler
 from tests.helpers.draft_traffic import MAX_LEN, VOCAB, build, make_model
 from tests.helpers.drafters import Garbage, Oracle, Record, Siblings
 from tests.helpers.text_reference import text_reference
+from tests.models.tiny import reference_attention
 
 EOS = 2
 SPECIALS = ("<pad>", "<s>", "</s>")
@@ -76,13 +80,19 @@ class Reference:
 
     Args:
         folder: of a model with a byte-level tokenizer.
+        tie: scores this close may change places.
+
+    Attributes:
+        model: transformers', in float32.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32
+    def __init__(self, folder: Path, *, tie: float = TIE) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=reference_attention(folder)
         ).eval()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self._tie = tie
+        self._compiler = GrammarCompiler(Tokenizer(self.tokenizer).vocabulary(VOCAB, (EOS,)))
         backend = self.tokenizer.backend_tokenizer
         self._bytes = {}
         for token in range(VOCAB):
@@ -100,8 +110,8 @@ class Reference:
         if params.use_beam_search:
             return []
         if params.greedy:
-            return [self._sample(case.prompt, params, 0)] * params.n
-        return [self._sample(case.prompt, params, index) for index in range(params.n)]
+            return [self._sample(case.prompt, params, 0)] * params.width
+        return [self._sample(case.prompt, params, index) for index in range(params.width)]
 
     def text(
         self, prompt: list[int], tokens: list[int], params: SamplingParams, *, ended: bool
@@ -138,21 +148,32 @@ class Reference:
         tokens: list[int] = []
         scores: list[torch.Tensor] = []
         safe: int | None = None
-        cache = transformers.DynamicCache()
+        cache = transformers.DynamicCache(config=self.model.config)
+        bad_words = self._bad_words(params)
         while len(tokens) < most:
             inputs = torch.tensor([tokens[-1:] or prompt])
-            raw = self._model(inputs, past_key_values=cache, use_cache=True).logits[0, -1]
+            raw = self.model(inputs, past_key_values=cache, use_cache=True).logits[0, -1]
             scores.append(raw.log_softmax(-1))
             logits = _processed(raw.clone(), prompt, tokens, params, ends)
+            _forbid(logits, bad_words, tokens)
             if params.structured_outputs is not None:
                 logits = self._constrained(logits, raw, tokens, params, ends)
             if not params.greedy:
                 seed = torch.tensor([signed_seed(params.seed or 0)])
                 place = torch.tensor([len(prompt) + len(tokens)])
                 noise = gumbel_noise(seed, place, torch.tensor([index]), VOCAB)[0]
-                logits = logits / params.temperature + noise
+                logits = logits / params.temperature
+                kept = _supported(logits, params, 0.0)
+                doubtful = (kept != _supported(logits, params, self._tie)) | (
+                    kept != _supported(logits, params, -self._tie)
+                )
+                logits = logits + noise
+                highest = logits.masked_fill(~kept, float("-inf")).max()
+                if safe is None and doubtful.any() and (logits[doubtful] >= highest).any():
+                    safe = len(tokens)  # a token at the threshold would be sampled, or is
+                logits = logits.masked_fill(~kept, float("-inf"))
             best = logits.topk(2)
-            if safe is None and best.values[0] - best.values[1] < TIE:
+            if safe is None and best.values[0] - best.values[1] < self._tie:
                 safe = len(tokens)
             tokens.append(int(best.indices[0]))
             if _ends(tokens, params):
@@ -169,23 +190,10 @@ class Reference:
     ) -> torch.Tensor:
         """The logits of tokens that lead to one of the choices, behind the token that they begin
         after; min_tokens gives way where only end tokens are left."""
-        assert params.structured_outputs is not None
-        begin = 0
-        if after := list(params.structured_outputs.begins_after or ()):
-            if after[0] not in tokens:
-                return logits
-            begin = tokens.index(after[0]) + 1
-        so_far = b"".join(self._bytes[token] for token in tokens[begin:])
-        choices = [text.encode() for text in params.structured_outputs.choice or ()]
-        going_on = {
-            text[len(so_far)] for text in choices if text.startswith(so_far) and text != so_far
-        }
-        allowed = [
-            token for token in range(len(SPECIALS), VOCAB) if self._bytes[token][0] in going_on
-        ]
-        complete = so_far in choices
-        if EOS in tokens[begin:]:  # with ignore_eos nothing else follows
-            allowed = []
+        following = self._following(tokens, params.structured_outputs)
+        if following is None:
+            return logits
+        allowed, complete = following
         early = EOS in ends and len(tokens) < params.min_tokens
         if complete and not (early and set(allowed) - ends):
             allowed.append(EOS)
@@ -194,6 +202,75 @@ class Reference:
         kept = torch.full_like(logits, float("-inf"))
         kept[allowed] = logits[allowed]
         return kept
+
+    def _following(
+        self, tokens: list[int], constraint: StructuredOutputsParams | None
+    ) -> tuple[list[int], bool] | None:
+        """Tokens that may follow, EOS aside, and whether the output is complete; None: anything."""
+        assert constraint is not None
+        begin = 0
+        if after := list(constraint.begins_after or ()):
+            if after[0] not in tokens:
+                return None
+            begin = tokens.index(after[0]) + 1
+        if constraint.choice is None:
+            matcher = self._compiler.open(self._compiler.grammar(constraint), tokens)
+            mask = np.zeros(-(-VOCAB // 32), np.int32)
+            assert matcher.fill_mask(mask) and matcher.error is None
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            found = np.flatnonzero(bits).tolist()
+            return [token for token in found if token != EOS], EOS in found
+        so_far = b"".join(self._bytes[token] for token in tokens[begin:])
+        choices = [text.encode() for text in constraint.choice]
+        going_on = {
+            text[len(so_far)] for text in choices if text.startswith(so_far) and text != so_far
+        }
+        allowed = [
+            token for token in range(len(SPECIALS), VOCAB) if self._bytes[token][0] in going_on
+        ]
+        if EOS in tokens[begin:]:  # with ignore_eos nothing else follows
+            allowed = []
+        return allowed, so_far in choices
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Tokens of each bad word. A token is a byte here: of vLLM's two forms, with a space before
+        the word and without, the bare one counts for a word without a space."""
+        return [
+            self.tokenizer.encode(
+                " " + word.lstrip() if word.startswith(" ") else word, add_special_tokens=False
+            )
+            for word in params.bad_words or ()
+        ]
+
+
+def _forbid(logits: torch.Tensor, words: list[list[int]], tokens: list[int]) -> None:
+    """Forbids the last token of each word whose other tokens are the end of the output."""
+    for word in words:
+        if [*tokens[len(tokens) - len(word) + 1 :]] == word[:-1] or len(word) == 1:
+            logits[word[-1]] = float("-inf")
+
+
+def _supported(logits: torch.Tensor, params: SamplingParams, shift: float) -> torch.Tensor:
+    """[vocab] bool, the tokens that min-p, then top-k, then top-p leave, each by its definition.
+    `shift` moves the thresholds of the first and the last."""
+    kept = logits > float("-inf")
+    probs = logits.double().softmax(-1)
+    if params.min_p:
+        kept &= probs >= params.min_p * probs.max() * (1 + shift)
+    if params.top_k > 0:
+        left = logits.masked_fill(~kept, float("-inf"))
+        least = left.topk(params.top_k).values[-1]
+        rivals = bool(((left < least) & (left >= least - abs(shift))).any())
+        kept &= logits >= (least + shift if rivals else least)
+    if params.top_p < 1.0:
+        probs = logits.double().masked_fill(~kept, float("-inf")).softmax(-1)
+        total = 0.0
+        order = probs.sort(descending=True, stable=True).indices.tolist()
+        for place, token in enumerate(order):
+            if place and total >= params.top_p - shift:
+                kept[token] = False
+            total += float(probs[token])
+    return kept
 
 
 def _end_tokens(params: SamplingParams) -> set[int]:

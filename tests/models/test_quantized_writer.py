@@ -64,6 +64,7 @@ def test_what_is_written_is_read_again(tmp_path: Path, name: OnlineName, family:
     write_quantized(folder, out, name, device="cpu", shard_bytes=50_000)
     assert len(list(out.glob("*.safetensors"))) > 1
     assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1
     found, expected = load(out, None), load(folder, name)
     for key, linear in linears(expected).items():
         other = linears(found)[key].quantized

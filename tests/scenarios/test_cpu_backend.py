@@ -234,7 +234,7 @@ def test_a_gpu_takes_no_notice(
     monkeypatch.setattr(factory, "resolve_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(factory, "free_unreachable", lambda device: None)
     monkeypatch.setattr("hetero_llm.gpu.memory.load_weights", load_weights)
-    properties = SimpleNamespace(total_memory=1 << 37)
+    properties = SimpleNamespace(total_memory=1 << 37, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     given = {"cpu_backend": "torch", "cpu_weight_dtype": "int8", "cpu_threads": 99}
     for arguments in ({}, given):

@@ -1,4 +1,5 @@
-"""Some seeds of the fuzzer against transformers; `tests.helpers.engine_fuzz` runs more by hand."""
+"""Some seeds of the fuzzers against transformers; `tests.helpers.engine_fuzz` and
+`tests.helpers.feature_fuzz` run more by hand."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ import pytest
 
 from hetero_llm.core.step_times import StepTimes
 from hetero_llm.spec_decode.proposal_account import ProposalAccount
+from tests.helpers import feature_fuzz
 from tests.helpers.draft_traffic import make_model
 from tests.helpers.engine_fuzz import Reference, run_seed
 
 SEEDS = (1, 2, 22)
+FEATURE_SEEDS = (16,)
+GUIDED_SEEDS = (1,)
 
 
 @pytest.fixture(scope="module")
@@ -34,3 +38,15 @@ def test_random_mixes_of_features_equal_transformers(
     for event in ("aborted", "num_preemptions", "prefix_cache_hits"):
         assert counts[event], event
     assert counts["spec_decode_num_accepted_tokens"] > 20
+
+
+def test_families_weights_and_drafters_of_all_kinds_equal_transformers(tmp_path: Path) -> None:
+    counts: Counter[str] = Counter()
+    with feature_fuzz.without_times():
+        worlds = feature_fuzz.Worlds(tmp_path)
+        for seed in FEATURE_SEEDS:
+            counts += feature_fuzz.run_seed(seed, worlds)
+        for seed in GUIDED_SEEDS:
+            counts += feature_fuzz.run_seed(seed, worlds, guided=True)
+    assert counts["equal"] > 10 and counts["tie"] <= 1
+    assert counts["aborted"] and counts["spec_decode_num_accepted_tokens"] > 20

@@ -245,6 +245,9 @@ def test_special_tokens_in_tags_are_tokens(compiler: GrammarCompiler) -> None:
         ({"json": {"patternProperties": {r"\\[[^[]": {}}}},
          r"json.patternProperties.\\[[^[]", "has to be escaped"),
         ({"json": {"pattern": "^[]a]$"}}, "json.pattern", "has to be escaped"),
+        ({"json": {"properties": {"n": {"type": "array", "minItems": 1, "items":
+            {"$ref": "#/properties/n"}}}}}, "json.properties.n", "allows no output that ends"),
+        ({"regex": "((a{99}){100}){100}"}, "regex", "too many expressions"),
         ({"regex": "(a"}, "regex", "unclosed group"),
         ({"grammar": "root ::= a"}, "grammar", "is no GBNF: Rule 'a' not found"),
         ({"grammar": "start: a"}, "grammar", "unknown name"),
