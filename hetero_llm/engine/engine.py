@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_llm.core.drafter import BackgroundDrafter
 from hetero_llm.core.errors import EngineDeadError
@@ -25,11 +25,14 @@ from hetero_llm.engine.input_processor import InputProcessor, Prompt
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.speculation_log import SpeculationLog, speculation_metrics
 from hetero_llm.kv_cache.hit_log import HitLog
-from hetero_llm.lora.store import AdapterStore, NoAdapters
+from hetero_llm.lora.no_adapters import NoAdapters
 from hetero_llm.scheduler.scheduler import Scheduler
 from hetero_llm.structured_output.compile_queue import CompileQueue
 from hetero_llm.structured_output.compiler import GrammarCompiler
 from hetero_llm.utils.gc_control import collect_if_due
+
+if TYPE_CHECKING:
+    from hetero_llm.lora.store import AdapterStore
 
 logger = logging.getLogger(__name__)
 

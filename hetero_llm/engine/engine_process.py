@@ -33,7 +33,7 @@ from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.fault_injection import with_faults
 from hetero_llm.engine.message_socket import MessageSocket
 from hetero_llm.engine.pooling_engine import PoolingEngine
-from hetero_llm.lora.store import NoAdapters
+from hetero_llm.lora.no_adapters import NoAdapters
 from hetero_llm.utils import env
 from hetero_llm.utils.gc_control import prompt_wakeups, serve_promptly
 from hetero_llm.utils.log_sink import LineFormatter, Sink

@@ -22,29 +22,6 @@ from hetero_llm.lora.targets import AdapterTargets
 logger = logging.getLogger(__name__)
 
 
-class NoAdapters:
-    """In the place of an `AdapterStore` where adapters are not served."""
-
-    def open(self, request: LoRARequest) -> AdapterRef:
-        reason = "adapters are not served: start with enable_lora=True"
-        raise AdapterError("lora_request", request.lora_name, reason)
-
-    def forget(self, name: str) -> None:
-        """There is none to forget."""
-        raise AdapterError("lora_name", name, "no adapter of this name is known")
-
-    def names(self) -> Mapping[str, AdapterRef]:
-        return {}
-
-    def name_of(self, number: int) -> str | None:
-        return None
-
-    def check(self, adapter: AdapterRef) -> None:
-        """See `AdapterStore`."""
-        reason = "adapters are not served: start with enable_lora=True"
-        raise AdapterError("lora_request", adapter.name, reason)
-
-
 class AdapterStore:
     """Adapters by name and, in host memory, by content. One thread at a time.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import select
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -316,3 +318,9 @@ def test_a_process_that_ends_at_once_says_how() -> None:
     with pytest.raises(EngineDeadError, match="did not start: .* signal 9"):
         process.wait_until_ready()
     process.kill()
+
+
+def test_the_process_begins_before_torch_is_loaded() -> None:
+    """Loading takes seconds, in which it would outlive a parent that ends."""
+    code = "import sys, hetero_llm.engine.engine_process; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

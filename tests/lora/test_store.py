@@ -11,7 +11,8 @@ import transformers
 
 from hetero_llm.core.errors import AdapterError
 from hetero_llm.core.lora import LoRARequest
-from hetero_llm.lora.store import AdapterStore, NoAdapters
+from hetero_llm.lora.no_adapters import NoAdapters
+from hetero_llm.lora.store import AdapterStore
 from hetero_llm.lora.targets import AdapterTargets, adapter_targets
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config

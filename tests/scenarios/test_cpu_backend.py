@@ -223,8 +223,10 @@ def test_ipex_needs_the_cpus_instructions(
 
 
 def test_a_gpu_takes_no_notice(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    folder = make_tiny_checkpoint(tmp_path, "llama", "heads_of_16")
+
     class NoGPUError(Exception):
         """Ends the start where weights would go to the GPU."""
 
@@ -238,7 +240,7 @@ def test_a_gpu_takes_no_notice(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     given = {"cpu_backend": "torch", "cpu_weight_dtype": "int8", "cpu_threads": 99}
     for arguments in ({}, given):
-        common = {"model": str(tiny_folder), "dtype": "float32", "skip_tokenizer_init": True}
+        common = {"model": str(folder), "dtype": "float32", "skip_tokenizer_init": True}
         config = EngineConfig.from_args(resolve_engine_args({**common, **arguments}))
         with pytest.raises(NoGPUError):
             factory.build_engine(config, show_progress=False)
