@@ -41,7 +41,8 @@ MIN_RANK = 16
 """Least width of a tensor-core operand; smaller ranks are padded with zeros."""
 MAX_RANK = 256
 
-_ROW_TILES = ((64, 16), (1 << 31, 64))  # up to so many rows, tiles of so many
+_FEW_ROWS = 64
+_TILE_OF_FEW, _TILE_OF_MANY = 16, 64  # rows of a tile, in steps of up to `_FEW_ROWS` and of more
 _MAX_SPLITS = 16
 
 
@@ -217,12 +218,12 @@ def lora_expand_kernel(
 
 
 def _rows_of_tile(m: int) -> int:
-    return next(size for most, size in _ROW_TILES if m <= most)
+    return _TILE_OF_FEW if m <= _FEW_ROWS else _TILE_OF_MANY
 
 
 def _split_columns(m: int, k: int, block_k: int, weights: LoraSlots) -> int:
-    """Columns of a split, a multiple of `block_k`: so many splits that the device has two programs
-    for each multiprocessor."""
+    """Columns of x that one program multiplies, a multiple of `block_k`. K is split until there are
+    two programs for each multiprocessor, or `_MAX_SPLITS` splits."""
     tiles = triton.cdiv(m, _rows_of_tile(m)) * weights.parts
     wanted = triton.cdiv(2 * num_multiprocessors(weights.a.device), tiles)
     return triton.cdiv(triton.cdiv(k, block_k), min(_MAX_SPLITS, wanted)) * block_k

@@ -45,7 +45,7 @@ _ALIGNED = 16  # features and columns of library products in 8 bits
 @dataclass(eq=False, slots=True)
 class QuantizedProduct:
     """The product of one matrix: a `models.layers.Product` that ignores the weight it is given.
-    Rows may come quantized already, from whoever made them for this product alone.
+    A norm or gate whose output this product alone reads may hand over `QuantizedRows`.
 
     Attributes:
         matrix: in the order of the kernels; its tensors are all that this needs.

@@ -32,7 +32,8 @@ struct GroupCall {
 };
 using GroupTile = void (*)(const GroupCall& call);
 
-// tile[rows - 1][i] takes 1 << i strips. strips[rows - 1]: of the widest tile with so many rows.
+// tile[r - 1][i] multiplies r rows with 1 << i strips; strips[r - 1] is the number of strips of the
+// widest tile for r rows.
 constexpr int kMostRows = 8;
 struct GroupTiles {
     GroupTile tile[kMostRows][3];
