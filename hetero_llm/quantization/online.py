@@ -173,7 +173,8 @@ def _best(
         squares = error(candidate)
         if importance is not None:
             squares *= importance
-        total = squares.sum(-1, keepdim=True)
+        # In float64 the order of the sum, which devices choose, does not decide.
+        total = squares.sum(-1, keepdim=True, dtype=torch.float64)
         if best is None or least is None:
             best, least = candidate, total
             continue
@@ -190,7 +191,8 @@ def _in_groups(importance: Tensor | None, group: int) -> Tensor | None:
 
 def _scale_of(largest: Tensor, most: float) -> Tensor:
     """What makes `largest` `most`; 1 where it is 0."""
-    return torch.where(largest > 0.0, largest / most, 1.0)
+    # A division by a number is a product with its inverse on a GPU, and another bit than on a CPU.
+    return torch.where(largest > 0.0, largest * (1.0 / most), 1.0)
 
 
 def _to_fp8(values: Tensor) -> Tensor:

@@ -54,7 +54,9 @@ class SimulatedProduct(QuantizedProduct):
         return x
 
 
-FP8, INT4 = prepare(random_matrix("fp8", 32, 64)), prepare(random_matrix("int4", 32, 64, group=32))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP8 = prepare(random_matrix("fp8", 32, 64, device=DEVICE))
+INT4 = prepare(random_matrix("int4", 32, 64, group=32, device=DEVICE))
 
 
 def measured(
@@ -116,7 +118,8 @@ def test_what_is_not_measured_keeps_the_default():
     measure_switch_points([product], torch.float32, seconds=clock.seconds)
     assert product.few_rows == FEW_ROWS and clock.timings == 0
     products = [
-        SimulatedProduct(prepare(random_matrix("int8", 16 * n, 64)), clock) for n in range(1, 13)
+        SimulatedProduct(prepare(random_matrix("int8", 16 * n, 64, device=DEVICE)), clock)
+        for n in range(1, 13)
     ]
     measure_switch_points(products, BF16, seconds=clock.seconds)
     assert [p.few_rows for p in products] == [FEW_ROWS] * 4 + [16] * 8

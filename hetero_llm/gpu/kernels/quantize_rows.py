@@ -37,6 +37,12 @@ LARGEST = {"fp8": 448.0, "int8": 127.0}
 
 _TILE = 1024  # lanes of one piece of a row
 _SMALLEST = tl.constexpr(1e-30)  # a row of zeros has a scale, too
+# In PTX, since ptxas 12.8 takes lanes apart wrongly that Triton's own conversion has put together.
+_TWO_FP8 = tl.constexpr("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;")
+_FOUR_FP8 = tl.constexpr(
+    "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1;"
+    " cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }"
+)
 _ROWS_OF_BLOCKS = 4  # the library's products with scales of groups want a multiple
 
 
@@ -100,23 +106,34 @@ def _nearest_fp8(values):
 
 
 @triton.jit
-def _quantize(values, inverse, FP8: tl.constexpr):
-    """Floats -> codes of 8 bits in int32, the number nearest to each."""
-    scaled = values.to(tl.float32) * inverse
+def _codes(scaled, FP8: tl.constexpr):
+    """Floats -> codes of 8 bits, the number nearest to each."""
     if FP8:
         if IN_INTERPRETER:
-            scaled = _nearest_fp8(scaled)
-        codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+            return _nearest_fp8(scaled).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            return tl.inline_asm_elementwise(
+                _FOUR_FP8, "=r,f,f,f,f", [scaled], dtype=tl.uint8, is_pure=True, pack=4
+            )
     else:
-        codes = tl.floor(tl.minimum(tl.maximum(scaled, -127.0), 127.0) + 0.5).to(tl.int32) & 255
-    return codes
+        nearest = tl.floor(tl.minimum(tl.maximum(scaled, -127.0), 127.0) + 0.5)
+        return (nearest.to(tl.int32) & 255).to(tl.uint8)
 
 
 @triton.jit
-def _store_lanes(codes, low, high, lane, width):
-    """Two codes of 8 bits a lane."""
-    pair = low.to(tl.int32) | high.to(tl.int32) << 8
-    tl.store(codes + lane, pair.to(tl.int16), mask=lane < width)
+def _lanes(low, high, FP8: tl.constexpr):
+    """Scaled floats -> int16 lanes of two codes."""
+    if FP8 and not IN_INTERPRETER:
+        return tl.inline_asm_elementwise(
+            _TWO_FP8, "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
+        )
+    else:
+        return _join_codes(_codes(low, FP8), _codes(high, FP8))
+
+
+@triton.jit
+def _join_codes(low, high):
+    return (low.to(tl.int32) | high.to(tl.int32) << 8).to(tl.int16)
 
 
 @triton.jit
@@ -130,19 +147,19 @@ def store_quantized_row(
     if GROUP == 0:
         peak = tl.maximum(tl.max(tl.abs(values), 0), _SMALLEST)
         tl.store(scales + row, peak / LARGEST)
-        quantized = _quantize(values, LARGEST / peak, FP8)
+        scaled = values * (LARGEST / peak)
     else:
         grouped = tl.reshape(values, (PADDED // GROUP, GROUP))
         peak = tl.maximum(tl.max(tl.abs(grouped), 1), _SMALLEST)
         groups = tl.arange(0, PADDED // GROUP)
         tl.store(scales + groups * scale_stride + row, peak / LARGEST, mask=groups * GROUP < k)
-        quantized = _quantize(grouped, (LARGEST / peak)[:, None], FP8)
+        scaled = grouped * (LARGEST / peak)[:, None]
     # Threads exchange codes here, or the row's 16-bit values before, as the compiler likes.
-    chunks = tl.reshape(quantized.to(tl.uint8), (PADDED // (2 * LANES), 2, LANES))
+    chunks = tl.reshape(_codes(scaled, FP8), (PADDED // (2 * LANES), 2, LANES))
     low, high = tl.split(tl.permute(chunks, (0, 2, 1)))
     chunk, inner = tl.arange(0, PADDED // (2 * LANES)), tl.arange(0, LANES)
     lane = chunk[:, None] * LANES + inner[None, :]
-    _store_lanes(codes + row * width, low, high, lane, width)
+    tl.store(codes + row * width + lane, _join_codes(low, high), mask=lane < width)
 
 
 @triton.jit
@@ -190,15 +207,16 @@ def quantize_rows_kernel(
             tl.store(pointers, peaks / LARGEST, mask=group * GROUP < k)
             inverse = (LARGEST / peaks)[:, None]
             inverse = tl.reshape(tl.broadcast_to(inverse, (GROUPS, GROUP // 2)), (TILE,))
-            low, high = _quantize(low, inverse, FP8), _quantize(high, inverse, FP8)
-            _store_lanes(codes, low, high, lane, width)
+            lanes = _lanes(low.to(tl.float32) * inverse, high.to(tl.float32) * inverse, FP8)
+            tl.store(codes + lane, lanes, mask=lane < width)
     if GROUP == 0:
         tl.store(scales + row, peak / LARGEST)
         inverse = LARGEST / peak
         for piece in tl.static_range(PIECES):
             lane = piece * TILE + tl.arange(0, TILE)
-            low, high = _quantize(lows[piece], inverse, FP8), _quantize(highs[piece], inverse, FP8)
-            _store_lanes(codes, low, high, lane, width)
+            low, high = lows[piece].to(tl.float32), highs[piece].to(tl.float32)
+            lanes = _lanes(low * inverse, high * inverse, FP8)
+            tl.store(codes + lane, lanes, mask=lane < width)
 
 
 @triton.jit

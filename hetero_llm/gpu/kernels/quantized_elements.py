@@ -220,11 +220,11 @@ def plain_part(lanes, J: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
         return _float_of_fp8((lanes.to(tl.int32) >> (8 * J)) & 255)
     elif KIND == INT8:
         return (lanes.to(tl.int32) >> (8 * J)).to(tl.int8).to(tl.float32)
-    else:
+    elif KIND == INT4:
         code = (lanes.to(tl.int32) >> (4 * J)) & 15
-        if KIND == INT4:
-            return code.to(tl.float32) + (1024.0 if tl.float16 == DTYPE else 128.0)
-        elif KIND == FP4:
+        return code.to(tl.float32) + (1024.0 if tl.float16 == DTYPE else 128.0)
+    else:
+        if KIND == FP4:
             table: tl.constexpr = _FP4_VALUES
         elif tl.bfloat16 == DTYPE:
             table: tl.constexpr = _NF4_VALUES_BF16
@@ -232,6 +232,7 @@ def plain_part(lanes, J: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
             table: tl.constexpr = _NF4_VALUES_F16
         else:
             table: tl.constexpr = _NF4_VALUES
+        code = (lanes.to(tl.int32) >> (4 * J)) & 15
         value = tl.zeros(code.shape, tl.float32)
         for entry in tl.static_range(16):
             value = tl.where(code == entry, table[entry], value)

@@ -127,6 +127,7 @@ def test_steps_without_an_adapter_have_the_bits_of_an_engine_without(adapters: A
         with start(dtype="bfloat16", **served) as llm:
             if served:
                 run(llm, adapters)
+                llm.reset_prefix_cache()
             found = llm.generate(prompt_token_ids=ragged(8), sampling_params=GREEDY, use_tqdm=False)
             tokens.append([one.outputs[0].token_ids for one in found])
     assert tokens[0] == tokens[1]
