@@ -19,6 +19,7 @@ Larger steps, and with `enforce_eager` all steps, issue the same kernels uncaptu
 
 from __future__ import annotations
 
+import functools
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -138,13 +139,19 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all sets of a device: cuBLAS keeps 32 MiB for each stream that it was used on."""
+    return torch.cuda.Stream(device)
+
+
 class GraphSet(Generic[K]):
     """Graphs by key, in one memory pool: only one of them runs at a time."""
 
     def __init__(self) -> None:
         self._graphs: dict[K, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._stream = _capture_stream(torch.cuda.current_device())
 
     def capture(self, key: K, body: Callable[[], None]) -> None:
         """Runs `body` once so that its kernels are compiled and loaded, then captures it.

@@ -255,7 +255,8 @@ class GpuModelRunner:
         return self._launch(step)
 
     def _plan_masks(self, step: SchedulerOutput, *, plain: bool) -> StepMasks | None:
-        """Takes places for the masks of a step and hands them to the filler.
+        """Takes places for the masks of a step, hands them to the filler and lets them be written:
+        before the launch, in which a kernel may be compiled while another awaits the masks.
 
         Args:
             plain: the kernels verify the step's draft trees, if it has any.
@@ -264,15 +265,14 @@ class GpuModelRunner:
         if plain or step.drafts is None:
             masks = self._masks.plan(step, self._sampler.is_masked_later)
         self.filler.mask_places = _NO_PLACES if masks is None else masks.places
-        if masks is not None and self._masks.runs_at_launch:
+        if masks is not None:
             self._masks.start_fill(masks)
         return masks
 
     def _with_masks(self, launched: LaunchedStep, masks: StepMasks | None) -> LaunchedStep:
-        """Lets the masks of a launched step be written, and its tokens be shown to the grammars."""
+        """Lets the tokens of a launched step be shown to the grammars of its masks."""
         if masks is not None:
             launched.masks = masks
-            self._masks.start_fill(masks)
             self._masks.start_observe(masks, partial(_wait_for_tokens, launched))
         return launched
 

@@ -61,7 +61,6 @@ class DeviceTokenMasks:
 
     Attributes:
         places: that the sampling kernel reads.
-        runs_at_launch: kernels run when they are launched, so masks have to be on their way before.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class DeviceTokenMasks:
         self.places = make_mask_places(
             _PARTS * capacity, vocab_size, pin=pin, most_looks=most_looks
         )
-        self.runs_at_launch = not pin
         self._masks = masks
         self._capacity = capacity
         self._words = self.places.words.numpy()
@@ -105,8 +103,7 @@ class DeviceTokenMasks:
 
     def start_fill(self, step: StepMasks) -> None:
         """Lets the thread write the step's masks, once it has observed the steps before."""
-        if step.filled is None:
-            step.filled = self._thread.submit(self._fill, step)
+        step.filled = self._thread.submit(self._fill, step)
 
     def start_observe(self, step: StepMasks, wait: WaitForTokens) -> None:
         """Lets the thread wait for the tokens of a launched step and show them to the grammars."""

@@ -19,28 +19,30 @@ from hetero_llm.gpu.kernels.routing import route_top_k
 from hetero_llm.models.quantized_writer import write_quantized
 from hetero_llm.quantization.matrix import KINDS, Kind, dequantize
 from hetero_llm.quantization.names import ONLINE_NAMES, OnlineName
-from hetero_llm.quantization.online import OnlineFormat
+from hetero_llm.quantization.online import OnlineScheme
 from tests.gpu.kernels.test_quantized_experts import check, stack_of
 from tests.gpu.scenarios.serving import DEMO, GREEDY, TIES, generate, ragged, regrets, start
 from tests.gpu.scenarios.test_lookahead_cuda import DRAFTERS, MIXED
 from tests.models.test_quantized_weights import FORMATS, both
 
 
+def plain_copy(folder: Path, scheme: OnlineScheme) -> Path:
+    """The demo target with the weights that a way to quantize gives it."""
+    shutil.copytree(DEMO, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for key, weight in tensors.items():
+        if key.endswith("_proj.weight"):
+            matrix = scheme.convert({"weight": weight}, *weight.shape)
+            tensors[key] = dequantize(matrix, torch.float32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 @pytest.fixture(scope="module")
 def plain_copies(tmp_path_factory: pytest.TempPathFactory) -> dict[OnlineName, Path]:
-    """The demo target with the weights that each way to quantize gives it."""
-    copies: dict[OnlineName, Path] = {}
-    for name in ONLINE_NAMES:
-        copies[name] = Path(shutil.copytree(DEMO, tmp_path_factory.mktemp("plain") / name))
-        path = copies[name] / "model.safetensors"
-        tensors = load_file(path)
-        for key, weight in tensors.items():
-            if key.endswith("_proj.weight"):
-                scheme = OnlineFormat(name).scheme(key)
-                matrix = scheme.convert({"weight": weight}, *weight.shape)
-                tensors[key] = dequantize(matrix, torch.float32)
-        save_file(tensors, path, metadata={"format": "pt"})
-    return copies
+    """For each way to quantize."""
+    folder = tmp_path_factory.mktemp("plain")
+    return {name: plain_copy(folder / name, OnlineScheme(name)) for name in ONLINE_NAMES}
 
 
 @pytest.mark.parametrize("name", ONLINE_NAMES)
@@ -89,11 +91,13 @@ def test_other_engines(engine: dict[str, Any], plain_copies: dict[OnlineName, Pa
         assert regrets(found, MIXED, plain_copies["int4"]).max() < TIES
 
 
-def test_a_written_copy_is_served(tmp_path: Path, plain_copies: dict[OnlineName, Path]) -> None:
+def test_a_written_copy_is_served(tmp_path: Path) -> None:
+    """Which has one group for all of its matrices."""
     write_quantized(DEMO, tmp_path / "out", "int4", device="cuda")
     with start(tmp_path / "out") as llm:
         outputs = generate(llm, ragged(8))
-    assert regrets(outputs, [GREEDY] * 8, plain_copies["int4"]).max() < TIES
+    plain = plain_copy(tmp_path / "plain", OnlineScheme("int4", group=64))
+    assert regrets(outputs, [GREEDY] * 8, plain).max() < TIES
 
 
 def test_memory_is_that_of_the_quantized_model() -> None:
