@@ -42,7 +42,6 @@ counts are 4.6 (int4), 6.1 (fp4) and 7.8 (nf4).
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -124,20 +123,26 @@ def candidates(m: int, matrix: PreparedMatrix) -> list[SkinnyConfig]:
     if m == 1:
         for block_n, warps, split in (
             *((8, 1, 1), (8, 2, 1), (8, 4, 1), (4, 1, 1), (4, 2, 1), (4, 4, 1)),
-            *((8, 1, 2), (8, 2, 2)),
+            *((2, 1, 1), (2, 2, 1), (2, 4, 1), (4, 1, 2), (4, 2, 2), (8, 2, 2)),
         ):
             block_k = 256 * matrix.parts * warps
             configs.append(SkinnyConfig(1, block_n, block_k, split, warps))
     block_m = next(size for size in (8, 16, 32, 64, 128) if m <= size)
     # Features, columns, stages, warps.
-    few = [(32, 256, 4, 2), (32, 256, 8, 2), (64, 256, 4, 4), (64, 256, 6, 4), (64, 512, 3, 4)]
-    more = [(64, 256, 3, 4), (64, 128, 5, 4), (128, 256, 3, 8), (128, 128, 5, 8), (256, 128, 3, 8)]
+    few = [
+        *((16, 256, 4, 1), (32, 128, 4, 2), (32, 128, 6, 2), (32, 256, 4, 1)),
+        *((32, 256, 2, 2), (32, 256, 3, 2), (32, 256, 4, 2), (32, 256, 6, 2), (32, 512, 2, 2)),
+        *((64, 256, 3, 2), (64, 256, 3, 4), (64, 256, 4, 4), (64, 256, 5, 4)),
+    ]
+    more = [
+        *((32, 256, 2, 2), (32, 256, 3, 2), (64, 128, 3, 4), (64, 256, 2, 2)),
+        *((64, 256, 2, 4), (64, 256, 3, 4), (128, 128, 3, 8), (128, 256, 2, 8), (128, 256, 3, 8)),
+        *((128, 256, 4, 8), (128, 256, 2, 4)),
+    ]
     for block_n, block_k, stages, warps in few if block_m <= 16 else more:
         for split in (1, 2, 4, 8):
-            if block_n <= BLOCK_ROWS and 100 <= matrix.shape[0] // block_n * split <= 1200:
+            if 100 <= matrix.shape[0] // block_n * split <= 1800:
                 configs.append(SkinnyConfig(block_m, block_n, block_k, split, warps, stages))
-    for split in (1, 2, 4):
-        configs.append(dataclasses.replace(configs[0], split_k=split))
     return [c for c in dict.fromkeys(configs) if fits(c, m, matrix) and _in_memory(c, matrix)]
 
 

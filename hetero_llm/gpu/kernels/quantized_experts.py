@@ -42,13 +42,14 @@ from hetero_llm.gpu.kernels.launch import Launch, let_next_start, pdl_options, w
 from hetero_llm.gpu.kernels.quantized_elements import INT4, KIND_CODES
 from hetero_llm.gpu.kernels.quantized_gemm import (
     SCALE_TYPES,
-    WARPS,
     PreparedMatrix,
     multiply_chunk,
     scale_rows,
 )
 from hetero_llm.gpu.kernels.quantized_gemm import choose as choose_tile
 from hetero_llm.gpu.kernels.skinny_gemm import MAX_ROWS
+
+_WARPS = 1000  # of a product that K is split for: some 8 on each multiprocessor of an H200
 
 Weights = Tensor | PreparedMatrix
 """Of all experts: [experts, N, K], or a matrix of experts x N rows."""
@@ -210,7 +211,7 @@ def choose(groups: Groups, matrix: PreparedMatrix, n: int, parts: int) -> Groupe
         warps = groups.experts.numel() * triton.cdiv(n, config.block_n) * config.num_warps
         tiles = triton.cdiv(matrix.padded_columns, config.block_k)
         splits = 1
-        while parts == 1 and warps * splits < WARPS and tiles >= 4 * splits and splits < 8:
+        while parts == 1 and warps * splits < _WARPS and tiles >= 4 * splits and splits < 8:
             splits *= 2
         return dataclasses.replace(config, split_k=splits)
     # Half of the columns, or fewer stages: twice the rows of x take as much shared memory.

