@@ -139,7 +139,12 @@ def candidates(m: int, matrix: PreparedMatrix) -> list[SkinnyConfig]:
         *((64, 256, 2, 4), (64, 256, 3, 4), (128, 128, 3, 8), (128, 256, 2, 8), (128, 256, 3, 8)),
         *((128, 256, 4, 8), (128, 256, 2, 4)),
     ]
-    for block_n, block_k, stages, warps in few if block_m <= 16 else more:
+    most = [
+        *((64, 128, 3, 4), (64, 256, 2, 4), (64, 256, 2, 8), (128, 128, 2, 8), (128, 128, 3, 8)),
+        *((128, 256, 1, 8), (128, 256, 2, 4), (128, 256, 2, 8)),
+    ]
+    shapes = few if block_m <= 16 else (more if block_m <= 64 else most)
+    for block_n, block_k, stages, warps in shapes:
         for split in (1, 2, 4, 8):
             if 100 <= matrix.shape[0] // block_n * split <= 1800:
                 configs.append(SkinnyConfig(block_m, block_n, block_k, split, warps, stages))

@@ -75,21 +75,21 @@ _FEW_ELEMENTS = 1 << 25  # of 4 bits, in a matrix that the vector kernel is the 
 # for. The last table is of kinds that are looked up or take long to convert.
 _EIGHT_BITS = {
     8: (32, 2, 3, 700),
-    16: (32, 2, 3, 700),
+    16: (64, 4, 4, 700),
     32: (64, 4, 3, 700),
     64: (128, 8, 3, 700),
     128: (128, 8, 2, 700),
 }
 _INT4 = {
     8: (32, 1, 4, 700),
-    16: (32, 1, 4, 700),
+    16: (64, 2, 3, 700),
     32: (64, 4, 3, 1000),
     64: (64, 4, 3, 700),
     128: (128, 8, 2, 700),
 }
 _TABLES = {
     8: (64, 2, 3, 2500),
-    16: (64, 2, 3, 2500),
+    16: (64, 4, 3, 2500),
     32: (64, 4, 3, 2500),
     64: (64, 4, 2, 700),
     128: (128, 8, 2, 700),
@@ -743,7 +743,7 @@ def serves(x: Tensor, matrix: PreparedMatrix, bias: Tensor | None) -> bool:
 def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
     """A launch of a product of m rows that fits: on an H200 the best, or nearly, for fp8, int4 and
     nf4 in the layers of an 8B shape (`bench.kernels.quantized_gemm`); int8 goes with fp8, fp4 with
-    nf4, and 16 and 128 rows with their neighbours.
+    nf4.
 
     What decides: with many small programs on each multiprocessor there are always some that wait
     for memory while others convert; elements of 4 bits are bound by the instructions that convert
