@@ -187,6 +187,19 @@ def _greedy_and_sampled(results: Results) -> list[Row]:
     ]
 
 
+def _decode_by_kind(results: Results) -> list[Row]:
+    return [
+        {
+            "quantization": row["quantization"],
+            "batch": batch,
+            "ms": row[f"decode {batch}"],
+            "over bf16": row[f"decode {batch} over bf16"],
+        }
+        for row in results["rows"]
+        for batch in (1, 8, 32, 128)
+    ]
+
+
 def _prefixes(results: Results) -> list[Row]:
     return [row for row in results["rows"] if row["suffix"] == "resent"]
 
@@ -221,6 +234,15 @@ PICTURES: dict[str, Picture] = {
                   {"cold_ms": "cold", "vllm_cold_ms": "cold, vLLM",
                    "hit_ms": "prompt cached on the GPU", "vllm_hit_ms": "cached, vLLM"},
                   x="prompt", x_label="tokens of the prompt", unit="ms", log="xy"),
+        ),
+    ),
+    "quantized": Picture(
+        "Quantized weights, Llama-3.1-8B shape", "Quantized weights",
+        (
+            Panel(("quantized.llama-3.1-8b",), "decode step", {"ms": ""}, unit="ms",
+                  rows=_decode_by_kind, by=("quantization",), **_batch()),
+            Panel(("quantized.llama-3.1-8b",), "over bf16", {"over bf16": ""}, unit="times",
+                  rows=_decode_by_kind, by=("quantization",), level=1.0, **_batch()),
         ),
     ),
     "verify": Picture(
@@ -547,6 +569,7 @@ NOT_DRAWN = {
     "rooms/host_gap.before": "an earlier state, kept for comparison",
     "rooms/host_gap.after": "an earlier state, kept for comparison",
     "rooms/kernels_pick.masks.before": "an earlier state, kept for comparison",
+    "rooms/kernels_quantized_gemm.tuning": "what launches were chosen by, in the kernel's `choose`",
     "rooms/guided_decode.masks.before": "an earlier state, kept for comparison",
     "rooms/verify.before": "an earlier state, kept for comparison",
     "rooms/verify.after": "an earlier state, kept for comparison",

@@ -7,6 +7,7 @@ be captured, and a step in which no request has an adapter costs what it costs w
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Protocol
 
@@ -77,7 +78,10 @@ class GpuAdapters:
             assert isinstance(linear, Linear)
             bounds = torch.tensor(place.bounds, dtype=torch.int32, device=device)
             weights = LoraSlots(
-                *layout.views(self._slots, name), bounds, widest=max(widths(place.bounds))
+                *layout.views(self._slots, name),
+                bounds,
+                widest=max(widths(place.bounds)),
+                alignment=math.gcd(*place.bounds),
             )
             linear.product = partial(self._multiply, linear.product, weights)
 

@@ -16,6 +16,7 @@ Wrappers `lora_shrink` and `lora_expand`, reference `lora_reference`; timed by `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -65,6 +66,7 @@ class LoraSlots:
         scales: [slots, parts * R] float32.
         bounds: [parts + 1] int32, on the device: where parts of the features begin, and N.
         widest: features of the widest part.
+        alignment: what divides all bounds.
     """
 
     a: Tensor
@@ -72,6 +74,7 @@ class LoraSlots:
     scales: Tensor
     bounds: Tensor
     widest: int
+    alignment: int
 
     @staticmethod
     def empty(
@@ -93,6 +96,7 @@ class LoraSlots:
             scales=like.new_zeros(slots, len(features) * width, dtype=torch.float32),
             bounds=torch.tensor([0, *accumulate(features)], dtype=torch.int32, device=like.device),
             widest=max(features),
+            alignment=math.gcd(*features),
         )
 
     @property
@@ -111,7 +115,7 @@ def _rows_and_slots(slot_ptr, m, BLOCK_M: tl.constexpr):
     return rows, tl.load(slot_ptr + rows, mask=rows < m, other=-1)
 
 
-@triton.jit(do_not_specialize=["m", "share"])
+@triton.jit(do_not_specialize=["m", "steps"])
 def lora_shrink_kernel(
     u,  # [splits, m, parts, RANK] float32
     x,  # [m, k], rows x_stride apart
@@ -122,7 +126,7 @@ def lora_shrink_kernel(
     x_stride,
     a_stride,
     num_slots,
-    share,  # columns of one split
+    steps,  # blocks of columns of one split
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -132,8 +136,8 @@ def lora_shrink_kernel(
     """Grid (tiles of rows, splits, parts). Sums of rows without an adapter are not written."""
     rows, slots = _rows_and_slots(slot_ptr, m, BLOCK_M)
     split, part = tl.program_id(1), tl.program_id(2)
-    start = split * share
-    stop = tl.minimum(k, start + share)
+    start = split * steps * BLOCK_K
+    stop = tl.minimum(k, start + steps * BLOCK_K)
     ranks = tl.arange(0, RANK)
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -177,13 +181,15 @@ def lora_expand_kernel(
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ALIGNED: tl.constexpr,  # divides all bounds: loads are as wide as that allows
     PDL: tl.constexpr,
 ):
     """Grid (tiles of rows, tiles of the widest part's features, parts)."""
     rows, slots = _rows_and_slots(slot_ptr, m, BLOCK_M)
     part = tl.program_id(2)
-    features = tl.load(bounds + part) + tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = features < tl.load(bounds + part + 1)
+    first = tl.multiple_of(tl.load(bounds + part), ALIGNED)
+    features = first + tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = features < tl.multiple_of(tl.load(bounds + part + 1), ALIGNED)
     ranks = tl.arange(0, RANK)
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -221,12 +227,12 @@ def _rows_of_tile(m: int) -> int:
     return _TILE_OF_FEW if m <= _FEW_ROWS else _TILE_OF_MANY
 
 
-def _split_columns(m: int, k: int, block_k: int, weights: LoraSlots) -> int:
-    """Columns of x that one program multiplies, a multiple of `block_k`. K is split until there are
-    two programs for each multiprocessor, or `_MAX_SPLITS` splits."""
+def _steps_of_split(m: int, k: int, block_k: int, weights: LoraSlots) -> int:
+    """Blocks of columns that one program multiplies. K is split until there are two programs for
+    each multiprocessor, or `_MAX_SPLITS` splits."""
     tiles = triton.cdiv(m, _rows_of_tile(m)) * weights.parts
     wanted = triton.cdiv(2 * num_multiprocessors(weights.a.device), tiles)
-    return triton.cdiv(triton.cdiv(k, block_k), min(_MAX_SPLITS, wanted)) * block_k
+    return triton.cdiv(triton.cdiv(k, block_k), min(_MAX_SPLITS, wanted))
 
 
 def lora_shrink(x: Tensor, slots: Tensor, weights: LoraSlots) -> Tensor:
@@ -245,15 +251,15 @@ def lora_shrink(x: Tensor, slots: Tensor, weights: LoraSlots) -> Tensor:
     assert slots.shape == (m,) and slots.dtype == torch.int32 and slots.is_contiguous()
     assert x.is_cuda or INTERPRETED
     block_k = 128 if rank <= 64 else 64
-    share = _split_columns(m, k, block_k, weights) if m > 0 else k
-    splits = triton.cdiv(k, share)
+    steps = _steps_of_split(m, k, block_k, weights) if m > 0 else k
+    splits = triton.cdiv(k, steps * block_k)
     u = torch.empty((splits, m, weights.parts, rank), dtype=torch.float32, device=x.device)
     if m == 0:
         return u
     block_m = _rows_of_tile(m)
     lora_shrink_kernel[(triton.cdiv(m, block_m), splits, weights.parts)](
         *(u, x, slots, weights.a),
-        *(m, k, x.stride(0), weights.a.stride(0), len(weights.a), share),
+        *(m, k, x.stride(0), weights.a.stride(0), len(weights.a), steps),
         RANK=rank,
         PARTS=weights.parts,
         BLOCK_M=block_m,
@@ -291,6 +297,7 @@ def lora_expand(y: Tensor, u: Tensor, slots: Tensor, weights: LoraSlots) -> Tens
         PARTS=weights.parts,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
+        ALIGNED=math.gcd(weights.alignment, 16),
         num_warps=4,
         **pdl_options(y.device),
     )
