@@ -475,10 +475,13 @@ PICTURES: dict[str, Picture] = {
         ),
     ),
     "guided_decode": Picture(
-        "Decoding where every output follows a JSON schema, 68M shape, 2 threads",
+        "Decoding where every output follows a JSON schema",
         "Structured output",
         (
-            Panel(_all("guided_decode.*"), "ms for a token of each sequence",
+            Panel(("guided_decode.llama-3.1-8b.128256.g",), "Llama-3.1-8B shape",
+                  {"unguided ms": "unguided", "guided ms": "guided", "noise ms": "noise",
+                   "guided noise ms": "guided, noise"}, unit="ms", **_batch(kind="bars")),
+            Panel(_all("guided_decode.S.*"), "68M shape, 2 threads",
                   {"unguided ms": "unguided", "guided ms": "guided", "noise ms": "noise",
                    "guided noise ms": "guided, noise", "torch sampler ms": "guided, torch sampler",
                    "forced drafts ms": "guided, forced tokens drafted"},
@@ -570,6 +573,7 @@ NOT_DRAWN = {
     "rooms/host_gap.after": "an earlier state, kept for comparison",
     "rooms/kernels_pick.masks.before": "an earlier state, kept for comparison",
     "rooms/kernels_quantized_gemm.tuning": "what launches were chosen by, in the kernel's `choose`",
+    "kernels_lora.g": "six numbers, in docs/lora.md",
     "rooms/guided_decode.masks.before": "an earlier state, kept for comparison",
     "rooms/verify.before": "an earlier state, kept for comparison",
     "rooms/verify.after": "an earlier state, kept for comparison",
