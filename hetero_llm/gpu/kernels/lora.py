@@ -16,6 +16,7 @@ Wrappers `lora_shrink` and `lora_expand`, reference `lora_reference`; timed by `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -65,6 +66,7 @@ class LoraSlots:
         scales: [slots, parts * R] float32.
         bounds: [parts + 1] int32, on the device: where parts of the features begin, and N.
         widest: features of the widest part.
+        alignment: what divides all bounds.
     """
 
     a: Tensor
@@ -72,6 +74,7 @@ class LoraSlots:
     scales: Tensor
     bounds: Tensor
     widest: int
+    alignment: int
 
     @staticmethod
     def empty(
@@ -93,6 +96,7 @@ class LoraSlots:
             scales=like.new_zeros(slots, len(features) * width, dtype=torch.float32),
             bounds=torch.tensor([0, *accumulate(features)], dtype=torch.int32, device=like.device),
             widest=max(features),
+            alignment=math.gcd(*features),
         )
 
     @property
