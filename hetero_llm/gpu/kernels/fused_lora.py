@@ -193,7 +193,7 @@ def _store_sums(pointers, sums, mask):
 
 @triton.jit
 def _num_missing(bits):
-    return tl.sum(tl.sum((bits == NOT_YET).to(tl.int32), 1), 0)
+    return tl.sum((bits == NOT_YET).to(tl.int32))
 
 
 @triton.jit
@@ -346,29 +346,40 @@ def shrink_rows(
 
 
 @triton.jit
-def load_factors(lora, first, features, n, RANK: tl.constexpr, TOGETHER: tl.constexpr):
-    """[features, TOGETHER * RANK]: B of the adapters `first` and so on of those that rows name."""
+def _load_factors(lora, first, features, n, RANK: tl.constexpr, TOGETHER: tl.constexpr):
+    """The slots `first` and so on of those that rows name, -2 behind the last one, and their B,
+    [features, TOGETHER * RANK]."""
     _, _, _, _, distinct, _, b, _, _, _, b_stride, _, _, _, _ = lora
     index = first + tl.arange(0, TOGETHER)
-    exists = index < tl.load(distinct)
-    slot = tl.load(distinct + 1 + index, mask=exists, other=0).to(tl.int64)
+    named = tl.load(distinct + 1 + index, mask=index < tl.load(distinct), other=-2)
     # Three dimensions: the compiler sees that ranks are neighbours.
     place = features.to(tl.int64)[:, None, None] * RANK + tl.arange(0, RANK)[None, None, :]
-    pointers = b + (slot * b_stride)[None, :, None] + place
-    mask = exists[None, :, None] & (features < n)[:, None, None]
+    pointers = b + (named.to(tl.int64) * b_stride)[None, :, None] + place
+    mask = (named >= 0)[None, :, None] & (features < n)[:, None, None]
     factors = tl.load(pointers, mask=mask, other=0.0)
-    return tl.reshape(factors, (features.shape[0], TOGETHER * RANK))
+    return named, tl.reshape(factors, (features.shape[0], TOGETHER * RANK))
 
 
 @triton.jit
-def _add_factors(
-    total, lora, factors, low, first, row_slots, RANK: tl.constexpr, TOGETHER: tl.constexpr
-):
-    """total + `load_factors` times the sums `low` [RANK, rows] of the rows that have these."""
-    _, _, _, _, distinct, _, _, _, _, _, _, _, _, _, _ = lora
-    index = first + tl.arange(0, TOGETHER)
-    slot = tl.load(distinct + 1 + index, mask=index < tl.load(distinct), other=-2)
-    mine = slot[:, None, None] == row_slots[None, None, :]
+def prepare_rows(
+    lora, features, feature, rows, m, n, RANK: tl.constexpr, PARTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """What `add_to_rows` needs and can be loaded before the wait for the kernel before.
+
+    Args:
+        feature: the first of `features`, which lie in one part.
+    """
+    _, _, _, slots, _, _, _, _, bounds, _, _, _, _, _, _ = lora
+    named, factors = _load_factors(lora, 0, features, n, RANK, TOGETHER)
+    row_slots = tl.load(slots + rows, mask=rows < m, other=-1)
+    return factors, named, row_slots, _part_of(bounds, feature, PARTS)
+
+
+@triton.jit
+def _add_factors(total, factors, named, low, row_slots, RANK: tl.constexpr, TOGETHER: tl.constexpr):
+    """total + `_load_factors` times the sums `low` [RANK, rows] of the rows that have these."""
+    mine = named[:, None, None] == row_slots[None, None, :]
     spread = tl.where(mine, low[None, :, :], 0.0)
     spread = tl.reshape(spread, (TOGETHER * RANK, row_slots.shape[0])).to(factors.dtype)
     if IN_INTERPRETER:
@@ -378,28 +389,23 @@ def _add_factors(
 
 @triton.jit
 def add_to_rows(
-    total, lora, factors, features, feature, rows, m, n, RANK: tl.constexpr, PARTS: tl.constexpr,
+    total, lora, prepared, features, rows, m, n, RANK: tl.constexpr, PARTS: tl.constexpr,
     SHARES: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """total [features, rows] + each row's B times its sums.
-
-    Args:
-        factors: of `load_factors` from 0 on.
-        feature: the first one; all lie in one part.
-    """
-    _, _, sums, slots, distinct, _, _, _, bounds, _, _, _, _, _, _ = lora
-    row_slots = tl.load(slots + rows, mask=rows < m, other=-1)
-    line = _part_of(bounds, feature, PARTS) * RANK + tl.arange(0, RANK)
+    """total [features, rows] + each row's B times its sums; `prepared`: of `prepare_rows`."""
+    _, _, sums, _, distinct, _, _, _, _, _, _, _, _, _, _ = lora
+    factors, named, row_slots, part = prepared
+    line = part * RANK + tl.arange(0, RANK)
     mask = (row_slots >= 0)[None, :] & (line >= 0)[:, None]
     low = tl.zeros((RANK, rows.shape[0]), tl.float32)
     for share in tl.static_range(SHARES):
         pointers = sums + (share * m + rows)[None, :] * (PARTS * RANK) + line[:, None]
         bits = tl.load(pointers, mask=mask, other=0, volatile=True)
         low += _wait_for_sums(bits, pointers, mask)
-    total = _add_factors(total, lora, factors, low, 0, row_slots, RANK, TOGETHER)
+    total = _add_factors(total, factors, named, low, row_slots, RANK, TOGETHER)
     for first in tl.range(TOGETHER, tl.load(distinct), TOGETHER, num_stages=1):
-        more = load_factors(lora, first, features, n, RANK, TOGETHER)
-        total = _add_factors(total, lora, more, low, first, row_slots, RANK, TOGETHER)
+        named, factors = _load_factors(lora, first, features, n, RANK, TOGETHER)
+        total = _add_factors(total, factors, named, low, row_slots, RANK, TOGETHER)
     return total
 
 
@@ -434,9 +440,7 @@ def row_slots_kernel(
         tl.store(distinct, tl.sum(named, 0))
 
 
-def row_slots(
-    request_slots: Tensor, adapter_of: Tensor, *, num_slots: int, words: int
-) -> RowSlots:
+def row_slots(request_slots: Tensor, adapter_of: Tensor, *, num_slots: int, words: int) -> RowSlots:
     """The adapters of a step's rows, and room for the sums of its products.
 
     At least two kernels lie between this one and the first product, which reads the result before

@@ -10,7 +10,6 @@ Sums of products with adapters inside lie in memory that a step has set up befor
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hetero_llm.gpu.kernels import fused_lora, quantized_gemm, skinny_gemm
@@ -93,8 +92,7 @@ def _fused(
     config = _fused_config(product, m, weights)
     if config is None or rows.distinct is None:
         return None
-    quantized = isinstance(product, QuantizedProduct)
-    if quantized:
+    if isinstance(product, QuantizedProduct):
         served = quantized_gemm.serves(x, product.matrix, bias)
     else:
         served = skinny_gemm.serves(x, weight, bias)
@@ -102,7 +100,7 @@ def _fused(
     if sums is None:
         return None
     adapters = FusedAdapters(weights, rows.slots, rows.distinct, sums)
-    if quantized:
+    if isinstance(product, QuantizedProduct):
         return quantized_gemm.quantized_linear(
             x, product.matrix, bias, config=config, adapters=adapters
         )

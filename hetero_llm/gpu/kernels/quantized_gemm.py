@@ -35,10 +35,10 @@ from hetero_llm.gpu.kernels.fused_lora import (
     Shares,
     add_to_row,
     kernel_arguments,
-    load_factors,
     load_row_factors,
     look_for_row,
     num_shrinking,
+    prepare_rows,
     shrink_row,
     shrink_rows,
 )
@@ -610,9 +610,9 @@ def _multiply_rows(
     rows = tl.arange(0, BLOCK_M)
     start = tl.program_id(1) * steps * TILE
     stop = tl.minimum(padded, start + steps * TILE)
-    factors = 0  # none
+    prepared = 0  # nothing
     if RANK > 0:
-        factors = load_factors(lora, 0, features, n, RANK, TOGETHER)
+        prepared = prepare_rows(lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER)
     wait_for_inputs(PDL)
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for place in tl.range(0, stop - start, TILE, num_stages=STAGES):
@@ -627,7 +627,7 @@ def _multiply_rows(
     let_next_start(PDL)
     sums = scale_rows(sums, row_scale, features, n)
     finish_tile(
-        *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, factors),
+        *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared),
         *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, RANK, PARTS, SHARES, TOGETHER),
     )
 

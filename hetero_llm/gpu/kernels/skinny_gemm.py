@@ -41,10 +41,10 @@ from hetero_llm.gpu.kernels.fused_lora import (
     add_to_rows,
     fits,
     kernel_arguments,
-    load_factors,
     load_row_factors,
     look_for_row,
     num_shrinking,
+    prepare_rows,
     shrink_row,
     shrink_rows,
 )
@@ -166,7 +166,7 @@ def finish_tile(
     n,
     tile,
     lora,
-    factors,
+    prepared,
     HAS_BIAS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -181,7 +181,7 @@ def finish_tile(
     if SPLIT_K == 1:
         if RANK > 0:
             sums = add_to_rows(
-                *(sums, lora, factors, features, tile * BLOCK_N, rows, m, n),
+                *(sums, lora, prepared, features, rows, m, n),
                 *(RANK, PARTS, SHARES, TOGETHER),
             )
         _store_output(y, sums, bias, features, rows, m, n, HAS_BIAS)
@@ -200,7 +200,7 @@ def finish_tile(
             tl.store(counters + tile, 0)
             if RANK > 0:
                 merged = add_to_rows(
-                    *(merged, lora, factors, features, tile * BLOCK_N, rows, m, n),
+                    *(merged, lora, prepared, features, rows, m, n),
                     *(RANK, PARTS, SHARES, TOGETHER),
                 )
             _store_output(y, merged, bias, features, rows, m, n, HAS_BIAS)
@@ -364,9 +364,9 @@ def _multiply_rows(
     stop = tl.minimum(k, start + steps * BLOCK_K)
     columns = start + tl.arange(0, BLOCK_K)
     rows = tl.arange(0, BLOCK_M)
-    factors = 0  # none
+    prepared = 0  # nothing
     if RANK > 0:
-        factors = load_factors(lora, 0, features, n, RANK, TOGETHER)
+        prepared = prepare_rows(lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER)
     if PREFETCH > 0:
         _prefetch_weight(weight, features, start, n, k, PIECES, PREFETCH)
     wait_for_inputs(PDL)
@@ -387,7 +387,7 @@ def _multiply_rows(
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
     finish_tile(
-        *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, factors),
+        *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared),
         *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, RANK, PARTS, SHARES, TOGETHER),
     )
 
@@ -546,7 +546,8 @@ def skinny_gemm(
     """
     assert serves(x, weight, bias), "skinny_gemm cannot serve these tensors"
     (m, k), n = x.shape, weight.shape[0]
-    config = config or choose(m, n, k, with_adapters=adapters is not None)
+    if config is None:
+        config = choose(m, n, k) if adapters is None else choose(m, n, k, with_adapters=True)
     assert config is not None, f"no configuration for m={m}, n={n}, k={k}"
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     plan_launch(x, weight, bias, y=y, config=config, adapters=adapters)()
@@ -635,9 +636,9 @@ _TABLE = (
     _Row(64, _HEAD, _ANY_N, (SkinnyConfig(64, 64, 128, num_stages=4),)),
 )
 
-# Where the library is faster, a product with adapters is ours nevertheless: the library's would take
-# two launches more. The fastest of ours by bench/results/kernels_small_linear.g.json; at 32 rows,
-# which it does not have, by what their neighbours are.
+# Where the library is faster, a product with adapters is ours nevertheless: with the library's it
+# would take two launches more. The fastest of ours by bench/results/kernels_small_linear.g.json; at
+# 32 rows, which it does not have, what lies between its neighbours.
 _WITH_ADAPTERS = (
     *_TABLE,
     _Row(16, _MOST, _ANY_N, (SkinnyConfig(16, 64, 128, num_stages=5),)),
