@@ -54,7 +54,8 @@ MOST_LOOKS = tl.constexpr(1 << 20)
 """Times that sums are read in vain: about half a second."""
 
 _TOGETHER = 128  # lines of B that are multiplied at once, of one or several adapters
-_MOST_SHARES = 8  # of K, of one row
+_MOST_SHARES = 8  # of K
+_MOST_SUMS = 8192  # that a program reads at once: 64 registers of four warps
 _LEAST_TILES = 2  # of K in a share of one row
 _LINES_OF_ROW = 2  # of A in a program, of one row: as few registers as the product takes
 _FILL = 1024  # words that a program sets to `NOT_YET`
@@ -92,36 +93,62 @@ class FusedAdapters:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
-    """How the columns of x are shared among shrinking programs.
+class Shrinking:
+    """The programs of a product that multiply with A.
 
     Attributes:
-        count: shares.
-        columns: of one, a multiple of `block_k`.
+        lines: of A in a program, of several rows lines of different adapters.
+        tiles: of so many lines.
+        shares: of the columns.
+        columns: of a share, a multiple of `block_k`.
         block_k: columns read at a time.
     """
 
-    count: int
+    lines: int
+    tiles: int
+    shares: int
     columns: int
     block_k: int
 
     @staticmethod
-    def of_row(k: int, num_warps: int) -> Shares:
+    def of_row(weights: LoraSlots, num_warps: int) -> Shrinking:
         """Of one row: many small programs, whose sums are there before they are needed."""
         block_k = 256 * num_warps
-        tiles = triton.cdiv(k, block_k)
+        tiles = triton.cdiv(weights.a.shape[2], block_k)
         each = max(_LEAST_TILES, triton.cdiv(tiles, _MOST_SHARES))
-        return Shares(triton.cdiv(tiles, each), each * block_k, block_k)
+        width = weights.parts * weights.rank
+        shares = triton.cdiv(tiles, each)
+        return Shrinking(_LINES_OF_ROW, width // _LINES_OF_ROW, shares, each * block_k, block_k)
 
     @staticmethod
-    def of_rows(k: int, block_k: int, split_k: int) -> Shares:
-        """Of several rows: those of the product."""
-        return Shares(split_k, triton.cdiv(triton.cdiv(k, block_k), split_k) * block_k, block_k)
+    def of_rows(
+        weights: LoraSlots, m: int, *, lines: int, block_k: int, splits: int, programs: int,
+        places: int,
+    ) -> Shrinking:  # fmt: skip
+        """Of m rows. A program takes as long as one of the product. If the device had to run
+        another wave of programs because of these, their columns are shared among several instead.
+
+        Args:
+            splits: of the product's K, the second axis of its grid.
+            programs: of the product without adapters.
+            places: programs that the device runs at once.
+        """
+        width, most = weights.parts * weights.rank, min(m, len(weights.a))
+        tiles = triton.cdiv(most * width, lines)
+        shares = splits
+        waves = triton.cdiv(programs, places)
+        if triton.cdiv(programs + tiles * splits, places) > waves:
+            held = weights.rank * triton.next_power_of_2(m)
+            most_shares = min(_MOST_SHARES, _MOST_SUMS // held)
+            while 2 * shares <= most_shares:
+                shares *= 2
+        steps = triton.cdiv(weights.a.shape[2], block_k)
+        return Shrinking(lines, tiles, shares, triton.cdiv(steps, shares) * block_k, block_k)
 
 
-def num_sums(m: int, weights: LoraSlots, shares: Shares) -> int:
+def num_sums(m: int, weights: LoraSlots, shrinking: Shrinking) -> int:
     """Words of `FusedAdapters.sums` of a product of m rows."""
-    return shares.count * m * weights.parts * weights.rank
+    return shrinking.shares * m * weights.parts * weights.rank
 
 
 def fits(weights: LoraSlots, block_n: int) -> bool:
@@ -135,45 +162,39 @@ def fits(weights: LoraSlots, block_n: int) -> bool:
 
 
 def kernel_arguments(
-    x: Tensor, adapters: FusedAdapters, shares: Shares, *, block_m: int, lines: int
+    x: Tensor, adapters: FusedAdapters, shrinking: Shrinking, splits: int
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     """The part of a product's launch that is due to adapters.
 
     Args:
         x: [M, K], rows contiguous.
-        block_m: rows padded to this; 1: one row, summed outside of the tensor cores.
-        lines: of A in a program, of several rows.
+        splits: of the product's K, the second axis of its grid.
 
     Returns:
         How many shrinking programs there are on the grid's first axis, the tuple that kernels take
         as `lora`, and their constants.
     """
     weights, m = adapters.weights, len(x)
-    width = weights.parts * weights.rank
     assert x.stride(1) == 1 and x.dtype == weights.a.dtype and x.shape[1] == weights.a.shape[2]
     assert adapters.slots.shape == (m,) and adapters.slots.is_contiguous()
-    assert adapters.sums.numel() == num_sums(m, weights, shares)
+    assert adapters.sums.numel() == num_sums(m, weights, shrinking)
     assert len(adapters.distinct) == 1 + len(weights.a) and m <= MAX_ROWS
+    assert shrinking.shares % splits == 0, (shrinking, splits)
     most = min(m, len(weights.a))  # adapters that the rows can name
-    if block_m == 1:
-        lines = _LINES_OF_ROW
-        programs = width // lines * shares.count
-    else:
-        programs = triton.cdiv(most * width, lines)
-    together = min(triton.next_power_of_2(most), _TOGETHER // weights.rank)
+    programs = shrinking.tiles * (shrinking.shares // splits)
     lora = (
         *(x, x.stride(0), adapters.sums, adapters.slots, adapters.distinct),
         *(weights.a, weights.b, weights.scales, weights.bounds),
         *(weights.a.stride(0), weights.b.stride(0), weights.scales.stride(0)),
-        *(x.shape[1], shares.columns, programs),
+        *(x.shape[1], shrinking.columns, programs),
     )
     constants = {
         "RANK": weights.rank,
         "PARTS": weights.parts,
-        "SHARES": shares.count,
-        "TOGETHER": together,
-        "LINES": lines,
-        "LORA_K": shares.block_k,
+        "SHARES": shrinking.shares,
+        "TOGETHER": min(triton.next_power_of_2(most), _TOGETHER // weights.rank),
+        "LINES": shrinking.lines,
+        "LORA_K": shrinking.block_k,
     }
     return programs, lora, constants
 
@@ -261,9 +282,7 @@ def load_row_factors(lora, features, n, RANK: tl.constexpr):
 def _row_places(lora, feature, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr):
     """Pointers [shares, RANK] to the row's sums for the part of a feature, and which there are."""
     _, _, sums, slots, _, _, _, _, bounds, _, _, _, _, _, _ = lora
-    # A power of two, of which there are at most eight.
-    SIZE: tl.constexpr = 1 if SHARES == 1 else (2 if SHARES == 2 else (4 if SHARES <= 4 else 8))
-    shares = tl.arange(0, SIZE)
+    shares = tl.arange(0, triton.next_power_of_2(SHARES))
     line = _part_of(bounds, feature, PARTS) * RANK + tl.arange(0, RANK)
     exists = (tl.load(slots) >= 0) & (shares < SHARES)
     mask = exists[:, None] & (line >= 0)[None, :]
@@ -295,17 +314,17 @@ def add_to_row(
 
 @triton.jit
 def shrink_rows(
-    lora, m, RANK: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, LINES: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    lora, m, RANK: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr, BLOCK_M: tl.constexpr,
+    LINES: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A shrinking program of several rows: LINES lines of the stacked A of all adapters that rows
-    name; the grid's second axis are shares of K."""
+    name, one share of K. EACH: shares of a split of the product's K, the grid's second axis."""
     (
         x, x_stride, sums, slots, distinct, a, _, scales, _, a_stride, _, scale_stride, k, columns,
         _,
     ) = lora  # fmt: skip
     WIDTH: tl.constexpr = PARTS * RANK
-    first = tl.program_id(0) * LINES
+    first = tl.program_id(0) // EACH * LINES
     lines = first + tl.arange(0, LINES)
     rows = tl.arange(0, BLOCK_M)
     num_lines = tl.load(distinct) * WIDTH
@@ -313,7 +332,7 @@ def shrink_rows(
     slot = tl.load(distinct + 1 + lines // WIDTH, mask=exists, other=0)
     inner = lines % WIDTH
     row_slots = tl.load(slots + rows, mask=rows < m, other=-1)
-    share = tl.program_id(1)
+    share = tl.program_id(1) * EACH + tl.program_id(0) % EACH
     start = share * columns
     stop = tl.minimum(k, start + columns)
     wait_for_inputs(PDL)
@@ -395,13 +414,14 @@ def add_to_rows(
     """total [features, rows] + each row's B times its sums; `prepared`: of `prepare_rows`."""
     _, _, sums, _, distinct, _, _, _, _, _, _, _, _, _, _ = lora
     factors, named, row_slots, part = prepared
+    shares = tl.arange(0, triton.next_power_of_2(SHARES))
     line = part * RANK + tl.arange(0, RANK)
-    mask = (row_slots >= 0)[None, :] & (line >= 0)[:, None]
-    low = tl.zeros((RANK, rows.shape[0]), tl.float32)
-    for share in tl.static_range(SHARES):
-        pointers = sums + (share * m + rows)[None, :] * (PARTS * RANK) + line[:, None]
-        bits = tl.load(pointers, mask=mask, other=0, volatile=True)
-        low += _wait_for_sums(bits, pointers, mask)
+    place = (shares[:, None] * m + rows[None, :]) * (PARTS * RANK)
+    pointers = sums + place[:, None, :] + line[None, :, None]
+    mask = (row_slots >= 0)[None, :] & (shares < SHARES)[:, None]
+    mask = mask[:, None, :] & (line >= 0)[None, :, None]
+    bits = tl.load(pointers, mask=mask, other=0, volatile=True)
+    low = tl.sum(_wait_for_sums(bits, pointers, mask), 0)
     total = _add_factors(total, factors, named, low, row_slots, RANK, TOGETHER)
     for first in tl.range(TOGETHER, tl.load(distinct), TOGETHER, num_stages=1):
         named, factors = _load_factors(lora, first, features, n, RANK, TOGETHER)
@@ -418,7 +438,6 @@ def row_slots_kernel(
     adapter_of,  # [requests] int32
     m,
     words,
-    num_slots,
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
     FILL: tl.constexpr,
@@ -443,7 +462,7 @@ def row_slots_kernel(
 def row_slots(request_slots: Tensor, adapter_of: Tensor, *, num_slots: int, words: int) -> RowSlots:
     """The adapters of a step's rows, and room for the sums of its products.
 
-    At least two kernels lie between this one and the first product, which reads the result before
+    Another kernel has to lie between this one and the first product, which reads the result before
     it waits for the kernel before.
 
     Args:
@@ -462,8 +481,7 @@ def row_slots(request_slots: Tensor, adapter_of: Tensor, *, num_slots: int, word
         torch.empty(words, dtype=torch.int32, device=device),
     )
     row_slots_kernel[(max(1, triton.cdiv(words, _FILL)),)](
-        *(rows.slots, rows.distinct, rows.sums, request_slots, adapter_of),
-        *(m, words, num_slots),
+        *(rows.slots, rows.distinct, rows.sums, request_slots, adapter_of, m, words),
         ROWS=triton.next_power_of_2(m),
         SLOTS=triton.next_power_of_2(num_slots),
         FILL=_FILL,

@@ -125,4 +125,4 @@ def _fused_config(product: Product, m: int, weights: LoraSlots) -> SkinnyConfig 
 
 def _num_sums(product: Product, m: int, weights: LoraSlots, config: SkinnyConfig) -> int:
     of_kind = quantized_gemm if isinstance(product, QuantizedProduct) else skinny_gemm
-    return num_sums(m, weights, of_kind.shares_of(config, weights.a.shape[2]))
+    return num_sums(m, weights, of_kind.shrinking_programs(config, m, weights))

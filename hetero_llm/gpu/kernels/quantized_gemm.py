@@ -32,7 +32,7 @@ from torch import Tensor
 
 from hetero_llm.gpu.kernels.fused_lora import (
     FusedAdapters,
-    Shares,
+    Shrinking,
     add_to_row,
     kernel_arguments,
     load_row_factors,
@@ -47,9 +47,11 @@ from hetero_llm.gpu.kernels.launch import (
     INTERPRETED,
     Launch,
     let_next_start,
+    num_multiprocessors,
     pdl_options,
     wait_for_inputs,
 )
+from hetero_llm.gpu.kernels.lora import LoraSlots
 from hetero_llm.gpu.kernels.quantized_elements import (
     INT4,
     KIND_CODES,
@@ -83,6 +85,7 @@ _LANES = (128, 64, 32, 16)
 _CHUNK = 256  # columns at most: the rows of x of a chunk are in shared memory at once
 _ALIGNED = 16  # elements in each scale's row are padded to this, for 16-byte loads
 _ROWS_AT_ONCE = 1 << 14
+_WARPS_AT_ONCE = 8  # of a multiprocessor, by estimate
 WARPS = 1000  # of a product that K is split for: some 8 on each multiprocessor of an H200
 _LINES, _LORA_K = 32, 128  # of A, lines and columns: as much shared memory as any product takes
 _INT4_ZERO = tl.constexpr(INT4_ZERO)
@@ -690,7 +693,9 @@ def matrix_quantized_kernel(
     else:
         shrinking = num_shrinking(lora)
         if tl.program_id(0) < shrinking:
-            shrink_rows(lora, m, RANK, PARTS, BLOCK_M, LINES, LORA_K, STAGES, PDL)
+            shrink_rows(
+                *(lora, m, RANK, PARTS, SHARES // SPLIT_K, BLOCK_M, LINES, LORA_K, STAGES, PDL)
+            )
         else:
             _multiply_rows(
                 *(tl.program_id(0) - shrinking, x, data, scale, zero, offset, row_scale, order),
@@ -763,11 +768,9 @@ def plan_launch(
     lora = None
     if adapters is not None:
         assert fuses(config, adapters.weights), f"{config} does not fit the adapters"
-        shares = shares_of(config, k)
-        shrinking, lora, constants = kernel_arguments(
-            x, adapters, shares, block_m=config.block_m, lines=_LINES
-        )
-        tiles += shrinking
+        shrinking = shrinking_programs(config, m, adapters.weights)
+        more, lora, constants = kernel_arguments(x, adapters, shrinking, config.split_k)
+        tiles += more
         options |= constants
     if config.block_m == 1:
         words = matrix.data.view(torch.int32)
@@ -821,11 +824,20 @@ def quantized_linear(
     return y
 
 
-def shares_of(config: SkinnyConfig, k: int) -> Shares:
-    """How K is shared among the programs that shrink rows for adapters."""
+def shrinking_programs(config: SkinnyConfig, m: int, weights: LoraSlots) -> Shrinking:
+    """The programs of such a product of m rows that multiply with A of their adapters."""
     if config.block_m == 1:
-        return Shares.of_row(k, config.num_warps)
-    return Shares.of_rows(k, _LORA_K, config.split_k)
+        return Shrinking.of_row(weights, config.num_warps)
+    multiprocessors = num_multiprocessors(weights.a.device)
+    return Shrinking.of_rows(
+        weights,
+        m,
+        lines=_LINES,
+        block_k=_LORA_K,
+        splits=config.split_k,
+        programs=triton.cdiv(weights.b.shape[1], config.block_n) * config.split_k,
+        places=max(1, _WARPS_AT_ONCE // config.num_warps) * multiprocessors,
+    )
 
 
 def serves(x: Tensor, matrix: PreparedMatrix, bias: Tensor | None) -> bool:

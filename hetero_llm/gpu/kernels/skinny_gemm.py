@@ -36,7 +36,7 @@ from torch import Tensor
 
 from hetero_llm.gpu.kernels.fused_lora import (
     FusedAdapters,
-    Shares,
+    Shrinking,
     add_to_row,
     add_to_rows,
     fits,
@@ -53,6 +53,7 @@ from hetero_llm.gpu.kernels.launch import (
     INTERPRETED,
     Launch,
     let_next_start,
+    num_multiprocessors,
     pdl_options,
     wait_for_inputs,
 )
@@ -63,6 +64,7 @@ MAX_ROWS = 64
 
 _DTYPES = (torch.bfloat16, torch.float16)
 MAX_TILES = 1 << 16  # tiles of a product with split K: the length of the counters
+_SHARED_BYTES = 227 << 10  # of a multiprocessor from sm_90 on
 _GROUP = 8  # elements of 16 bits in one 16-byte load
 
 
@@ -436,7 +438,9 @@ def matrix_product_kernel(
     else:
         shrinking = num_shrinking(lora)
         if tl.program_id(0) < shrinking:
-            shrink_rows(lora, m, RANK, PARTS, BLOCK_M, LINES, LORA_K, STAGES, PDL)
+            shrink_rows(
+                *(lora, m, RANK, PARTS, SHARES // SPLIT_K, BLOCK_M, LINES, LORA_K, STAGES, PDL)
+            )
         else:
             _multiply_rows(
                 *(tl.program_id(0) - shrinking, x, weight, bias, y, partials, counters, lora),
@@ -494,11 +498,9 @@ def plan_launch(
     lora = None
     if adapters is not None:
         assert fuses(config, adapters.weights), f"{config} does not fit the adapters"
-        shares = shares_of(config, k)
-        shrinking, lora, constants = kernel_arguments(
-            x, adapters, shares, block_m=config.block_m, lines=config.block_n
-        )
-        tiles += shrinking
+        shrinking = shrinking_programs(config, m, adapters.weights)
+        more, lora, constants = kernel_arguments(x, adapters, shrinking, config.split_k)
+        tiles += more
         options |= constants
     if config.block_m == 1:
         pairs = x.view(torch.int32), weight.view(torch.int32)
@@ -514,11 +516,22 @@ def fuses(config: SkinnyConfig, weights: LoraSlots) -> bool:
     return fits(weights, config.block_n) and (config.block_m > 1 or config.split_k == 1)
 
 
-def shares_of(config: SkinnyConfig, k: int) -> Shares:
-    """How K is shared among the programs that shrink rows for adapters."""
+def shrinking_programs(config: SkinnyConfig, m: int, weights: LoraSlots) -> Shrinking:
+    """The programs of such a product of m rows that multiply with A of their adapters."""
     if config.block_m == 1:
-        return Shares.of_row(k, config.num_warps)
-    return Shares.of_rows(k, config.block_k, config.split_k)
+        return Shrinking.of_row(weights, config.num_warps)
+    stage = 2 * config.block_k * (config.block_n + config.block_m)
+    stages = config.num_stages - (config.block_n < 64)  # as Triton allocates them
+    at_once = max(1, _SHARED_BYTES // max(1, stage * stages))
+    return Shrinking.of_rows(
+        weights,
+        m,
+        lines=config.block_n,
+        block_k=config.block_k,
+        splits=config.split_k,
+        programs=triton.cdiv(weights.b.shape[1], config.block_n) * config.split_k,
+        places=at_once * num_multiprocessors(weights.a.device),
+    )
 
 
 def skinny_gemm(

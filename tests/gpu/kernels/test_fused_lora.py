@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from hetero_llm.gpu.kernels import fused_lora as op
+from hetero_llm.gpu.kernels import skinny_gemm as products
 from hetero_llm.gpu.kernels.fused_lora import FusedAdapters
 from hetero_llm.gpu.kernels.launch import INTERPRETED
 from hetero_llm.gpu.kernels.lora import NO_SLOT, LoraSlots, lora_reference
 from hetero_llm.gpu.kernels.quantized_gemm import prepare, quantized_linear
-from hetero_llm.gpu.kernels.quantized_gemm import shares_of as quantized_shares
-from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig, plan_launch, shares_of, skinny_gemm
+from hetero_llm.gpu.kernels.quantized_gemm import shrinking_programs as of_quantized
+from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig, plan_launch, skinny_gemm
 from hetero_llm.quantization.matrix import Kind, dequantize
 from tests.gpu.kernels.test_lora import apart, filled
 from tests.quantization.matrices import random_matrix
@@ -24,14 +25,14 @@ STAGED = SkinnyConfig(1, 4, 256, num_warps=1, num_stages=3)
 MATRIX = SkinnyConfig(8, 16, 64, num_stages=3)
 
 
-def adapters_of(weights: LoraSlots, slots: Sequence[int], shares: op.Shares) -> FusedAdapters:
+def adapters_of(weights: LoraSlots, slots: Sequence[int], shrinking: op.Shrinking) -> FusedAdapters:
     """Of rows with these slots: one request for each row."""
     device, m = weights.a.device, len(slots)
     rows = op.row_slots(
         torch.arange(m, dtype=torch.int32, device=device),
         torch.tensor(slots, dtype=torch.int32, device=device),
         num_slots=len(weights.a),
-        words=op.num_sums(m, weights, shares),
+        words=op.num_sums(m, weights, shrinking),
     )
     return FusedAdapters(weights, rows.slots, rows.distinct, rows.sums)
 
@@ -52,7 +53,7 @@ def check(
 ) -> torch.Tensor:
     """Rows without an adapter have the bits of the plain product; returns the result."""
     x, weight, bias = inputs(weights, len(slots), seed)
-    adapters = adapters_of(weights, slots, shares_of(config, x.shape[1]))
+    adapters = adapters_of(weights, slots, products.shrinking_programs(config, len(slots), weights))
     y = skinny_gemm(x, weight, bias, config=config, adapters=adapters)
     plain = skinny_gemm(x, weight, bias, config=config)
     exact = x.float() @ weight.float().t() + bias.float()
@@ -126,6 +127,32 @@ def test_a_row_does_not_depend_on_the_others(device):
     assert torch.equal(check(weights, [0, 1, 2, 3], MATRIX, seed=0)[2], alone[2])
 
 
+@pytest.mark.parametrize(("split_k", "shares"), [(1, 4), (2, 6)])
+def test_columns_that_several_programs_share(device, monkeypatch, split_k: int, shares: int):
+    weights = filled(device, 3, 16, 704, (32, 16))
+    config = SkinnyConfig(8, 16, 64, split_k=split_k, num_stages=3)
+    shared = op.Shrinking(lines=16, tiles=6, shares=shares, columns=192, block_k=64)
+    monkeypatch.setattr(products, "shrinking_programs", lambda *_: shared)
+    check(weights, [2, NO_SLOT, 0, 1, 1], config)
+
+
+def test_no_wave_of_programs_more(device):
+    """Programs that multiply with A are as long as the others; a wave more would be as long."""
+    like = torch.empty(0, dtype=torch.bfloat16, device=device)
+
+    def plan(slots: int, m: int, programs: int, splits: int = 1, rank: int = 16) -> op.Shrinking:
+        weights = LoraSlots.empty(slots, rank, 4096, (64,), like)
+        sizes = {"lines": 32, "block_k": 256, "splits": splits, "places": 132}
+        return op.Shrinking.of_rows(weights, m, programs=programs, **sizes)
+
+    assert plan(8, 8, 128) == op.Shrinking(32, 4, 1, 4096, 256)
+    assert plan(16, 8, 128) == plan(8, 8, 128)  # 8 rows name 8 slots at most
+    assert plan(16, 16, 128) == op.Shrinking(32, 8, 8, 512, 256)
+    assert plan(8, 16, 126, splits=2) == op.Shrinking(32, 4, 8, 512, 256)
+    assert plan(16, 16, 64) == op.Shrinking(32, 8, 1, 4096, 256)
+    assert plan(16, 64, 128, rank=64).shares == 2  # more would not fit into registers
+
+
 @pytest.mark.parametrize("m", [1, 6])
 @pytest.mark.parametrize("kind", ["fp8", "int8", "nf4", "int4"])
 def test_quantized_products(device, kind: Kind, m: int):
@@ -137,7 +164,7 @@ def test_quantized_products(device, kind: Kind, m: int):
     config = SkinnyConfig(8, 32, prepared.chunk, split_k=2, num_warps=2, num_stages=3)
     if m == 1 and kind != "nf4":
         config = SkinnyConfig(1, 16, 256 * prepared.parts, num_warps=1)
-    adapters = adapters_of(weights, slots, quantized_shares(config, k))
+    adapters = adapters_of(weights, slots, of_quantized(config, m, weights))
     y = quantized_linear(x, prepared, bias, config=config, adapters=adapters)
     plain = quantized_linear(x, prepared, bias, config=config)
     exact = x.float() @ dequantize(matrix, torch.float32).to(device).t() + bias.float()
@@ -152,7 +179,7 @@ def test_sums_that_are_no_numbers_arrive(device):
     weights = filled(device, 2, 16, 256, (32,))
     weights.a[1] = torch.nan
     x, weight, bias = inputs(weights, 2, seed=0)
-    adapters = adapters_of(weights, [0, 1], shares_of(MATRIX, 256))
+    adapters = adapters_of(weights, [0, 1], products.shrinking_programs(MATRIX, 2, weights))
     y = skinny_gemm(x, weight, bias, config=MATRIX, adapters=adapters)
     assert y[1].isnan().all() and not y[0].isnan().any()
 
@@ -164,7 +191,9 @@ def test_whoever_waits_in_vain_gives_up(device, monkeypatch, m, config):
         monkeypatch.setattr(op, "MOST_LOOKS", 3)
     weights = filled(device, 2, 16, 256, (32,))
     x, weight, _ = inputs(weights, m, seed=0)
-    adapters = adapters_of(weights, [1, NO_SLOT, 0][:m], shares_of(config, 256))
+    adapters = adapters_of(
+        weights, [1, NO_SLOT, 0][:m], products.shrinking_programs(config, m, weights)
+    )
     y = torch.zeros(m, 32, dtype=x.dtype, device=device)
     launch = plan_launch(x, weight, None, y=y, config=config, adapters=adapters)
     (place,) = (i for i, value in enumerate(launch.arguments) if isinstance(value, tuple))
