@@ -7,8 +7,7 @@ three parts, in one grid:
   adapters of the step's rows are stacked there, one below the other: a tile takes lines of several
   adapters for all rows, and stores what belongs together. They put the sums into memory that holds
   `NOT_YET` before.
-- The other programs are those of the plain product. They load their tile of B before they wait for
-  the kernel before.
+- The other programs are those of the plain product. They load their tile of B early, too.
 - When such a program has summed up its tile, it reads the sums, again until none is `NOT_YET`,
   multiplies them with B, and adds them before its result is rounded.
 
@@ -49,6 +48,7 @@ MAX_RANK = 64
 
 _WORD_NOT_YET = -1  # the bits of a NaN that no arithmetic makes
 NOT_YET = tl.constexpr(_WORD_NOT_YET)
+_NO_MORE = tl.constexpr(-2)  # no slot of a row
 _OTHER_NAN = tl.constexpr(0x7FFFFFFF)
 MOST_LOOKS = tl.constexpr(1 << 20)
 """Times that sums are read in vain: about half a second."""
@@ -67,7 +67,8 @@ class RowSlots:
 
     Attributes:
         slots: [M] int32 slot of each row, or `NO_SLOT`.
-        distinct: [1 + slots] int32: how many slots the rows name, then those, ascending.
+        distinct: [1 + P] int32, P the power of two that holds all slots: how many slots the rows
+            name, then those, ascending, then `_NO_MORE`.
         sums: [words] int32, all `NOT_YET`: room for the sums of the step's products.
     """
 
@@ -178,7 +179,7 @@ def kernel_arguments(
     assert x.stride(1) == 1 and x.dtype == weights.a.dtype and x.shape[1] == weights.a.shape[2]
     assert adapters.slots.shape == (m,) and adapters.slots.is_contiguous()
     assert adapters.sums.numel() == num_sums(m, weights, shrinking)
-    assert len(adapters.distinct) == 1 + len(weights.a) and m <= MAX_ROWS
+    assert len(adapters.distinct) > len(weights.a) and m <= MAX_ROWS
     assert shrinking.shares % splits == 0, (shrinking, splits)
     most = min(m, len(weights.a))  # adapters that the rows can name
     programs = shrinking.tiles * (shrinking.shares // splits)
@@ -269,45 +270,54 @@ def shrink_row(
 
 
 @triton.jit
-def load_row_factors(lora, features, n, RANK: tl.constexpr):
-    """[features, RANK] of the row's B, zeros without an adapter."""
-    _, _, _, slots, _, _, b, _, _, _, b_stride, _, _, _, _ = lora
+def prepare_row(lora, features, feature, n, RANK: tl.constexpr, PARTS: tl.constexpr):
+    """What `add_to_row` needs besides the sums. Loaded behind the first weights, which are longer on
+    their way than the slot that B depends on.
+
+    Args:
+        feature: the first of `features`, which lie in one part.
+
+    Returns:
+        [features, RANK] of the row's B, the row's slot, and the first line of the part's A.
+    """
+    _, _, _, slots, _, _, b, _, bounds, _, b_stride, _, _, _, _ = lora
     slot = tl.load(slots)
     pointers = b + slot.to(tl.int64) * b_stride + features.to(tl.int64)[:, None] * RANK
     inside = (slot >= 0) & (features < n)
-    return tl.load(pointers + tl.arange(0, RANK)[None, :], mask=inside[:, None], other=0.0)
+    factors = tl.load(pointers + tl.arange(0, RANK)[None, :], mask=inside[:, None], other=0.0)
+    return factors, slot, _part_of(bounds, feature, PARTS) * RANK
 
 
 @triton.jit
-def _row_places(lora, feature, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr):
-    """Pointers [shares, RANK] to the row's sums for the part of a feature, and which there are."""
-    _, _, sums, slots, _, _, _, _, bounds, _, _, _, _, _, _ = lora
+def _row_sums(lora, prepared, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr):
+    """Pointers [shares, RANK] to the row's sums, and which there are."""
+    _, _, sums, _, _, _, _, _, _, _, _, _, _, _, _ = lora
+    _, slot, first = prepared
     shares = tl.arange(0, triton.next_power_of_2(SHARES))
-    line = _part_of(bounds, feature, PARTS) * RANK + tl.arange(0, RANK)
-    exists = (tl.load(slots) >= 0) & (shares < SHARES)
-    mask = exists[:, None] & (line >= 0)[None, :]
+    line = first + tl.arange(0, RANK)
+    mask = ((slot >= 0) & (shares < SHARES))[:, None] & (line >= 0)[None, :]
     return sums + shares[:, None] * (PARTS * RANK) + line[None, :], mask
 
 
 @triton.jit
-def look_for_row(lora, feature, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr):
+def look_for_row(lora, prepared, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr):
     """Reads the row's sums for the first time: for `add_to_row`, while other work goes on."""
-    pointers, mask = _row_places(lora, feature, RANK, PARTS, SHARES)
+    pointers, mask = _row_sums(lora, prepared, RANK, PARTS, SHARES)
     return tl.load(pointers, mask=mask, other=0, volatile=True)
 
 
 @triton.jit
 def add_to_row(
-    total, lora, factors, bits, feature, RANK: tl.constexpr, PARTS: tl.constexpr,
-    SHARES: tl.constexpr,
-):  # fmt: skip
+    total, lora, prepared, bits, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr
+):
     """total [features, 1] + the row's B times its sums.
 
     Args:
-        factors: of `load_row_factors`.
-        bits: of `look_for_row` for `feature`, the first one.
+        prepared: of `prepare_row`.
+        bits: of `look_for_row`.
     """
-    pointers, mask = _row_places(lora, feature, RANK, PARTS, SHARES)
+    factors, _, _ = prepared
+    pointers, mask = _row_sums(lora, prepared, RANK, PARTS, SHARES)
     low = tl.sum(_wait_for_sums(bits, pointers, mask), 0).to(factors.dtype).to(tl.float32)
     return total + tl.sum(factors.to(tl.float32) * low[None, :], 1)[:, None]
 
@@ -366,17 +376,15 @@ def shrink_rows(
 
 @triton.jit
 def _load_factors(lora, first, features, n, RANK: tl.constexpr, TOGETHER: tl.constexpr):
-    """The slots `first` and so on of those that rows name, -2 behind the last one, and their B,
-    [features, TOGETHER * RANK]."""
+    """The slots `first` and so on of those that rows name, `_NO_MORE` behind the last one, and
+    their B, [features, TOGETHER, RANK]."""
     _, _, _, _, distinct, _, b, _, _, _, b_stride, _, _, _, _ = lora
-    index = first + tl.arange(0, TOGETHER)
-    named = tl.load(distinct + 1 + index, mask=index < tl.load(distinct), other=-2)
+    named = tl.load(distinct + 1 + first + tl.arange(0, TOGETHER))
     # Three dimensions: the compiler sees that ranks are neighbours.
     place = features.to(tl.int64)[:, None, None] * RANK + tl.arange(0, RANK)[None, None, :]
     pointers = b + (named.to(tl.int64) * b_stride)[None, :, None] + place
     mask = (named >= 0)[None, :, None] & (features < n)[:, None, None]
-    factors = tl.load(pointers, mask=mask, other=0.0)
-    return named, tl.reshape(factors, (features.shape[0], TOGETHER * RANK))
+    return named, tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -400,6 +408,7 @@ def _add_factors(total, factors, named, low, row_slots, RANK: tl.constexpr, TOGE
     """total + `_load_factors` times the sums `low` [RANK, rows] of the rows that have these."""
     mine = named[:, None, None] == row_slots[None, None, :]
     spread = tl.where(mine, low[None, :, :], 0.0)
+    factors = tl.reshape(factors, (total.shape[0], TOGETHER * RANK))
     spread = tl.reshape(spread, (TOGETHER * RANK, row_slots.shape[0])).to(factors.dtype)
     if IN_INTERPRETER:
         factors, spread = factors.to(tl.float32), spread.to(tl.float32)
@@ -432,7 +441,7 @@ def add_to_rows(
 @triton.jit(do_not_specialize=["m", "words"])
 def row_slots_kernel(
     slots,  # [m] int32
-    distinct,  # [1 + num_slots] int32
+    distinct,  # [1 + SLOTS] int32
     sums,  # [words] int32
     request_slots,  # [m] int32
     adapter_of,  # [requests] int32
@@ -455,8 +464,10 @@ def row_slots_kernel(
         tl.store(slots + rows, own, mask=rows < m)
         numbers = tl.arange(0, SLOTS)
         named = tl.max((own[None, :] == numbers[:, None]).to(tl.int32), 1)
+        count = tl.sum(named, 0)
         tl.store(distinct + tl.cumsum(named, 0), numbers, mask=named > 0)
-        tl.store(distinct, tl.sum(named, 0))
+        tl.store(distinct + 1 + numbers, _NO_MORE, mask=numbers >= count)
+        tl.store(distinct, count)
 
 
 def row_slots(request_slots: Tensor, adapter_of: Tensor, *, num_slots: int, words: int) -> RowSlots:
@@ -472,18 +483,19 @@ def row_slots(request_slots: Tensor, adapter_of: Tensor, *, num_slots: int, word
         words: of the sums of all products.
     """
     m, device = len(request_slots), request_slots.device
+    size = triton.next_power_of_2(num_slots)
     assert 0 < m <= MAX_ROWS and request_slots.is_contiguous() and adapter_of.is_contiguous()
     assert request_slots.dtype == adapter_of.dtype == torch.int32
     assert request_slots.is_cuda or INTERPRETED
     rows = RowSlots(
         torch.empty(m, dtype=torch.int32, device=device),
-        torch.empty(1 + num_slots, dtype=torch.int32, device=device),
+        torch.empty(1 + size, dtype=torch.int32, device=device),
         torch.empty(words, dtype=torch.int32, device=device),
     )
     row_slots_kernel[(max(1, triton.cdiv(words, _FILL)),)](
         *(rows.slots, rows.distinct, rows.sums, request_slots, adapter_of, m, words),
         ROWS=triton.next_power_of_2(m),
-        SLOTS=triton.next_power_of_2(num_slots),
+        SLOTS=size,
         FILL=_FILL,
         num_warps=4,
         **pdl_options(device),
@@ -494,9 +506,9 @@ def row_slots(request_slots: Tensor, adapter_of: Tensor, *, num_slots: int, word
 def row_slots_reference(
     request_slots: Tensor, adapter_of: Tensor, *, num_slots: int, words: int
 ) -> RowSlots:
-    """`row_slots` in plain torch; `distinct` behind the named slots is `NO_SLOT`."""
+    """`row_slots` in plain torch."""
     slots = adapter_of[request_slots.long()]
     named = slots[slots != NO_SLOT].unique()
-    distinct = slots.new_full((1 + num_slots,), NO_SLOT)
+    distinct = slots.new_full((1 + triton.next_power_of_2(num_slots),), _NO_MORE.value)
     distinct[0], distinct[1 : 1 + len(named)] = len(named), named
     return RowSlots(slots, distinct, slots.new_full((words,), _WORD_NOT_YET))

@@ -35,9 +35,9 @@ from hetero_llm.gpu.kernels.fused_lora import (
     Shrinking,
     add_to_row,
     kernel_arguments,
-    load_row_factors,
     look_for_row,
     num_shrinking,
+    prepare_row,
     prepare_rows,
     shrink_row,
     shrink_rows,
@@ -400,9 +400,9 @@ def _multiply_row(
     stop = tl.minimum(words, place + steps * WORDS)
     columns = place + tl.arange(0, WORDS)
     sums = tl.zeros((BLOCK_N, WORDS // 4), tl.float32)
-    if RANK > 0:
-        factors = load_row_factors(lora, features, n, RANK)
     w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
+    if RANK > 0:
+        prepared = prepare_row(lora, features, tile * BLOCK_N, n, RANK, PARTS)
     wait_for_inputs(PDL)
     let_next_start(PDL)
     for _ in tl.range(place + WORDS, stop, WORDS, num_stages=1):
@@ -415,7 +415,7 @@ def _multiply_row(
         columns += WORDS
         w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
     if RANK > 0:
-        bits = look_for_row(lora, tile * BLOCK_N, RANK, PARTS, SHARES)
+        bits = look_for_row(lora, prepared, RANK, PARTS, SHARES)
     sums = _add_tile(
         *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
         *(groups, scale_stride, zero_stride),
@@ -423,7 +423,7 @@ def _multiply_row(
     )
     total = scale_rows(tl.sum(sums, axis=1)[:, None], row_scale, features, n)
     if RANK > 0:
-        total = add_to_row(total, lora, factors, bits, tile * BLOCK_N, RANK, PARTS, SHARES)
+        total = add_to_row(total, lora, prepared, bits, RANK, PARTS, SHARES)
     rows = tl.arange(0, 1)
     finish_tile(
         *(total, y, bias, partials, counters, features, rows, 1, n, tile, None, None),

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +42,9 @@ from hetero_llm.gpu.kernels.fused_lora import (
     add_to_rows,
     fits,
     kernel_arguments,
-    load_row_factors,
     look_for_row,
     num_shrinking,
+    prepare_row,
     prepare_rows,
     shrink_row,
     shrink_rows,
@@ -256,8 +257,6 @@ def _multiply_row(
     stop = tl.minimum(k_pairs, start + steps * PAIRS)
     columns = start + tl.arange(0, PAIRS)
     sums = tl.zeros((BLOCK_N, PAIRS // 4), tl.float32)
-    if RANK > 0:
-        factors = load_row_factors(lora, features, n, RANK)
     if STAGES == 1:
         w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
         if PREFETCH > 0:
@@ -265,15 +264,19 @@ def _multiply_row(
         wait_for_inputs(PDL)
         let_next_start(PDL)
         row = load_row(x, columns, k_pairs, EVEN_K)
+        if RANK > 0:
+            prepared = prepare_row(lora, features, tile * BLOCK_N, n, RANK, PARTS)
         for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
             sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
             columns += PAIRS
             w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
             row = load_row(x, columns, k_pairs, EVEN_K)
         if RANK > 0:
-            bits = look_for_row(lora, tile * BLOCK_N, RANK, PARTS, SHARES)
+            bits = look_for_row(lora, prepared, RANK, PARTS, SHARES)
         sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
     else:
+        if RANK > 0:
+            prepared = prepare_row(lora, features, tile * BLOCK_N, n, RANK, PARTS)
         if PREFETCH > 0:
             _prefetch_weight(weight, features, start, n, k_pairs, PIECES, PREFETCH // 2)
         wait_for_inputs(PDL)
@@ -284,10 +287,10 @@ def _multiply_row(
             row = load_row(x, inner, k_pairs, EVEN_K)
             sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
         if RANK > 0:
-            bits = look_for_row(lora, tile * BLOCK_N, RANK, PARTS, SHARES)
+            bits = look_for_row(lora, prepared, RANK, PARTS, SHARES)
     sums = tl.sum(sums, axis=1)[:, None]
     if RANK > 0:
-        sums = add_to_row(sums, lora, factors, bits, tile * BLOCK_N, RANK, PARTS, SHARES)
+        sums = add_to_row(sums, lora, prepared, bits, RANK, PARTS, SHARES)
     rows = tl.arange(0, 1)
     finish_tile(
         *(sums, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
@@ -504,7 +507,7 @@ def plan_launch(
         options |= constants
     if config.block_m == 1:
         pairs = x.view(torch.int32), weight.view(torch.int32)
-        arguments = (*pairs, bias, y, partials, counters, lora, n, k // 2, steps)
+        arguments: tuple[Any, ...] = (*pairs, bias, y, partials, counters, lora, n, k // 2, steps)
         return Launch(vector_product_kernel, (tiles, config.split_k), arguments, options)
     arguments = (x, weight, bias, y, partials, counters, lora, m, n, k, x.stride(0), steps)
     options["BLOCK_M"] = config.block_m
