@@ -271,8 +271,8 @@ def shrink_row(
 
 @triton.jit
 def prepare_row(lora, features, feature, n, RANK: tl.constexpr, PARTS: tl.constexpr):
-    """What `add_to_row` needs besides the sums. Loaded behind the first weights, which are longer on
-    their way than the slot that B depends on.
+    """What `add_to_row` needs besides the sums. Loaded behind the first weights, which are on their
+    way for longer than the slot that B depends on.
 
     Args:
         feature: the first of `features`, which lie in one part.
