@@ -136,14 +136,13 @@ class Shrinking:
         """
         width, most = weights.parts * weights.rank, min(m, len(weights.a))
         tiles = triton.cdiv(most * width, lines)
-        shares = splits
-        waves = triton.cdiv(programs, places)
+        steps = triton.cdiv(weights.a.shape[2], block_k)
+        shares, waves = splits, triton.cdiv(programs, places)
         if triton.cdiv(programs + tiles * splits, places) > waves:
             held = weights.rank * triton.next_power_of_2(m)
-            most_shares = min(_MOST_SHARES, _MOST_SUMS // held)
+            most_shares = min(_MOST_SHARES, _MOST_SUMS // held, steps)
             while 2 * shares <= most_shares:
                 shares *= 2
-        steps = triton.cdiv(weights.a.shape[2], block_k)
         return Shrinking(lines, tiles, shares, triton.cdiv(steps, shares) * block_k, block_k)
 
 

@@ -139,8 +139,10 @@ def test_no_wave_of_programs_more(device):
     """Programs that multiply with A are as long as the others; a wave more would be as long."""
     like = torch.empty(0, dtype=torch.bfloat16, device=device)
 
-    def plan(slots: int, m: int, programs: int, splits: int = 1, rank: int = 16) -> op.Shrinking:
-        weights = LoraSlots.empty(slots, rank, 4096, (64,), like)
+    def plan(
+        slots: int, m: int, programs: int, splits: int = 1, rank: int = 16, k: int = 4096
+    ) -> op.Shrinking:
+        weights = LoraSlots.empty(slots, rank, k, (64,), like)
         sizes = {"lines": 32, "block_k": 256, "splits": splits, "places": 132}
         return op.Shrinking.of_rows(weights, m, programs=programs, **sizes)
 
@@ -149,6 +151,7 @@ def test_no_wave_of_programs_more(device):
     assert plan(16, 16, 128) == op.Shrinking(32, 8, 8, 512, 256)
     assert plan(8, 16, 126, splits=2) == op.Shrinking(32, 4, 8, 512, 256)
     assert plan(16, 16, 64) == op.Shrinking(32, 8, 1, 4096, 256)
+    assert plan(16, 16, 128, k=512) == op.Shrinking(32, 8, 2, 256, 256)  # one step each
     assert plan(16, 64, 128, rank=64).shares == 2  # more would not fit into registers
 
 
