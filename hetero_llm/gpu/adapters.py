@@ -3,6 +3,7 @@
 A forward pass is made for steps without adapters, whose products are the model's own, or for steps
 with adapters, whose products read each token's slot from device memory (`begin`). So both kinds can
 be captured, and a step in which no request has an adapter costs what it costs without adapters.
+Which kernels a product with adapters takes: `kernels.lora_product`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from hetero_llm.core.lora import NO_ADAPTER, AdapterRef
 from hetero_llm.core.step import SchedulerOutput
-from hetero_llm.gpu.kernels.lora import NO_SLOT, LoraSlots, lora_expand, lora_shrink
+from hetero_llm.gpu.kernels.lora import NO_SLOT, LoraSlots
+from hetero_llm.gpu.kernels.lora_product import StepRows, product_with_adapters, sums_of_product
 from hetero_llm.gpu.uploads import Uploads
 from hetero_llm.lora.slot_layout import SlotLayout, widths
 from hetero_llm.models.layers import CausalLM, Linear, Product
@@ -52,6 +54,8 @@ class GpuAdapters:
         memory: holds the adapter of every load of a step until the slot is used for another.
         num_slots: adapters on the device.
         max_num_seqs: request slots.
+        inside: products of few rows add the adapters themselves (`kernels.fused_lora`). Off until a
+            GPU has run them: an engine takes the kernels around each product, which one has.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class GpuAdapters:
         num_slots: int,
         max_num_seqs: int,
         device: torch.device,
+        inside: bool = False,
     ) -> None:
         self._memory = memory
         self._slots = torch.zeros(num_slots, layout.num_bytes, dtype=torch.uint8, device=device)
@@ -71,7 +76,10 @@ class GpuAdapters:
             (max_num_seqs,), NO_ADAPTER, dtype=torch.int32, device=device
         )
         self._uploads = Uploads(max_num_seqs, device)
-        self._rows: Tensor | None = None  # [T] int32 of the forward pass that is made
+        self._rows: StepRows | None = None  # of the forward pass that is made
+        self._inside = inside
+        self._layers: list[tuple[Product, LoraSlots]] = []
+        self._words: dict[int, int] = {}  # by number of rows: see `StepRows`
         modules = dict(model.named_modules())
         for name, place in layout.places.items():
             linear = modules[name]
@@ -83,6 +91,7 @@ class GpuAdapters:
                 widest=max(widths(place.bounds)),
                 alignment=math.gcd(*place.bounds),
             )
+            self._layers.append((linear.product, weights))
             linear.product = partial(self._multiply, linear.product, weights)
 
     def prepare(self, step: SchedulerOutput) -> bool:
@@ -110,7 +119,20 @@ class GpuAdapters:
         """
         self._rows = None
         if token_slots is not None:
-            self._rows = self._device_adapter_of.index_select(0, token_slots)
+            self._rows = StepRows(
+                token_slots,
+                self._device_adapter_of,
+                num_slots=len(self._slots),
+                words=self._num_words(len(token_slots)),
+            )
+
+    def _num_words(self, num_rows: int) -> int:
+        words = self._words.get(num_rows)
+        if words is None:
+            layers = self._layers if self._inside else []
+            words = sum(sums_of_product(product, num_rows, own) for product, own in layers)
+            self._words[num_rows] = words
+        return words
 
     def _multiply(
         self, product: Product, slots: LoraSlots, x: Tensor, weight: Tensor, bias: Tensor | None
@@ -118,5 +140,4 @@ class GpuAdapters:
         """`Product` with the adapters of the rows."""
         if self._rows is None:
             return product(x, weight, bias)
-        u = lora_shrink(x, self._rows, slots)
-        return lora_expand(product(x, weight, bias), u, self._rows, slots)
+        return product_with_adapters(product, x, weight, bias, rows=self._rows, weights=slots)

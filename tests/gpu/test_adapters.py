@@ -17,16 +17,21 @@ from hetero_llm.core.lora import NO_ADAPTER, AdapterLoad, AdapterRef, LoRAReques
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.gpu.adapters import GpuAdapters
 from hetero_llm.gpu.fused import speed_up
+from hetero_llm.gpu.kernels import lora_product
+from hetero_llm.gpu.kernels.skinny_gemm import linear
 from hetero_llm.gpu.model_runner import GpuModelRunner
 from hetero_llm.lora.adapter import Adapter, read_adapter
 from hetero_llm.lora.products import AdaptedProducts
 from hetero_llm.lora.slot_layout import SlotLayout
 from hetero_llm.lora.targets import AdapterTargets, adapter_targets
+from hetero_llm.models.layers import Linear
+from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.adapters import StepAdapters
 from hetero_llm.runner.model_runner import TorchModelRunner
 from tests.gpu.test_model_runner import MAX_LEN, SLOTS, build, step_of, steps
 from tests.helpers.adapters import write_adapter
-from tests.models.tiny import make_tiny_checkpoint
+from tests.models.tiny import DenseAttend, make_tiny_checkpoint
 
 RANK = 16
 SIZES = {"max_num_seqs": SLOTS, "max_model_len": MAX_LEN}
@@ -164,3 +169,56 @@ def test_draft_trees_are_verified_with_the_adapter(
     step = dataclasses.replace(tree, token_ids=tree.token_ids[:1], drafts=batch)
     output = drafted.finish(drafted.launch(step))
     assert output.token_ids == coming
+
+
+def test_few_rows_in_16_bits_have_the_adapters_inside_of_the_products(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers of a model, with and without adapters, and as if no product could take them."""
+    changes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    changes |= {"num_attention_heads": 4, "num_key_value_heads": 1}
+    folder = make_tiny_checkpoint(tmp_path, "llama", changes=changes, layers=1)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config, outside = load_model_config(folder), []
+    shrink = lora_product.lora_shrink
+
+    def counted(x: torch.Tensor, *others: Any) -> torch.Tensor:
+        outside.append(len(x))
+        return shrink(x, *others)
+
+    monkeypatch.setattr(lora_product, "lora_shrink", counted)
+    results = {}
+    for inside in (True, False):
+        model = load_model(folder, config, dtype=torch.bfloat16, device=device, show_progress=False)
+        targets = adapter_targets(model, config)
+        found = []
+        for number in (1, 2):
+            write_adapter(tmp_path / f"a{number}", theirs, rank=5, seed=number, strength=0.5)
+            wanted = LoRARequest(f"a{number}", number, str(tmp_path / f"a{number}"))
+            found.append(read_adapter(wanted, targets, max_rank=RANK, dtype=torch.bfloat16))
+        speed_up(model)
+        for module in model.modules():  # as on a GPU, wherever this runs
+            if isinstance(module, Linear):
+                module.product = linear
+        layout = SlotLayout.of(targets, RANK, torch.bfloat16)
+        served = GpuAdapters(
+            model, layout, Memory(found, layout),
+            num_slots=2, max_num_seqs=SLOTS, device=device, inside=inside,
+        )  # fmt: skip
+        served.prepare(with_adapters(steps()[0], [1, NO_ADAPTER, 0], list(enumerate(found))))
+        for slots in ([0], [2, 0, 1, 1, 2]):
+            count = len(slots)
+            ids = torch.arange(3, 3 + count, device=device)
+            for adapted in (True, False):
+                rows = torch.tensor(slots, dtype=torch.int32, device=device) if adapted else None
+                served.begin(rows)
+                with torch.no_grad():
+                    attend = DenseAttend(config, [1] * count)
+                    hidden = model(ids, torch.zeros_like(ids), attend)
+                results[inside, adapted, count] = hidden.float()
+    assert outside == [1] * 4 + [5] * 4
+    for count in (1, 5):
+        plain, found_inside = results[True, False, count], results[True, True, count]
+        assert torch.equal(plain, results[False, False, count])
+        assert (found_inside - plain).norm() > 0.1 * plain.norm()
+        assert (found_inside - results[False, True, count]).norm() < 0.02 * plain.norm()

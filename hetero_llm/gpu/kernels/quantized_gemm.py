@@ -30,14 +30,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hetero_llm.gpu.kernels.fused_lora import (
+    FusedAdapters,
+    Shrinking,
+    add_to_row,
+    kernel_arguments,
+    look_for_row,
+    num_shrinking,
+    prepare_row,
+    prepare_rows,
+    shrink_row,
+    shrink_rows,
+)
 from hetero_llm.gpu.kernels.launch import (
     IN_INTERPRETER,
     INTERPRETED,
     Launch,
     let_next_start,
+    num_multiprocessors,
     pdl_options,
     wait_for_inputs,
 )
+from hetero_llm.gpu.kernels.lora import LoraSlots
 from hetero_llm.gpu.kernels.quantized_elements import (
     INT4,
     KIND_CODES,
@@ -50,6 +64,7 @@ from hetero_llm.gpu.kernels.skinny_gemm import (
     SkinnyConfig,
     arrival_counters,
     finish_tile,
+    fuses,
     steps_per_split,
     unpack_pairs,
 )
@@ -94,6 +109,8 @@ _TABLES = {
     64: (64, 4, 2, 700),
     128: (128, 8, 2, 700),
 }
+_WARPS_AT_ONCE = 8  # of a multiprocessor, by estimate
+_LINES, _LORA_K = 32, 128  # of A, lines and columns: as much shared memory as any product takes
 _INT4_ZERO = tl.constexpr(INT4_ZERO)
 
 SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
@@ -322,13 +339,13 @@ def _sum_pieces(values, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def _load_tile(
-    scale, word, features, words, stride, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+    scale, tile, word, features, words, stride, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Words of scales (or zero points, offsets) [features, word]; [1, word] for blocks of rows,
     which hold a whole tile of features each."""
     inside = (word < words)[None, :]
     if ROWS > 1:
-        pointers = scale + tl.program_id(0) * BLOCK_N // ROWS + word[None, :] * stride
+        pointers = scale + tile * BLOCK_N // ROWS + word[None, :] * stride
         return tl.load(pointers, mask=inside, other=0)
     else:
         pointers = scale + features[:, None] + word[None, :] * stride
@@ -338,8 +355,8 @@ def _load_tile(
 
 @triton.jit
 def _add_tile(
-    sums, w, place, x, scale, zero, offset, order, features, k, groups, scale_stride, zero_stride,
-    KIND: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    sums, w, tile, place, x, scale, zero, offset, order, features, k, groups, scale_stride,
+    zero_stride, KIND: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     SCALE: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -370,7 +387,8 @@ def _add_tile(
             if zero is not None:
                 words = tl.cdiv(groups, GROUPS)
                 zeros = _load_tile(
-                    *(zero, first // GROUP // GROUPS, features, words, zero_stride, 1, BLOCK_N)
+                    *(zero, tile, first // GROUP // GROUPS, features, words, zero_stride),
+                    *(1, BLOCK_N),
                 )
                 products -= (128.0 + zero_of_slot(zeros, i, GROUPS)) * inputs
             elif offset is not None:
@@ -381,13 +399,59 @@ def _add_tile(
             group = first // GROUP + i
             word, words = group // PER_WORD, tl.cdiv(groups, PER_WORD)
             slot = (group % PER_WORD)[None, :]
-            scales = _load_tile(scale, word, features, words, scale_stride, ROWS, BLOCK_N)
+            scales = _load_tile(scale, tile, word, features, words, scale_stride, ROWS, BLOCK_N)
             products *= of_slot(scales, slot, SCALE)
             if offset is not None:
-                offsets = _load_tile(offset, word, features, words, zero_stride, 1, BLOCK_N)
+                offsets = _load_tile(offset, tile, word, features, words, zero_stride, 1, BLOCK_N)
                 products += of_slot(offsets, slot, SCALE) * inputs
         sums += products
     return sums
+
+
+@triton.jit
+def _multiply_row(
+    tile, x, data, scale, zero, offset, row_scale, order, bias, y, partials, counters, lora, n, k,
+    words, groups, scale_stride, zero_stride, steps,
+    KIND: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, EVICT: tl.constexpr,
+    PDL: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    """One tile of features of `vector_quantized_kernel`."""
+    features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    place = tl.program_id(1) * steps * WORDS
+    stop = tl.minimum(words, place + steps * WORDS)
+    columns = place + tl.arange(0, WORDS)
+    sums = tl.zeros((BLOCK_N, WORDS // 4), tl.float32)
+    w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
+    if RANK > 0:
+        prepared = prepare_row(lora, features, tile * BLOCK_N, n, RANK, PARTS)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    for _ in tl.range(place + WORDS, stop, WORDS, num_stages=1):
+        sums = _add_tile(
+            *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
+            *(groups, scale_stride, zero_stride),
+            *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
+        )
+        place += WORDS
+        columns += WORDS
+        w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
+    if RANK > 0:
+        bits = look_for_row(lora, prepared, RANK, PARTS, SHARES)
+    sums = _add_tile(
+        *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
+        *(groups, scale_stride, zero_stride),
+        *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
+    )
+    total = scale_rows(tl.sum(sums, axis=1)[:, None], row_scale, features, n)
+    if RANK > 0:
+        total = add_to_row(total, lora, prepared, bits, RANK, PARTS, SHARES)
+    rows = tl.arange(0, 1)
+    finish_tile(
+        *(total, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
+        *(HAS_BIAS, SPLIT_K, BLOCK_N, 1, 0, 0, 1, 1),
+    )
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -403,6 +467,7 @@ def vector_quantized_kernel(
     y,  # [1, n]
     partials,  # [tiles, SPLIT_K, BLOCK_N] fp32, or None
     counters,  # [tiles] int32, zero between launches, or None
+    lora,  # of fused_lora.kernel_arguments, then SPLIT_K is 1; or None
     n,
     k,
     words,
@@ -423,39 +488,38 @@ def vector_quantized_kernel(
     HAS_BIAS: tl.constexpr,
     EVICT: tl.constexpr,
     PDL: tl.constexpr,
+    RANK: tl.constexpr = 0,  # 0: without adapters
+    PARTS: tl.constexpr = 0,
+    SHARES: tl.constexpr = 1,
+    TOGETHER: tl.constexpr = 1,
+    LINES: tl.constexpr = 1,
+    LORA_K: tl.constexpr = 1,
 ):
-    """One row; grid (tiles of N, SPLIT_K). Every split has at least one tile of K.
+    """One row; grid (tiles of N, SPLIT_K), the shrinking programs first. Every split has at least
+    one tile of K.
 
     WORDS is 128 per warp, so that a thread meets the same inputs in every feature.
     """
-    features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    place = tl.program_id(1) * steps * WORDS
-    stop = tl.minimum(words, place + steps * WORDS)
-    columns = place + tl.arange(0, WORDS)
-    sums = tl.zeros((BLOCK_N, WORDS // 4), tl.float32)
-    w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
-    for _ in tl.range(place + WORDS, stop, WORDS, num_stages=1):
-        sums = _add_tile(
-            *(sums, w, place, x, scale, zero, offset, order, features, k),
-            *(groups, scale_stride, zero_stride),
-            *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
+    if RANK == 0:
+        _multiply_row(
+            *(tl.program_id(0), x, data, scale, zero, offset, row_scale, order, bias, y, partials),
+            *(counters, lora, n, k, words, groups, scale_stride, zero_stride, steps),
+            *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, SPLIT_K, EVEN_N, EVEN_K, HAS_BIAS),
+            *(EVICT, PDL, 0, 0, 1),
         )
-        place += WORDS
-        columns += WORDS
-        w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
-    sums = _add_tile(
-        *(sums, w, place, x, scale, zero, offset, order, features, k),
-        *(groups, scale_stride, zero_stride),
-        *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
-    )
-    total = scale_rows(tl.sum(sums, axis=1)[:, None], row_scale, features, n)
-    rows = tl.arange(0, 1)
-    finish_tile(
-        *(total, y, bias, partials, counters, features, rows, 1, n),
-        *(HAS_BIAS, SPLIT_K, BLOCK_N, 1),
-    )
+    else:
+        tl.static_assert(SPLIT_K == 1)
+        shrinking = num_shrinking(lora)
+        if tl.program_id(0) < shrinking:
+            shrink_row(lora, RANK, PARTS, SHARES, LINES, LORA_K, PDL)
+        else:
+            _multiply_row(
+                *(tl.program_id(0) - shrinking, x, data, scale, zero, offset, row_scale, order),
+                *(bias, y, partials, counters, lora, n, k, words, groups, scale_stride),
+                *(zero_stride, steps),
+                *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, SPLIT_K, EVEN_N, EVEN_K),
+                *(HAS_BIAS, EVICT, PDL, RANK, PARTS, SHARES),
+            )
 
 
 @triton.jit
@@ -555,6 +619,45 @@ def multiply_chunk(
     return sums
 
 
+@triton.jit
+def _multiply_rows(
+    tile, x, data, scale, zero, offset, row_scale, order, bias, y, partials, counters, lora,
+    m, n, k, width, padded, x_stride, groups, scale_stride, zero_stride, steps,
+    KIND: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """One tile of features of `matrix_quantized_kernel`."""
+    CHUNK: tl.constexpr = LANES * (2 if KIND < INT4 else 4)
+    TILE: tl.constexpr = CHUNK * CHUNKS
+    features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, BLOCK_M)
+    start = tl.program_id(1) * steps * TILE
+    stop = tl.minimum(padded, start + steps * TILE)
+    prepared = 0  # nothing
+    if RANK > 0:
+        prepared = prepare_rows(lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER)
+    wait_for_inputs(PDL)
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for place in tl.range(0, stop - start, TILE, num_stages=STAGES):
+        for piece in tl.static_range(CHUNKS):
+            first = start + place + piece * CHUNK
+            sums = multiply_chunk(
+                *(sums, first, x, data, scale, zero, offset, order, features, rows),
+                *(m, n, k, width, x_stride, groups, scale_stride, zero_stride),
+                *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT),
+            )
+    # Not earlier: the next kernel's programs would take shared memory from this one's.
+    let_next_start(PDL)
+    sums = scale_rows(sums, row_scale, features, n)
+    finish_tile(
+        *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared),
+        *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, RANK, PARTS, SHARES, TOGETHER),
+    )
+
+
 @triton.jit(do_not_specialize=["m", "steps"])
 def matrix_quantized_kernel(
     x,  # [m, k], rows x_stride apart
@@ -568,6 +671,7 @@ def matrix_quantized_kernel(
     y,  # [m, n]
     partials,  # [tiles, SPLIT_K, BLOCK_M, BLOCK_N] fp32, or None
     counters,  # [tiles] int32, zero between launches, or None
+    lora,  # of fused_lora.kernel_arguments, or None
     m,
     n,
     k,
@@ -593,31 +697,36 @@ def matrix_quantized_kernel(
     HAS_BIAS: tl.constexpr,
     EVICT: tl.constexpr,
     PDL: tl.constexpr,
+    RANK: tl.constexpr = 0,  # 0: without adapters
+    PARTS: tl.constexpr = 0,
+    SHARES: tl.constexpr = 1,
+    TOGETHER: tl.constexpr = 1,
+    LINES: tl.constexpr = 1,
+    LORA_K: tl.constexpr = 1,
 ):
-    """At most BLOCK_M rows; grid (tiles of N, SPLIT_K). Every split has at least one tile of K."""
-    CHUNK: tl.constexpr = LANES * (2 if KIND < INT4 else 4)
-    TILE: tl.constexpr = CHUNK * CHUNKS
-    features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.arange(0, BLOCK_M)
-    start = tl.program_id(1) * steps * TILE
-    stop = tl.minimum(padded, start + steps * TILE)
-    wait_for_inputs(PDL)
-    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for place in tl.range(0, stop - start, TILE, num_stages=STAGES):
-        for piece in tl.static_range(CHUNKS):
-            first = start + place + piece * CHUNK
-            sums = multiply_chunk(
-                *(sums, first, x, data, scale, zero, offset, order, features, rows),
-                *(m, n, k, width, x_stride, groups, scale_stride, zero_stride),
-                *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT),
+    """At most BLOCK_M rows; grid (tiles of N, SPLIT_K), the shrinking programs first. Every split
+    has at least one tile of K."""
+    if RANK == 0:
+        _multiply_rows(
+            *(tl.program_id(0), x, data, scale, zero, offset, row_scale, order, bias, y, partials),
+            *(counters, lora, m, n, k, width, padded, x_stride, groups, scale_stride, zero_stride),
+            *(steps, KIND, LANES, CHUNKS, GROUP, ROWS, SCALE, BLOCK_M, BLOCK_N, SPLIT_K, STAGES),
+            *(EVEN_N, EVEN_K, HAS_BIAS, EVICT, PDL, 0, 0, 1, 1),
+        )
+    else:
+        shrinking = num_shrinking(lora)
+        if tl.program_id(0) < shrinking:
+            shrink_rows(
+                *(lora, m, RANK, PARTS, SHARES // SPLIT_K, BLOCK_M, LINES, LORA_K, STAGES, PDL)
             )
-    # Not earlier: the next kernel's programs would take shared memory from this one's.
-    let_next_start(PDL)
-    sums = scale_rows(sums, row_scale, features, n)
-    finish_tile(
-        *(sums, y, bias, partials, counters, features, rows, m, n),
-        *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M),
-    )
+        else:
+            _multiply_rows(
+                *(tl.program_id(0) - shrinking, x, data, scale, zero, offset, row_scale, order),
+                *(bias, y, partials, counters, lora, m, n, k, width, padded, x_stride, groups),
+                *(scale_stride, zero_stride, steps),
+                *(KIND, LANES, CHUNKS, GROUP, ROWS, SCALE, BLOCK_M, BLOCK_N, SPLIT_K, STAGES),
+                *(EVEN_N, EVEN_K, HAS_BIAS, EVICT, PDL, RANK, PARTS, SHARES, TOGETHER),
+            )
 
 
 def fits(config: SkinnyConfig, m: int, matrix: PreparedMatrix) -> bool:
@@ -641,7 +750,13 @@ def fits(config: SkinnyConfig, m: int, matrix: PreparedMatrix) -> bool:
 
 
 def plan_launch(
-    x: Tensor, matrix: PreparedMatrix, bias: Tensor | None, *, y: Tensor, config: SkinnyConfig
+    x: Tensor,
+    matrix: PreparedMatrix,
+    bias: Tensor | None,
+    *,
+    y: Tensor,
+    config: SkinnyConfig,
+    adapters: FusedAdapters | None = None,
 ) -> Launch:
     """The launch that writes x @ matrix^T + bias into `y`; see `quantized_linear`."""
     m, n, k = x.shape[0], *matrix.shape
@@ -674,14 +789,21 @@ def plan_launch(
         "num_warps": config.num_warps,
         **pdl_options(x.device),
     }
+    lora = None
+    if adapters is not None:
+        assert fuses(config, adapters.weights), f"{config} does not fit the adapters"
+        shrinking = shrinking_programs(config, m, adapters.weights)
+        more, lora, constants = kernel_arguments(x, adapters, shrinking, config.split_k)
+        tiles += more
+        options |= constants
     if config.block_m == 1:
         words = matrix.data.view(torch.int32)
         row = x[0].view(torch.int32) if matrix.order is None else x[0]
-        arguments: tuple[Any, ...] = (row, words, *scales, bias, y, partials, counters)
+        arguments: tuple[Any, ...] = (row, words, *scales, bias, y, partials, counters, lora)
         arguments += (n, k, words.shape[1], groups, scale_stride, zero_stride, steps)
         options["WORDS"] = 128 * config.num_warps
         return Launch(vector_quantized_kernel, (tiles, config.split_k), arguments, options)
-    arguments = (x, matrix.data, *scales, bias, y, partials, counters)
+    arguments = (x, matrix.data, *scales, bias, y, partials, counters, lora)
     arguments += (m, n, k, matrix.data.shape[1], matrix.padded_columns, x.stride(0))
     arguments += (groups, scale_stride, zero_stride, steps)
     options["BLOCK_M"] = config.block_m
@@ -697,6 +819,7 @@ def quantized_linear(
     *,
     config: SkinnyConfig | None = None,
     out: Tensor | None = None,
+    adapters: FusedAdapters | None = None,
 ) -> Tensor:
     """x @ matrix^T + bias with fp32 sums, for a few rows, which are not quantized.
 
@@ -710,6 +833,7 @@ def quantized_linear(
         bias: [N] of x's dtype.
         config: How to launch it; by default what `choose` says.
         out: [M, N] of x's dtype, contiguous: where to write the result.
+        adapters: What is added to the rows that have an adapter, before the result is rounded.
 
     Returns:
         [M, N] in x's dtype.
@@ -719,8 +843,25 @@ def quantized_linear(
     if y is None:
         y = torch.empty((x.shape[0], matrix.shape[0]), dtype=x.dtype, device=x.device)
     if y.numel() > 0:
-        plan_launch(x, matrix, bias, y=y, config=config or choose(x.shape[0], matrix))()
+        config = config or choose(x.shape[0], matrix)
+        plan_launch(x, matrix, bias, y=y, config=config, adapters=adapters)()
     return y
+
+
+def shrinking_programs(config: SkinnyConfig, m: int, weights: LoraSlots) -> Shrinking:
+    """The programs of such a product of m rows that multiply with A of their adapters."""
+    if config.block_m == 1:
+        return Shrinking.of_row(weights, config.num_warps)
+    multiprocessors = num_multiprocessors(weights.a.device)
+    return Shrinking.of_rows(
+        weights,
+        m,
+        lines=_LINES,
+        block_k=_LORA_K,
+        splits=config.split_k,
+        programs=triton.cdiv(weights.b.shape[1], config.block_n) * config.split_k,
+        places=max(1, _WARPS_AT_ONCE // config.num_warps) * multiprocessors,
+    )
 
 
 def serves(x: Tensor, matrix: PreparedMatrix, bias: Tensor | None) -> bool:

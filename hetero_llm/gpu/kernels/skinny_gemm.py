@@ -18,6 +18,8 @@ merge of "stream-K" products, Osama et al. 2023, with the last program instead o
 Before the wait for the previous kernel (see `launch`), programs may also prefetch their first
 weights into L2. So the previous kernel must not write the weights.
 
+Both may add the low-rank adapters of their rows: see `fused_lora`.
+
 Wrapper `skinny_gemm`, reference `skinny_gemm_reference`; timed by `bench.kernels.skinny_gemm`.
 """
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,20 +35,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hetero_llm.gpu.kernels.fused_lora import (
+    FusedAdapters,
+    Shrinking,
+    add_to_row,
+    add_to_rows,
+    fits,
+    kernel_arguments,
+    look_for_row,
+    num_shrinking,
+    prepare_row,
+    prepare_rows,
+    shrink_row,
+    shrink_rows,
+)
 from hetero_llm.gpu.kernels.launch import (
     IN_INTERPRETER,
     INTERPRETED,
     Launch,
     let_next_start,
+    num_multiprocessors,
     pdl_options,
     wait_for_inputs,
 )
+from hetero_llm.gpu.kernels.lora import LoraSlots
 
 MAX_ROWS = 64
 """Products of more rows go to the library."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
 MAX_TILES = 1 << 16  # tiles of a product with split K: the length of the counters
+_SHARED_BYTES = 227 << 10  # of a multiprocessor from sm_90 on
 _GROUP = 8  # elements of 16 bits in one 16-byte load
 
 
@@ -147,16 +167,28 @@ def finish_tile(
     rows,
     m,
     n,
+    tile,
+    lora,
+    prepared,
     HAS_BIAS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    RANK: tl.constexpr,
+    PARTS: tl.constexpr,
+    SHARES: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
-    """Writes `sums` [BLOCK_N, BLOCK_M] to y; in a split product, the last program merges first."""
+    """Writes `sums` [BLOCK_N, BLOCK_M] of a tile of features to y; in a split product, the last
+    program merges first. With a RANK it adds each row's adapter, see `fused_lora.add_to_rows`."""
     if SPLIT_K == 1:
+        if RANK > 0:
+            sums = add_to_rows(
+                *(sums, lora, prepared, features, rows, m, n),
+                *(RANK, PARTS, SHARES, TOGETHER),
+            )
         _store_output(y, sums, bias, features, rows, m, n, HAS_BIAS)
     else:
-        tile = tl.program_id(0)
         one = BLOCK_N * BLOCK_M
         inner = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
         shares = partials + tile.to(tl.int64) * (SPLIT_K * one) + inner
@@ -169,6 +201,11 @@ def finish_tile(
             for share in tl.static_range(SPLIT_K):
                 merged += tl.load(shares + share * one, cache_modifier=".cg")
             tl.store(counters + tile, 0)
+            if RANK > 0:
+                merged = add_to_rows(
+                    *(merged, lora, prepared, features, rows, m, n),
+                    *(RANK, PARTS, SHARES, TOGETHER),
+                )
             _store_output(y, merged, bias, features, rows, m, n, HAS_BIAS)
 
 
@@ -204,6 +241,63 @@ def load_row(x, columns, k, EVEN_K: tl.constexpr):
         return tl.load(x + columns, mask=columns < k, other=0, eviction_policy="evict_last")
 
 
+@triton.jit
+def _multiply_row(
+    tile, x, weight, bias, y, partials, counters, lora, n, k_pairs, steps,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PIECES: tl.constexpr,
+    PREFETCH: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    """One tile of features of `vector_product_kernel`."""
+    PAIRS: tl.constexpr = BLOCK_K // 2
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(1) * steps * PAIRS
+    stop = tl.minimum(k_pairs, start + steps * PAIRS)
+    columns = start + tl.arange(0, PAIRS)
+    sums = tl.zeros((BLOCK_N, PAIRS // 4), tl.float32)
+    if STAGES == 1:
+        w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+        if PREFETCH > 0:
+            _prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
+        wait_for_inputs(PDL)
+        let_next_start(PDL)
+        row = load_row(x, columns, k_pairs, EVEN_K)
+        if RANK > 0:
+            prepared = prepare_row(lora, features, tile * BLOCK_N, n, RANK, PARTS)
+        for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
+            sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+            columns += PAIRS
+            w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+            row = load_row(x, columns, k_pairs, EVEN_K)
+        if RANK > 0:
+            bits = look_for_row(lora, prepared, RANK, PARTS, SHARES)
+        sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+    else:
+        if RANK > 0:
+            prepared = prepare_row(lora, features, tile * BLOCK_N, n, RANK, PARTS)
+        if PREFETCH > 0:
+            _prefetch_weight(weight, features, start, n, k_pairs, PIECES, PREFETCH // 2)
+        wait_for_inputs(PDL)
+        let_next_start(PDL)
+        for offset in tl.range(0, stop - start, PAIRS, num_stages=STAGES):
+            inner = columns + offset
+            w = _load_weight(weight, features, inner, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+            row = load_row(x, inner, k_pairs, EVEN_K)
+            sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+        if RANK > 0:
+            bits = look_for_row(lora, prepared, RANK, PARTS, SHARES)
+    sums = tl.sum(sums, axis=1)[:, None]
+    if RANK > 0:
+        sums = add_to_row(sums, lora, prepared, bits, RANK, PARTS, SHARES)
+    rows = tl.arange(0, 1)
+    finish_tile(
+        *(sums, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
+        *(HAS_BIAS, SPLIT_K, BLOCK_N, 1, 0, 0, 1, 1),
+    )
+
+
 @triton.jit(do_not_specialize=["steps"])
 def vector_product_kernel(
     x,  # [1, k / 2] int32: pairs of neighbours
@@ -212,6 +306,7 @@ def vector_product_kernel(
     y,  # [1, n], the dtype of the product
     partials,  # [tiles, SPLIT_K, BLOCK_N] fp32, or None
     counters,  # [tiles] int32, zero between launches, or None
+    lora,  # of fused_lora.kernel_arguments, then SPLIT_K is 1; or None
     n,
     k_pairs,  # k / 2
     steps,  # tiles of K of one split
@@ -226,82 +321,57 @@ def vector_product_kernel(
     PREFETCH: tl.constexpr,
     EVICT: tl.constexpr,
     PDL: tl.constexpr,
+    RANK: tl.constexpr = 0,  # 0: without adapters
+    PARTS: tl.constexpr = 0,
+    SHARES: tl.constexpr = 1,
+    TOGETHER: tl.constexpr = 1,
+    LINES: tl.constexpr = 1,
+    LORA_K: tl.constexpr = 1,
 ):
-    """One row; grid (tiles of N, SPLIT_K). Every split has at least one tile of K.
+    """One row; grid (tiles of N, SPLIT_K), the shrinking programs first. Every split has at least
+    one tile of K.
 
     Values come in pairs, as int32: a tile of 16-bit values carried from one turn of the loop to the
     next takes a register for each value, and is unpacked, thus waited for, where it is loaded.
     BLOCK_K is 256 per warp, so that a thread meets the same eight inputs in every feature.
     """
-    PAIRS: tl.constexpr = BLOCK_K // 2
-    DTYPE: tl.constexpr = y.dtype.element_ty
-    features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    start = tl.program_id(1) * steps * PAIRS
-    stop = tl.minimum(k_pairs, start + steps * PAIRS)
-    columns = start + tl.arange(0, PAIRS)
-    sums = tl.zeros((BLOCK_N, PAIRS // 4), tl.float32)
-    if STAGES == 1:
-        w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
-        if PREFETCH > 0:
-            _prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
-        wait_for_inputs(PDL)
-        let_next_start(PDL)
-        row = load_row(x, columns, k_pairs, EVEN_K)
-        for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
-            sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
-            columns += PAIRS
-            w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
-            row = load_row(x, columns, k_pairs, EVEN_K)
-        sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+    if RANK == 0:
+        _multiply_row(
+            *(tl.program_id(0), x, weight, bias, y, partials, counters, lora, n, k_pairs, steps),
+            *(BLOCK_N, BLOCK_K, SPLIT_K, STAGES, EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH),
+            *(EVICT, PDL, 0, 0, 1),
+        )
     else:
-        if PREFETCH > 0:
-            _prefetch_weight(weight, features, start, n, k_pairs, PIECES, PREFETCH // 2)
-        wait_for_inputs(PDL)
-        let_next_start(PDL)
-        for offset in tl.range(0, stop - start, PAIRS, num_stages=STAGES):
-            inner = columns + offset
-            w = _load_weight(weight, features, inner, n, k_pairs, EVEN_N, EVEN_K, EVICT)
-            row = load_row(x, inner, k_pairs, EVEN_K)
-            sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
-    sums = tl.sum(sums, axis=1)[:, None]
-    rows = tl.arange(0, 1)
-    finish_tile(
-        sums, y, bias, partials, counters, features, rows, 1, n, HAS_BIAS, SPLIT_K, BLOCK_N, 1
-    )
+        tl.static_assert(SPLIT_K == 1)
+        shrinking = num_shrinking(lora)
+        if tl.program_id(0) < shrinking:
+            shrink_row(lora, RANK, PARTS, SHARES, LINES, LORA_K, PDL)
+        else:
+            _multiply_row(
+                *(tl.program_id(0) - shrinking, x, weight, bias, y, partials, counters, lora),
+                *(n, k_pairs, steps),
+                *(BLOCK_N, BLOCK_K, SPLIT_K, STAGES, EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH),
+                *(EVICT, PDL, RANK, PARTS, SHARES),
+            )
 
 
-@triton.jit(do_not_specialize=["m", "steps"])
-def matrix_product_kernel(
-    x,  # [m, k], rows x_stride apart
-    weight,  # [n, k]
-    bias,  # [n] or None
-    y,  # [m, n]
-    partials,  # [tiles, SPLIT_K, BLOCK_M, BLOCK_N] fp32, or None
-    counters,  # [tiles] int32, zero between launches, or None
-    m,
-    n,
-    k,
-    x_stride,
-    steps,  # tiles of K of one split
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PIECES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    EVICT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """At most BLOCK_M rows; grid (tiles of N, SPLIT_K). Every split has at least one tile of K."""
-    features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+@triton.jit
+def _multiply_rows(
+    tile, x, weight, bias, y, partials, counters, lora, m, n, k, x_stride, steps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PIECES: tl.constexpr, PREFETCH: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """One tile of features of `matrix_product_kernel`."""
+    features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.program_id(1) * steps * BLOCK_K
     stop = tl.minimum(k, start + steps * BLOCK_K)
     columns = start + tl.arange(0, BLOCK_K)
     rows = tl.arange(0, BLOCK_M)
+    prepared = 0  # nothing
+    if RANK > 0:
+        prepared = prepare_rows(lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER)
     if PREFETCH > 0:
         _prefetch_weight(weight, features, start, n, k, PIECES, PREFETCH)
     wait_for_inputs(PDL)
@@ -322,9 +392,65 @@ def matrix_product_kernel(
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
     finish_tile(
-        *(sums, y, bias, partials, counters, features, rows, m, n),
-        *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M),
+        *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared),
+        *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, RANK, PARTS, SHARES, TOGETHER),
     )
+
+
+@triton.jit(do_not_specialize=["m", "steps"])
+def matrix_product_kernel(
+    x,  # [m, k], rows x_stride apart
+    weight,  # [n, k]
+    bias,  # [n] or None
+    y,  # [m, n]
+    partials,  # [tiles, SPLIT_K, BLOCK_M, BLOCK_N] fp32, or None
+    counters,  # [tiles] int32, zero between launches, or None
+    lora,  # of fused_lora.kernel_arguments, or None
+    m,
+    n,
+    k,
+    x_stride,
+    steps,  # tiles of K of one split
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PIECES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EVICT: tl.constexpr,
+    PDL: tl.constexpr,
+    RANK: tl.constexpr = 0,  # 0: without adapters
+    PARTS: tl.constexpr = 0,
+    SHARES: tl.constexpr = 1,
+    TOGETHER: tl.constexpr = 1,
+    LINES: tl.constexpr = 1,
+    LORA_K: tl.constexpr = 1,
+):
+    """At most BLOCK_M rows; grid (tiles of N, SPLIT_K), the shrinking programs first. Every split
+    has at least one tile of K."""
+    if RANK == 0:
+        _multiply_rows(
+            *(tl.program_id(0), x, weight, bias, y, partials, counters, lora, m, n, k, x_stride),
+            *(steps, BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, STAGES, EVEN_N, EVEN_K, HAS_BIAS),
+            *(PIECES, PREFETCH, EVICT, PDL, 0, 0, 1, 1),
+        )
+    else:
+        shrinking = num_shrinking(lora)
+        if tl.program_id(0) < shrinking:
+            shrink_rows(
+                *(lora, m, RANK, PARTS, SHARES // SPLIT_K, BLOCK_M, LINES, LORA_K, STAGES, PDL)
+            )
+        else:
+            _multiply_rows(
+                *(tl.program_id(0) - shrinking, x, weight, bias, y, partials, counters, lora),
+                *(m, n, k, x_stride, steps),
+                *(BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, STAGES, EVEN_N, EVEN_K, HAS_BIAS),
+                *(PIECES, PREFETCH, EVICT, PDL, RANK, PARTS, SHARES, TOGETHER),
+            )
 
 
 @functools.cache
@@ -336,7 +462,13 @@ def arrival_counters(device: torch.device) -> Tensor:
 
 
 def plan_launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, y: Tensor, config: SkinnyConfig
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    y: Tensor,
+    config: SkinnyConfig,
+    adapters: FusedAdapters | None = None,
 ) -> Launch:
     """The launch that writes x @ weight^T + bias into `y`; see `skinny_gemm` for the shapes."""
     (m, k), n = x.shape, weight.shape[0]
@@ -366,17 +498,52 @@ def plan_launch(
         "num_warps": config.num_warps,
         **overlap,
     }
+    lora = None
+    if adapters is not None:
+        assert fuses(config, adapters.weights), f"{config} does not fit the adapters"
+        shrinking = shrinking_programs(config, m, adapters.weights)
+        more, lora, constants = kernel_arguments(x, adapters, shrinking, config.split_k)
+        tiles += more
+        options |= constants
     if config.block_m == 1:
         pairs = x.view(torch.int32), weight.view(torch.int32)
-        arguments = (*pairs, bias, y, partials, counters, n, k // 2, steps)
+        arguments: tuple[Any, ...] = (*pairs, bias, y, partials, counters, lora, n, k // 2, steps)
         return Launch(vector_product_kernel, (tiles, config.split_k), arguments, options)
-    arguments = (x, weight, bias, y, partials, counters, m, n, k, x.stride(0), steps)
+    arguments = (x, weight, bias, y, partials, counters, lora, m, n, k, x.stride(0), steps)
     options["BLOCK_M"] = config.block_m
     return Launch(matrix_product_kernel, (tiles, config.split_k), arguments, options)
 
 
+def fuses(config: SkinnyConfig, weights: LoraSlots) -> bool:
+    """Whether a product that is launched so can add these adapters."""
+    return fits(weights, config.block_n) and (config.block_m > 1 or config.split_k == 1)
+
+
+def shrinking_programs(config: SkinnyConfig, m: int, weights: LoraSlots) -> Shrinking:
+    """The programs of such a product of m rows that multiply with A of their adapters."""
+    if config.block_m == 1:
+        return Shrinking.of_row(weights, config.num_warps)
+    stage = 2 * config.block_k * (config.block_n + config.block_m)
+    stages = config.num_stages - (config.block_n < 64)  # as Triton allocates them
+    at_once = max(1, _SHARED_BYTES // max(1, stage * stages))
+    return Shrinking.of_rows(
+        weights,
+        m,
+        lines=config.block_n,
+        block_k=config.block_k,
+        splits=config.split_k,
+        programs=triton.cdiv(weights.b.shape[1], config.block_n) * config.split_k,
+        places=at_once * num_multiprocessors(weights.a.device),
+    )
+
+
 def skinny_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: SkinnyConfig | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    config: SkinnyConfig | None = None,
+    adapters: FusedAdapters | None = None,
 ) -> Tensor:
     """x @ weight^T + bias with fp32 sums, for a few rows.
 
@@ -388,16 +555,18 @@ def skinny_gemm(
         weight: [N, K] of the same dtype, contiguous.
         bias: [N] of the same dtype.
         config: How to launch it; by default what `choose` says, which must then not be None.
+        adapters: What is added to the rows that have an adapter, before the result is rounded.
 
     Returns:
         [M, N] in x's dtype.
     """
     assert serves(x, weight, bias), "skinny_gemm cannot serve these tensors"
     (m, k), n = x.shape, weight.shape[0]
-    config = config or choose(m, n, k)
+    if config is None:
+        config = choose(m, n, k) if adapters is None else choose(m, n, k, with_adapters=True)
     assert config is not None, f"no configuration for m={m}, n={n}, k={k}"
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    plan_launch(x, weight, bias, y=y, config=config)()
+    plan_launch(x, weight, bias, y=y, config=config, adapters=adapters)()
     return y
 
 
@@ -483,10 +652,24 @@ _TABLE = (
     _Row(64, _HEAD, _ANY_N, (SkinnyConfig(64, 64, 128, num_stages=4),)),
 )
 
+# Where the library is faster, a product with adapters is ours nevertheless: with the library's it
+# would take two launches more. The fastest of ours by bench/results/kernels_small_linear.g.json; at
+# 32 rows, which it does not have, what lies between its neighbours.
+_WITH_ADAPTERS = (
+    *_TABLE,
+    _Row(16, _MOST, _ANY_N, (SkinnyConfig(16, 64, 128, num_stages=5),)),
+    _Row(32, 0, _MOST, (SkinnyConfig(32, 64, 128, split_k=2, num_stages=4),)),
+    _Row(32, _MOST, _ANY_N, (SkinnyConfig(32, 64, 128, num_stages=4),)),
+    _Row(64, 0, 4096, (SkinnyConfig(64, 64, 128, split_k=2, num_stages=4),)),
+    _Row(64, 0, _MOST, (SkinnyConfig(64, 64, 64, split_k=2, num_stages=6),)),
+    _Row(64, _MOST, _ANY_N, (SkinnyConfig(64, 128, 64, num_stages=5),)),
+)
 
-def choose(m: int, n: int, k: int) -> SkinnyConfig | None:
-    """The measured best launch of an [m, k] x [n, k] product; None where the library is faster."""
-    for row in _TABLE:
+
+def choose(m: int, n: int, k: int, *, with_adapters: bool = False) -> SkinnyConfig | None:
+    """The measured best launch of an [m, k] x [n, k] product; None where the library is faster, or
+    with adapters where there is none of ours."""
+    for row in _WITH_ADAPTERS if with_adapters else _TABLE:
         if m <= row.max_m and row.min_n <= n <= row.max_n:
             fitting = (c for c in row.configs if c.fits(m, n, k) and k % c.block_k == 0)
             return next(fitting, None)

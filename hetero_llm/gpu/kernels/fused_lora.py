@@ -1,0 +1,513 @@
+"""Low-rank adapters inside a product of few rows: no launch of their own.
+
+A product with adapters is y = W x + bias + B (scales * (A x)), A and B each row's own. It has
+three parts, in one grid:
+
+- Its first programs, the *shrinking* ones, multiply x with A as the others multiply it with W. All
+  adapters of the step's rows are stacked there, one below the other: a tile takes lines of several
+  adapters for all rows, and stores what belongs together. They put the sums into memory that holds
+  `NOT_YET` before.
+- The other programs are those of the plain product. They load their tile of B early, too.
+- When such a program has summed up its tile, it reads the sums, again until none is `NOT_YET`,
+  multiplies them with B, and adds them before its result is rounded.
+
+A sum is one word, so whoever reads it needs no fence and no counter. Programs start in the order of
+their numbers, so those that are waited for run before those that wait (as in CUTLASS's serial
+split K); should they never arrive, readers give up after `MOST_LOOKS` and the row becomes NaN.
+
+One row's sums are added in the order of K whatever adapters the other rows have, and lines of other
+adapters meet zeros: so a row's result does not depend on what other slots hold.
+
+`skinny_gemm` and `quantized_gemm` take a `FusedAdapters`; `row_slots` makes what they share in a
+step. References: `lora.lora_reference`, `row_slots_reference`; timed by `bench.kernels.lora`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hetero_llm.gpu.kernels.launch import (
+    IN_INTERPRETER,
+    INTERPRETED,
+    let_next_start,
+    pdl_options,
+    wait_for_inputs,
+)
+from hetero_llm.gpu.kernels.lora import NO_SLOT, LoraSlots
+
+MAX_ROWS = 64
+"""Rows of a product with adapters inside; more take the two kernels of `lora`."""
+MAX_RANK = 64
+"""Largest padded rank of its adapters."""
+
+_WORD_NOT_YET = -1  # the bits of a NaN that no arithmetic makes
+NOT_YET = tl.constexpr(_WORD_NOT_YET)
+_NO_MORE = tl.constexpr(-2)  # no slot of a row
+_OTHER_NAN = tl.constexpr(0x7FFFFFFF)
+MOST_LOOKS = tl.constexpr(1 << 20)
+"""Times that sums are read in vain: about half a second."""
+
+_TOGETHER = 128  # lines of B that are multiplied at once, of one or several adapters
+_MOST_SHARES = 8  # of K
+_MOST_SUMS = 8192  # that a program reads at once: 64 registers of four warps
+_LEAST_TILES = 2  # of K in a share of one row
+_LINES_OF_ROW = 2  # of A in a program, of one row: as few registers as the product takes
+_FILL = 1024  # words that a program sets to `NOT_YET`
+
+
+@dataclass(frozen=True, slots=True)
+class RowSlots:
+    """The adapters of a step's rows, on the device.
+
+    Attributes:
+        slots: [M] int32 slot of each row, or `NO_SLOT`.
+        distinct: [1 + P] int32, P the power of two that holds all slots: how many slots the rows
+            name, then those, ascending, then `_NO_MORE`.
+        sums: [words] int32, all `NOT_YET`: room for the sums of the step's products.
+    """
+
+    slots: Tensor
+    distinct: Tensor
+    sums: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FusedAdapters:
+    """What one product adds to its rows.
+
+    Attributes:
+        weights: of the layer.
+        slots, distinct: of `RowSlots`, for the product's rows.
+        sums: part of `RowSlots.sums`, not used by another product; `num_sums` words.
+    """
+
+    weights: LoraSlots
+    slots: Tensor
+    distinct: Tensor
+    sums: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shrinking:
+    """The programs of a product that multiply with A.
+
+    Attributes:
+        lines: of A in a program, of several rows lines of different adapters.
+        tiles: of so many lines.
+        shares: of the columns.
+        columns: of a share, a multiple of `block_k`.
+        block_k: columns read at a time.
+    """
+
+    lines: int
+    tiles: int
+    shares: int
+    columns: int
+    block_k: int
+
+    @staticmethod
+    def of_row(weights: LoraSlots, num_warps: int) -> Shrinking:
+        """Of one row: many small programs, whose sums are there before they are needed."""
+        block_k = 256 * num_warps
+        tiles = triton.cdiv(weights.a.shape[2], block_k)
+        each = max(_LEAST_TILES, triton.cdiv(tiles, _MOST_SHARES))
+        width = weights.parts * weights.rank
+        shares = triton.cdiv(tiles, each)
+        return Shrinking(_LINES_OF_ROW, width // _LINES_OF_ROW, shares, each * block_k, block_k)
+
+    @staticmethod
+    def of_rows(
+        weights: LoraSlots, m: int, *, lines: int, block_k: int, splits: int, programs: int,
+        places: int,
+    ) -> Shrinking:  # fmt: skip
+        """Of m rows. A program takes as long as one of the product. If the device had to run
+        another wave of programs because of these, their columns are shared among several instead.
+
+        Args:
+            splits: of the product's K, the second axis of its grid.
+            programs: of the product without adapters.
+            places: programs that the device runs at once.
+        """
+        width, most = weights.parts * weights.rank, min(m, len(weights.a))
+        tiles = triton.cdiv(most * width, lines)
+        steps = triton.cdiv(weights.a.shape[2], block_k)
+        shares, waves = splits, triton.cdiv(programs, places)
+        if triton.cdiv(programs + tiles * splits, places) > waves:
+            held = weights.rank * triton.next_power_of_2(m)
+            most_shares = min(_MOST_SHARES, _MOST_SUMS // held, steps)
+            while 2 * shares <= most_shares:
+                shares *= 2
+        return Shrinking(lines, tiles, shares, triton.cdiv(steps, shares) * block_k, block_k)
+
+
+def num_sums(m: int, weights: LoraSlots, shrinking: Shrinking) -> int:
+    """Words of `FusedAdapters.sums` of a product of m rows."""
+    return shrinking.shares * m * weights.parts * weights.rank
+
+
+def fits(weights: LoraSlots, block_n: int) -> bool:
+    """Whether products in tiles of `block_n` features can add these adapters: they fit into
+    registers, and no tile has features of two parts."""
+    return (
+        weights.rank <= MAX_RANK
+        and weights.a.dtype in (torch.bfloat16, torch.float16)
+        and (weights.parts == 1 or weights.alignment % block_n == 0)
+    )
+
+
+def kernel_arguments(
+    x: Tensor, adapters: FusedAdapters, shrinking: Shrinking, splits: int
+) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+    """The part of a product's launch that is due to adapters.
+
+    Args:
+        x: [M, K], rows contiguous.
+        splits: of the product's K, the second axis of its grid.
+
+    Returns:
+        How many shrinking programs there are on the grid's first axis, the tuple that kernels take
+        as `lora`, and their constants.
+    """
+    weights, m = adapters.weights, len(x)
+    assert x.stride(1) == 1 and x.dtype == weights.a.dtype and x.shape[1] == weights.a.shape[2]
+    assert adapters.slots.shape == (m,) and adapters.slots.is_contiguous()
+    assert adapters.sums.numel() == num_sums(m, weights, shrinking)
+    assert len(adapters.distinct) > len(weights.a) and m <= MAX_ROWS
+    assert shrinking.shares % splits == 0, (shrinking, splits)
+    most = min(m, len(weights.a))  # adapters that the rows can name
+    programs = shrinking.tiles * (shrinking.shares // splits)
+    lora = (
+        *(x, x.stride(0), adapters.sums, adapters.slots, adapters.distinct),
+        *(weights.a, weights.b, weights.scales, weights.bounds),
+        *(weights.a.stride(0), weights.b.stride(0), weights.scales.stride(0)),
+        *(x.shape[1], shrinking.columns, programs),
+    )
+    constants = {
+        "RANK": weights.rank,
+        "PARTS": weights.parts,
+        "SHARES": shrinking.shares,
+        "TOGETHER": min(triton.next_power_of_2(most), _TOGETHER // weights.rank),
+        "LINES": shrinking.lines,
+        "LORA_K": shrinking.block_k,
+    }
+    return programs, lora, constants
+
+
+@triton.jit
+def num_shrinking(lora):
+    """Programs on the grid's first axis that multiply with A."""
+    _, _, _, _, _, _, _, _, _, _, _, _, _, _, programs = lora
+    return programs
+
+
+@triton.jit
+def _store_sums(pointers, sums, mask):
+    bits = sums.to(tl.int32, bitcast=True)
+    tl.store(pointers, tl.where(bits == NOT_YET, _OTHER_NAN, bits), mask=mask)
+
+
+@triton.jit
+def _num_missing(bits):
+    return tl.sum((bits == NOT_YET).to(tl.int32))
+
+
+@triton.jit
+def _wait_for_sums(bits, pointers, mask):
+    """Float32 sums; `bits`: what was there when it was read first."""
+    missing = _num_missing(bits)
+    looks = 0
+    while (missing > 0) & (looks < MOST_LOOKS):
+        bits = tl.load(pointers, mask=mask, other=0, volatile=True)
+        missing = _num_missing(bits)
+        looks += 1
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _part_of(bounds, feature, PARTS: tl.constexpr):
+    """The part in which a feature lies."""
+    part = 0
+    for i in tl.static_range(1, PARTS):
+        part += (feature >= tl.load(bounds + i)).to(tl.int32)
+    return part
+
+
+@triton.jit
+def shrink_row(
+    lora, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr, LINES: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A shrinking program of one row: LINES lines of A, one share of K."""
+    x, _, sums, slots, _, a, _, scales, _, a_stride, _, scale_stride, k, columns, _ = lora
+    slot = tl.load(slots)
+    share = tl.program_id(0) % SHARES
+    lines = tl.program_id(0) // SHARES * LINES + tl.arange(0, LINES)
+    start = share * columns
+    stop = tl.minimum(k, start + columns)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    if slot >= 0:
+        matrix = a + slot.to(tl.int64) * a_stride
+        products = tl.zeros((LINES, BLOCK_K), tl.float32)
+        for offset in tl.range(start, stop, BLOCK_K, num_stages=1):
+            inner = offset + tl.arange(0, BLOCK_K)
+            pointers = matrix + lines[:, None] * k + inner[None, :]
+            left = tl.load(
+                pointers, mask=(inner < k)[None, :], other=0.0, eviction_policy="evict_first"
+            )
+            right = tl.load(x + inner, mask=inner < k, other=0.0, eviction_policy="evict_last")
+            products += left.to(tl.float32) * right.to(tl.float32)[None, :]
+        scale = tl.load(scales + slot.to(tl.int64) * scale_stride + lines)
+        own = tl.sum(products, axis=1) * scale
+        _store_sums(sums + share * (PARTS * RANK) + lines, own, lines < PARTS * RANK)
+
+
+@triton.jit
+def prepare_row(lora, features, feature, n, RANK: tl.constexpr, PARTS: tl.constexpr):
+    """What `add_to_row` needs besides the sums. Loaded behind the first weights, which are on their
+    way for longer than the slot that B depends on.
+
+    Args:
+        feature: the first of `features`, which lie in one part.
+
+    Returns:
+        [features, RANK] of the row's B, the row's slot, and the first line of the part's A.
+    """
+    _, _, _, slots, _, _, b, _, bounds, _, b_stride, _, _, _, _ = lora
+    slot = tl.load(slots)
+    pointers = b + slot.to(tl.int64) * b_stride + features.to(tl.int64)[:, None] * RANK
+    inside = (slot >= 0) & (features < n)
+    factors = tl.load(pointers + tl.arange(0, RANK)[None, :], mask=inside[:, None], other=0.0)
+    return factors, slot, _part_of(bounds, feature, PARTS) * RANK
+
+
+@triton.jit
+def _row_sums(lora, prepared, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr):
+    """Pointers [shares, RANK] to the row's sums, and which there are."""
+    _, _, sums, _, _, _, _, _, _, _, _, _, _, _, _ = lora
+    _, slot, first = prepared
+    shares = tl.arange(0, triton.next_power_of_2(SHARES))
+    line = first + tl.arange(0, RANK)
+    mask = ((slot >= 0) & (shares < SHARES))[:, None] & (line >= 0)[None, :]
+    return sums + shares[:, None] * (PARTS * RANK) + line[None, :], mask
+
+
+@triton.jit
+def look_for_row(lora, prepared, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr):
+    """Reads the row's sums for the first time: for `add_to_row`, while other work goes on."""
+    pointers, mask = _row_sums(lora, prepared, RANK, PARTS, SHARES)
+    return tl.load(pointers, mask=mask, other=0, volatile=True)
+
+
+@triton.jit
+def add_to_row(
+    total, lora, prepared, bits, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr
+):
+    """total [features, 1] + the row's B times its sums.
+
+    Args:
+        prepared: of `prepare_row`.
+        bits: of `look_for_row`.
+    """
+    factors, _, _ = prepared
+    pointers, mask = _row_sums(lora, prepared, RANK, PARTS, SHARES)
+    low = tl.sum(_wait_for_sums(bits, pointers, mask), 0).to(factors.dtype).to(tl.float32)
+    return total + tl.sum(factors.to(tl.float32) * low[None, :], 1)[:, None]
+
+
+@triton.jit
+def shrink_rows(
+    lora, m, RANK: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr, BLOCK_M: tl.constexpr,
+    LINES: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A shrinking program of several rows: LINES lines of the stacked A of all adapters that rows
+    name, one share of K. EACH: shares of a split of the product's K, the grid's second axis."""
+    (
+        x, x_stride, sums, slots, distinct, a, _, scales, _, a_stride, _, scale_stride, k, columns,
+        _,
+    ) = lora  # fmt: skip
+    WIDTH: tl.constexpr = PARTS * RANK
+    first = tl.program_id(0) // EACH * LINES
+    lines = first + tl.arange(0, LINES)
+    rows = tl.arange(0, BLOCK_M)
+    num_lines = tl.load(distinct) * WIDTH
+    exists = lines < num_lines
+    slot = tl.load(distinct + 1 + lines // WIDTH, mask=exists, other=0)
+    inner = lines % WIDTH
+    row_slots = tl.load(slots + rows, mask=rows < m, other=-1)
+    share = tl.program_id(1) * EACH + tl.program_id(0) % EACH
+    start = share * columns
+    stop = tl.minimum(k, start + columns)
+    wait_for_inputs(PDL)
+    if first < num_lines:
+        line_pointers = a + slot.to(tl.int64) * a_stride + inner * k
+        row_pointers = x + rows.to(tl.int64) * x_stride
+        products = tl.zeros((LINES, BLOCK_M), tl.float32)
+        for offset in tl.range(0, stop - start, BLOCK_K, num_stages=STAGES):
+            place = start + offset + tl.arange(0, BLOCK_K)
+            left = tl.load(
+                line_pointers[:, None] + place[None, :],
+                mask=exists[:, None] & (place < k)[None, :],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            right = tl.load(
+                row_pointers[None, :] + place[:, None],
+                mask=(rows < m)[None, :] & (place < k)[:, None],
+                other=0.0,
+                eviction_policy="evict_last",
+            )
+            if IN_INTERPRETER:
+                left, right = left.to(tl.float32), right.to(tl.float32)
+            products = tl.dot(left, right, products)
+        scale = tl.load(scales + slot.to(tl.int64) * scale_stride + inner, mask=exists, other=0.0)
+        pointers = sums + (share * m + rows)[None, :] * WIDTH + inner[:, None]
+        own = exists[:, None] & (row_slots[None, :] == slot[:, None])
+        _store_sums(pointers, products * scale[:, None], own)
+    let_next_start(PDL)
+
+
+@triton.jit
+def _load_factors(lora, first, features, n, RANK: tl.constexpr, TOGETHER: tl.constexpr):
+    """The slots `first` and so on of those that rows name, `_NO_MORE` behind the last one, and
+    their B, [features, TOGETHER, RANK]."""
+    _, _, _, _, distinct, _, b, _, _, _, b_stride, _, _, _, _ = lora
+    named = tl.load(distinct + 1 + first + tl.arange(0, TOGETHER))
+    # Three dimensions: the compiler sees that ranks are neighbours.
+    place = features.to(tl.int64)[:, None, None] * RANK + tl.arange(0, RANK)[None, None, :]
+    pointers = b + (named.to(tl.int64) * b_stride)[None, :, None] + place
+    mask = (named >= 0)[None, :, None] & (features < n)[:, None, None]
+    return named, tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def prepare_rows(
+    lora, features, feature, rows, m, n, RANK: tl.constexpr, PARTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """What `add_to_rows` needs and can be loaded before the wait for the kernel before.
+
+    Args:
+        feature: the first of `features`, which lie in one part.
+    """
+    _, _, _, slots, _, _, _, _, bounds, _, _, _, _, _, _ = lora
+    named, factors = _load_factors(lora, 0, features, n, RANK, TOGETHER)
+    row_slots = tl.load(slots + rows, mask=rows < m, other=-1)
+    return factors, named, row_slots, _part_of(bounds, feature, PARTS)
+
+
+@triton.jit
+def _add_factors(total, factors, named, low, row_slots, RANK: tl.constexpr, TOGETHER: tl.constexpr):
+    """total + `_load_factors` times the sums `low` [RANK, rows] of the rows that have these."""
+    mine = named[:, None, None] == row_slots[None, None, :]
+    spread = tl.where(mine, low[None, :, :], 0.0)
+    factors = tl.reshape(factors, (total.shape[0], TOGETHER * RANK))
+    spread = tl.reshape(spread, (TOGETHER * RANK, row_slots.shape[0])).to(factors.dtype)
+    if IN_INTERPRETER:
+        factors, spread = factors.to(tl.float32), spread.to(tl.float32)
+    return tl.dot(factors, spread, total)
+
+
+@triton.jit
+def add_to_rows(
+    total, lora, prepared, features, rows, m, n, RANK: tl.constexpr, PARTS: tl.constexpr,
+    SHARES: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """total [features, rows] + each row's B times its sums; `prepared`: of `prepare_rows`."""
+    _, _, sums, _, distinct, _, _, _, _, _, _, _, _, _, _ = lora
+    factors, named, row_slots, part = prepared
+    shares = tl.arange(0, triton.next_power_of_2(SHARES))
+    line = part * RANK + tl.arange(0, RANK)
+    place = (shares[:, None] * m + rows[None, :]) * (PARTS * RANK)
+    pointers = sums + place[:, None, :] + line[None, :, None]
+    mask = (row_slots >= 0)[None, :] & (shares < SHARES)[:, None]
+    mask = mask[:, None, :] & (line >= 0)[None, :, None]
+    bits = tl.load(pointers, mask=mask, other=0, volatile=True)
+    low = tl.sum(_wait_for_sums(bits, pointers, mask), 0)
+    total = _add_factors(total, factors, named, low, row_slots, RANK, TOGETHER)
+    for first in tl.range(TOGETHER, tl.load(distinct), TOGETHER, num_stages=1):
+        named, factors = _load_factors(lora, first, features, n, RANK, TOGETHER)
+        total = _add_factors(total, factors, named, low, row_slots, RANK, TOGETHER)
+    return total
+
+
+@triton.jit(do_not_specialize=["m", "words"])
+def row_slots_kernel(
+    slots,  # [m] int32
+    distinct,  # [1 + SLOTS] int32
+    sums,  # [words] int32
+    request_slots,  # [m] int32
+    adapter_of,  # [requests] int32
+    m,
+    words,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FILL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program sets words of the sums; the first one does the rest, too."""
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    place = tl.program_id(0) * FILL + tl.arange(0, FILL)
+    tl.store(sums + place, tl.full((FILL,), NOT_YET, tl.int32), mask=place < words)
+    if tl.program_id(0) == 0:
+        rows = tl.arange(0, ROWS)
+        request = tl.load(request_slots + rows, mask=rows < m, other=0)
+        own = tl.load(adapter_of + request, mask=rows < m, other=-1)
+        tl.store(slots + rows, own, mask=rows < m)
+        numbers = tl.arange(0, SLOTS)
+        named = tl.max((own[None, :] == numbers[:, None]).to(tl.int32), 1)
+        count = tl.sum(named, 0)
+        tl.store(distinct + tl.cumsum(named, 0), numbers, mask=named > 0)
+        tl.store(distinct + 1 + numbers, _NO_MORE, mask=numbers >= count)
+        tl.store(distinct, count)
+
+
+def row_slots(request_slots: Tensor, adapter_of: Tensor, *, num_slots: int, words: int) -> RowSlots:
+    """The adapters of a step's rows, and room for the sums of its products.
+
+    Another kernel has to lie between this one and the first product, which reads the result before
+    it waits for the kernel before.
+
+    Args:
+        request_slots: [M] int32 request slot of each row, M from 1 to `MAX_ROWS`.
+        adapter_of: [requests] int32 adapter slot of each request slot, or `NO_SLOT`.
+        num_slots: adapter slots.
+        words: of the sums of all products.
+    """
+    m, device = len(request_slots), request_slots.device
+    size = triton.next_power_of_2(num_slots)
+    assert 0 < m <= MAX_ROWS and request_slots.is_contiguous() and adapter_of.is_contiguous()
+    assert request_slots.dtype == adapter_of.dtype == torch.int32
+    assert request_slots.is_cuda or INTERPRETED
+    rows = RowSlots(
+        torch.empty(m, dtype=torch.int32, device=device),
+        torch.empty(1 + size, dtype=torch.int32, device=device),
+        torch.empty(words, dtype=torch.int32, device=device),
+    )
+    row_slots_kernel[(max(1, triton.cdiv(words, _FILL)),)](
+        *(rows.slots, rows.distinct, rows.sums, request_slots, adapter_of, m, words),
+        ROWS=triton.next_power_of_2(m),
+        SLOTS=size,
+        FILL=_FILL,
+        num_warps=4,
+        **pdl_options(device),
+    )
+    return rows
+
+
+def row_slots_reference(
+    request_slots: Tensor, adapter_of: Tensor, *, num_slots: int, words: int
+) -> RowSlots:
+    """`row_slots` in plain torch."""
+    slots = adapter_of[request_slots.long()]
+    named = slots[slots != NO_SLOT].unique()
+    distinct = slots.new_full((1 + triton.next_power_of_2(num_slots),), _NO_MORE.value)
+    distinct[0], distinct[1 : 1 + len(named)] = len(named), named
+    return RowSlots(slots, distinct, slots.new_full((words,), _WORD_NOT_YET))

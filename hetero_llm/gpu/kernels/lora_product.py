@@ -1,0 +1,128 @@
+"""A product with the adapters of its rows, by the kernels that serve it.
+
+| rows, adapters, product | kernels |
+|---|---|
+| up to `fused_lora.MAX_ROWS` rows, ranks up to `fused_lora.MAX_RANK`, bf16 or fp16, `skinny_gemm.linear` or a `QuantizedProduct` with few rows | one: the product with the adapters inside |
+| all others | three: `lora_shrink`, the product, `lora_expand` |
+
+Sums of products with adapters inside lie in memory that a step has set up before (`StepRows`).
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hetero_llm.gpu.kernels import fused_lora, quantized_gemm, skinny_gemm
+from hetero_llm.gpu.kernels.fused_lora import FusedAdapters, num_sums, row_slots
+from hetero_llm.gpu.kernels.lora import LoraSlots, lora_expand, lora_shrink
+from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct
+from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig
+from hetero_llm.models.layers import Product
+
+
+class StepRows:
+    """The adapters of the rows of one forward pass.
+
+    Attributes:
+        slots: [M] int32, see `RowSlots`.
+        distinct: likewise; None where no product has the adapters inside.
+    """
+
+    def __init__(
+        self, request_slots: Tensor, adapter_of: Tensor, *, num_slots: int, words: int
+    ) -> None:
+        """
+        Args:
+            request_slots: [M] int32 request slot of each row.
+            adapter_of: [requests] int32 adapter slot of each request slot, or `NO_SLOT`.
+            num_slots: adapter slots.
+            words: `sums_of_product` of all products together.
+        """
+        self.distinct: Tensor | None = None
+        if words == 0:
+            self.slots = adapter_of.index_select(0, request_slots)
+            return
+        rows = row_slots(request_slots, adapter_of, num_slots=num_slots, words=words)
+        self.slots, self.distinct, self._sums = rows.slots, rows.distinct, rows.sums
+        self._taken = 0
+
+    def take(self, words: int) -> Tensor | None:
+        """Room for the sums of the next product; None: there is no more, as a layer runs twice."""
+        begin, self._taken = self._taken, self._taken + words
+        return self._sums[begin : self._taken] if self._taken <= len(self._sums) else None
+
+
+def sums_of_product(product: Product, m: int, weights: LoraSlots) -> int:
+    """Words of the sums of a product of m rows with the adapters inside; 0: they are not."""
+    config = _fused_config(product, m, weights)
+    return 0 if config is None else _num_sums(product, m, weights, config)
+
+
+def product_with_adapters(
+    product: Product,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    rows: StepRows,
+    weights: LoraSlots,
+) -> Tensor:
+    """`product(x, weight, bias)` and each row's adapter.
+
+    Args:
+        x: [M, K], rows contiguous, the rows of `rows`.
+        weights: of the layer.
+
+    Returns:
+        [M, N] in x's dtype.
+    """
+    y = None if rows.distinct is None else _fused(product, x, weight, bias, rows, weights)
+    if y is not None:
+        return y
+    u = lora_shrink(x, rows.slots, weights)
+    return lora_expand(product(x, weight, bias), u, rows.slots, weights)
+
+
+def _fused(
+    product: Product, x: Tensor, weight: Tensor, bias: Tensor | None,
+    rows: StepRows, weights: LoraSlots,
+) -> Tensor | None:  # fmt: skip
+    """None: this product cannot have them inside."""
+    m = len(x)
+    config = _fused_config(product, m, weights)
+    if config is None or rows.distinct is None:
+        return None
+    if isinstance(product, QuantizedProduct):
+        served = quantized_gemm.serves(x, product.matrix, bias)
+    else:
+        served = skinny_gemm.serves(x, weight, bias)
+    sums = rows.take(_num_sums(product, m, weights, config)) if served else None
+    if sums is None:
+        return None
+    adapters = FusedAdapters(weights, rows.slots, rows.distinct, sums)
+    if isinstance(product, QuantizedProduct):
+        return quantized_gemm.quantized_linear(
+            x, product.matrix, bias, config=config, adapters=adapters
+        )
+    return skinny_gemm.skinny_gemm(x, weight, bias, config=config, adapters=adapters)
+
+
+def _fused_config(product: Product, m: int, weights: LoraSlots) -> SkinnyConfig | None:
+    """How a product of m rows with the adapters inside is launched; None: it is not."""
+    if not 0 < m <= fused_lora.MAX_ROWS:
+        return None
+    config = None
+    if isinstance(product, QuantizedProduct):
+        if m <= product.few_rows:
+            config = quantized_gemm.choose(m, product.matrix)
+    elif product is skinny_gemm.linear:
+        n, k = weights.b.shape[1], weights.a.shape[2]
+        config = skinny_gemm.choose(m, n, k, with_adapters=True)
+    if config is None or not skinny_gemm.fuses(config, weights):
+        return None
+    return config
+
+
+def _num_sums(product: Product, m: int, weights: LoraSlots, config: SkinnyConfig) -> int:
+    of_kind = quantized_gemm if isinstance(product, QuantizedProduct) else skinny_gemm
+    return num_sums(m, weights, of_kind.shrinking_programs(config, m, weights))
