@@ -95,7 +95,7 @@ class MadeAdapters:
             yield
 
     def read(
-        self, request: LoRARequest, targets: AdapterTargets, *, max_rank: int, dtype: torch.dtype
+        self, request: LoRARequest, targets: AdapterTargets, *, dtype: torch.dtype, **_: Any
     ) -> Adapter:
         """In the place of `read_adapter`; another name is another content to the engine."""
         number = request.lora_int_id % self._contents

@@ -29,7 +29,7 @@ class AdapterStore:
         targets: the modules of the model.
         place: makes of an adapter what is kept in host memory; None: it is kept as it is.
         capacity: most adapters in host memory; more than are held at the same time.
-        max_rank, dtype: see `read_adapter`.
+        max_rank, dtype, download_dir: see `read_adapter`.
     """
 
     def __init__(
@@ -40,12 +40,14 @@ class AdapterStore:
         max_rank: int,
         dtype: torch.dtype,
         place: Callable[[Adapter], Any] | None = None,
+        download_dir: str | None = None,
     ) -> None:
         self._targets = targets
         self._place = place
         self._capacity = capacity
         self._max_rank = max_rank
         self._dtype = dtype
+        self._download_dir = download_dir
         self._known: dict[str, tuple[LoRARequest, AdapterRef]] = {}  # by name
         self._sources: dict[str, LoRARequest] = {}  # by content, of all adapters ever opened
         self._loaded: dict[str, Any] = {}  # by content, the least recently used first
@@ -131,7 +133,13 @@ class AdapterStore:
 
     def _read(self, request: LoRARequest) -> Adapter:
         self.num_reads += 1
-        return read_adapter(request, self._targets, max_rank=self._max_rank, dtype=self._dtype)
+        return read_adapter(
+            request,
+            self._targets,
+            max_rank=self._max_rank,
+            dtype=self._dtype,
+            download_dir=self._download_dir,
+        )
 
     def _read_again(self, adapter: AdapterRef) -> None:
         request = self._sources[adapter.content_hash]
