@@ -304,6 +304,17 @@ def test_prompt_adapters_beside_lora(llama: Base, tmp_path: Path) -> None:
         base.check(output, which)
 
 
+def test_quantized_weights(llama: Base) -> None:
+    """The embedding is plain beside them."""
+    with llama.start(quantization="ifq") as llm:
+        outputs = run(llm, prompts_of(3), PARAMS, llama.requests[:3])
+    coarse = dataclasses.replace(llama, tolerance=0.6)
+    for which, output in enumerate(outputs):
+        coarse.check(output, which)
+        with pytest.raises(AssertionError):
+            coarse.check(output, (which + 1) % 3)
+
+
 def test_a_class_of_transformers(llama: Base) -> None:
     with llama.start(model_impl="transformers") as llm:
         outputs = run(llm, prompts_of(4), PARAMS, llama.requests)
