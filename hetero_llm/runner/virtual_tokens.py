@@ -29,7 +29,8 @@ class VirtualTokens:
 
     def encode(self, image: PromptImage) -> Tensor:
         """[count, hidden] float32: embeddings of virtual tokens, which come with the request."""
-        return torch.from_numpy(image.arrays[EMBEDDINGS]).to(self._device)
+        # A copy: what has come from another process cannot be written to, which torch warns of.
+        return torch.tensor(image.arrays[EMBEDDINGS], device=self._device)
 
     @contextmanager
     def given(self, embeddings: tuple[Tensor, Tensor] | None) -> Iterator[None]:

@@ -1,12 +1,14 @@
-"""Trains a LoRA adapter of the demo target in seconds: plain torch, seeded, nothing of hetero_llm.
+"""Trains adapters of the demo target in seconds: plain torch, seeded, nothing of hetero_llm.
 
-The demo target writes a body after a function's header. The adapter gives every function the same
-body, `ANSWER`, whatever its name and arguments are, and ends there.
+The demo target writes a body after a function's header. An adapter gives every function the same
+body, whatever its name and arguments are, and ends there: the LoRA adapter `LORA_ANSWER`, the
+prompt adapter `PROMPT_ANSWER`.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.helpers.adapters import TinyAdapter, change_tensors, linear_modules, write_adapter
+from tests.helpers.prompt_adapters import TinyPromptAdapter, write_prompt_adapter
 
-ANSWER = "\n    raise NotImplementedError\n"
+LORA_ANSWER = "\n    raise NotImplementedError\n"
+PROMPT_ANSWER = "\n    return None\n"
 MODULES = r".*\.(q_proj|v_proj|o_proj|down_proj)"
 RANK, ALPHA = 8, 16.0
 STEPS, BATCH, RATE = 40, 6, 1e-2
+VIRTUAL_TOKENS, PROMPT_STEPS, PROMPT_RATE = 16, 25, 0.1
 _WORDS = ("add", "load", "name", "tree", "count", "path", "merge", "key", "send", "row")
 _ARGUMENTS = ("self", "a, b", "path", "x", "key, value", "data=None", "")
 
@@ -33,8 +38,8 @@ def headers(count: int, seed: int) -> list[str]:
     ]
 
 
-def train_adapter(folder: Path, model: Any, tokenizer: Any) -> TinyAdapter:
-    """Writes the trained adapter.
+def train_lora(folder: Path, model: Any, tokenizer: Any) -> TinyAdapter:
+    """Writes a trained LoRA adapter.
 
     Args:
         model: transformers' class of the demo target in float32; left as it was.
@@ -44,28 +49,62 @@ def train_adapter(folder: Path, model: Any, tokenizer: Any) -> TinyAdapter:
         folder, model, modules=MODULES, rank=RANK, alpha=ALPHA, strength=0.0, seed=0
     )
     tensors = {name: tensor.clone().requires_grad_() for name, tensor in adapter.tensors.items()}
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
     hooks = [
         module.register_forward_hook(_adding(tensors, name))
         for name, module in linear_modules(model).items()
         if f"base_model.model.{name}.lora_A.weight" in tensors
     ]
-    optimizer = torch.optim.Adam(tensors.values(), lr=RATE)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
-    for step in range(STEPS):
-        tokens, wanted = _batch(tokenizer, headers(BATCH, seed=step))
-        logits = model(tokens).logits[:, :-1]
+    _train(
+        list(tensors.values()), STEPS, RATE, model, tokenizer, LORA_ANSWER,
+        lambda tokens: model(tokens).logits,
+    )  # fmt: skip
+    for hook in hooks:
+        hook.remove()
+    change_tensors(adapter, {name: tensor.detach() for name, tensor in tensors.items()})
+    return adapter
+
+
+def train_prompt_adapter(folder: Path, model: Any, tokenizer: Any) -> TinyPromptAdapter:
+    """Writes a trained prompt adapter, which begins as the embeddings of its answer; arguments as
+    of `train_lora`."""
+    table = model.get_input_embeddings()
+    ids = _ids(tokenizer, PROMPT_ANSWER * VIRTUAL_TOKENS)[:VIRTUAL_TOKENS]
+    virtual = table.weight[torch.tensor(ids)].detach().clone().requires_grad_()
+
+    def logits(tokens: Tensor) -> Tensor:
+        given = torch.cat((virtual.expand(len(tokens), -1, -1), table(tokens)), dim=1)
+        return model(inputs_embeds=given).logits[:, VIRTUAL_TOKENS:]
+
+    _train([virtual], PROMPT_STEPS, PROMPT_RATE, model, tokenizer, PROMPT_ANSWER, logits)
+    return write_prompt_adapter(
+        folder, VIRTUAL_TOKENS, virtual.shape[1],
+        tensors={"prompt_embeddings": virtual.detach()},
+    )  # fmt: skip
+
+
+def _train(
+    parameters: list[Tensor],
+    steps: int,
+    rate: float,
+    model: Any,
+    tokenizer: Any,
+    answer: str,
+    logits_of: Callable[[Tensor], Tensor],
+) -> None:
+    """`logits_of`: [B, T] tokens -> [B, T, vocab]."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    optimizer = torch.optim.Adam(parameters, lr=rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    for step in range(steps):
+        tokens, wanted = _batch(tokenizer, headers(BATCH, seed=step), answer)
+        logits = logits_of(tokens)[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), wanted[:, 1:].flatten(), ignore_index=-1)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
-    for hook in hooks:
-        hook.remove()
     assert loss.item() < 0.05, f"training has failed: {loss.item()}"
-    change_tensors(adapter, {name: tensor.detach() for name, tensor in tensors.items()})
-    return adapter
 
 
 def _adding(tensors: dict[str, Tensor], name: str) -> Any:
@@ -77,10 +116,14 @@ def _adding(tensors: dict[str, Tensor], name: str) -> Any:
     return add
 
 
-def _batch(tokenizer: Any, prompts: list[str]) -> tuple[Tensor, Tensor]:
-    """[B, T] tokens, and the same where they belong to an answer, else -1."""
-    answer = [*tokenizer(ANSWER, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    rows = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _batch(tokenizer: Any, prompts: list[str], text: str) -> tuple[Tensor, Tensor]:
+    """[B, T] tokens of prompts and this answer, and those of answers alone, -1 elsewhere."""
+    answer = [*_ids(tokenizer, text), tokenizer.eos_token_id]
+    rows = [_ids(tokenizer, prompt) for prompt in prompts]
     longest = max(map(len, rows)) + len(answer)
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
     wanted = torch.full((len(rows), longest), -1)
