@@ -157,6 +157,18 @@ quantized_70b 240 12 [named]: -m bench.engine.gpu_suite --shape llama-3.1-70b --
     --batches 1,8 --lengths 1024 --quantization fp8 --out {out}
 """,
     ),
+    "adapters": Part(
+        "LoRA and prompt adapters", "one H200", limit=590,
+        table=f"""
+tests_adapters 200 failures: -m pytest tests/gpu/kernels/test_lora.py tests/gpu/test_adapters.py
+    tests/gpu/scenarios/test_lora_cuda.py tests/gpu/scenarios/test_prompt_adapters_cuda.py
+    -n 5 --dist loadfile {_PYTEST}
+lora_steps 180 16: -m bench.engine.lora --arms none,decode,prefill,cold
+    --out {{out}}/lora.llama-3.1-8b.g.json
+lora_zipf 180 8: -m bench.engine.lora --arms zipf --out {{out}}/lora_zipf.llama-3.1-8b.g.json
+kernels_lora 100 10: -m bench.kernels.lora --out {{out}}/kernels_lora.json
+""",
+    ),
     "lookahead": Part(
         "the lookahead cache", "one H200",
         table=f"""{_BUILD}

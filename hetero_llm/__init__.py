@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from hetero_llm.core.pooling_outputs import ScoringOutput as ScoringOutput
     from hetero_llm.core.pooling_outputs import ScoringRequestOutput as ScoringRequestOutput
     from hetero_llm.core.pooling_params import PoolingParams as PoolingParams
+    from hetero_llm.core.prompt_adapter import PromptAdapterRequest as PromptAdapterRequest
     from hetero_llm.core.sampling_params import BeamSearchParams as BeamSearchParams
     from hetero_llm.core.sampling_params import RequestOutputKind as RequestOutputKind
     from hetero_llm.core.sampling_params import SamplingParams as SamplingParams
@@ -83,6 +84,7 @@ _HOMES = {
     "BeamSearchOutput": "hetero_llm.core.outputs",
     "BeamSearchSequence": "hetero_llm.core.outputs",
     "LoRARequest": "hetero_llm.core.lora",
+    "PromptAdapterRequest": "hetero_llm.core.prompt_adapter",
     "PoolingParams": "hetero_llm.core.pooling_params",
     "ClassificationOutput": "hetero_llm.core.pooling_outputs",
     "ClassificationRequestOutput": "hetero_llm.core.pooling_outputs",

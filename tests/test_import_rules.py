@@ -102,6 +102,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "beam_search": ("core",),
     "pooling_params": ("core",),
     "lora.request": ("core",),
+    "prompt_adapter": ("core",),
     "v1": ("core",),
     "v1.engine": ("engine.async_engine",),
     "entrypoints": ("engine.llm",),
@@ -377,7 +378,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 def test_importing_vllms_paths_loads_nothing_heavy() -> None:
     paths = "sampling_params inputs outputs beam_search pooling_params lora.request"
-    names = [*paths.split(), "engine.arg_utils", "v1.metrics.reader"]
+    names = [*paths.split(), "prompt_adapter.request", "engine.arg_utils", "v1.metrics.reader"]
     code = "\n".join(f"import hetero_llm.{name}" for name in names)
     assert _loaded(f"{code}\nfrom hetero_llm import EngineArgs, SamplingParams", HEAVY) == set()
 

@@ -11,7 +11,6 @@ _LARGEST = 2**31 - 1
 
 _TENSOR_PARALLEL = "tensor parallelism"
 _MOST_LORAS, _MOST_RANK = 1024, 512
-_PROMPT_ADAPTERS = "prompt adapter support"
 _ONE_DEVICE = "the engine runs on one device, without remote workers."
 
 CONSTRAINTS = grouped(
@@ -500,26 +499,27 @@ ADAPTERS = grouped(
         "Shard all of the LoRA computation.",
         reason=_ONE_DEVICE,
     ),
-    not_yet(
+    effective(
         "enable_prompt_adapter",
         _BOOL,
         False,
-        "Accept prompt adapters.",
-        feature=_PROMPT_ADAPTERS,
+        "Accept prompt adapters (PEFT's prompt tuning); torch then serves the model.",
     ),
-    not_yet(
+    effective(
         "max_prompt_adapters",
         _INT,
         1,
-        "Most prompt adapters in one batch.",
-        feature=_PROMPT_ADAPTERS,
+        "Most prompt adapters in memory; others are read again when they are needed.",
+        minimum=1,
+        maximum=_LARGEST,
     ),
-    not_yet(
+    effective(
         "max_prompt_adapter_token",
         _INT,
         0,
-        "Most tokens of a prompt adapter.",
-        feature=_PROMPT_ADAPTERS,
+        "Most virtual tokens of a prompt adapter; must be given with enable_prompt_adapter.",
+        minimum=0,
+        maximum=_LARGEST,
     ),
     not_yet(
         "qlora_adapter_name_or_path",

@@ -110,12 +110,12 @@ _MANUAL: tuple[ArgSpec, ...] = (
         "Folder inside which clients may load further adapters (/v1/load_lora_adapter and "
         "/v1/unload_lora_adapter, which do not exist without it); needs enable_lora.",
     ),
-    _later(
+    _serve(
         "prompt_adapters",
         _LIST,
-        None,
-        "Prompt adapters, as name=path.",
-        feature="prompt adapters",
+        (),
+        "Prompt adapters that clients may name as the model, as name=path; needs "
+        "enable_prompt_adapter.",
         many_words=True,
     ),
     _serve("ssl_keyfile", Kind.PATH, None, "TLS key file."),

@@ -15,6 +15,8 @@ from hetero_llm.config.offload_config import OffloadConfig as OffloadConfig
 from hetero_llm.config.offload_config import offload_from_args
 from hetero_llm.config.pooling_config import PoolingConfig as PoolingConfig
 from hetero_llm.config.pooling_config import pooling_from_args
+from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig as PromptAdapterConfig
+from hetero_llm.config.prompt_adapter_config import prompt_adapters_from_args
 from hetero_llm.config.speculation_config import SpeculationConfig as SpeculationConfig
 from hetero_llm.config.speculation_config import speculation_from_args
 from hetero_llm.core.errors import ConfigError
@@ -149,6 +151,7 @@ class EngineConfig:
     pooling: PoolingConfig = PoolingConfig()
     constraints: ConstraintsConfig = ConstraintsConfig()
     lora: LoraConfig = LoraConfig()
+    prompt_adapters: PromptAdapterConfig = PromptAdapterConfig()
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> EngineConfig:
@@ -217,6 +220,7 @@ class EngineConfig:
             pooling=pooling_from_args(args),
             constraints=constraints_from_args(args),
             lora=lora_from_args(args),
+            prompt_adapters=prompt_adapters_from_args(args),
         )
 
 

@@ -42,6 +42,8 @@ class Request:
         images: of its prompt; `prompt_token_ids` holds their placeholder tokens. None without any.
         grammar: that its outputs follow; None: they are free.
         adapter: that is added to the model for it; None: the model alone. `root_hash` covers it.
+        num_virtual_tokens: tokens at the beginning of `prompt_token_ids` that stand for those of a
+            prompt adapter, whose embeddings are `images`; users do not see them.
         failed_field: the user's field at which it failed, if that was its adapter.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; -1 before.
         synchronous: every token must be known on the host before the next step is made.
@@ -72,6 +74,7 @@ class Request:
     adapter: AdapterRef | None = None
     failed_field: str | None = None
     packed_prompt: bytes = b""
+    num_virtual_tokens: int = 0
     synchronous: bool = field(init=False)
     may_draft: bool = field(init=False)
     num_first_samples: int = field(init=False)
@@ -83,6 +86,12 @@ class Request:
         )
         self.may_draft = not params.use_beam_search
         self.num_first_samples = 1 if params.use_beam_search else params.width
+
+    @property
+    def shown_prompt_ids(self) -> list[int]:
+        """The tokens of the prompt without virtual ones."""
+        virtual = self.num_virtual_tokens
+        return self.prompt_token_ids[virtual:] if virtual else self.prompt_token_ids
 
 
 @dataclass(slots=True, eq=False)

@@ -69,6 +69,8 @@ class AdmittedSequence:
         images: those of its prompt; None without any.
         grammar: that its output follows; None: the output is free.
         adapter_slot: of its adapter; `NO_ADAPTER`: the model alone.
+        num_virtual_tokens: tokens at its beginning whose embeddings come from `images` and which
+            no processor of logits sees.
     """
 
     request_slot: int
@@ -84,6 +86,7 @@ class AdmittedSequence:
     images: PromptImages | None = None
     grammar: Grammar | None = None
     adapter_slot: int = NO_ADAPTER
+    num_virtual_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

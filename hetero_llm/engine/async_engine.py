@@ -15,6 +15,8 @@ import signal
 import time
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hetero_llm.config.engine_config import EngineConfig
@@ -38,6 +40,7 @@ from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.pooling import Finish, PoolingInput, PoolingRequest, PoolingResult
 from hetero_llm.core.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from hetero_llm.core.pooling_params import PoolingParams
+from hetero_llm.core.prompt_adapter import PromptAdapterRequest, check_prompt_adapter_request
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine import messages
@@ -51,8 +54,10 @@ from hetero_llm.engine.metric_objects import metric_objects
 from hetero_llm.engine.output_stream import Assembler, OutputStream
 from hetero_llm.engine.pooling_inputs import PoolingInputs
 from hetero_llm.engine.pooling_stream import PoolingStream
+from hetero_llm.engine.prompt_adapters import open_prompt_adapters
 from hetero_llm.engine.resolve import open_model
 from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads, open_grammars
+from hetero_llm.models.folders import is_hub_id
 from hetero_llm.pooling.pooling_model import PoolingModel
 
 logger = logging.getLogger(__name__)
@@ -174,6 +179,9 @@ class AsyncLLMEngine:
             images=self.images,
             grammars=grammars,
             constraints=config.constraints,
+            prompt_adapters=None
+            if isinstance(model, PoolingModel)
+            else open_prompt_adapters(config, model),
         )
         self.pooling_inputs = None
         if isinstance(model, PoolingModel):
@@ -189,6 +197,8 @@ class AsyncLLMEngine:
         self._keys: dict[str, str] = {}  # by request id
         self._num_requests = 0
         self._adapters: dict[LoRARequest, AdapterRef] = {}  # that the engine knows
+        self._lora_enabled = config.lora.enabled
+        self._download_dir = config.load.download_dir
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._metrics: dict[str, float] = {}
@@ -236,14 +246,14 @@ class AsyncLLMEngine:
         request_id: str,
         lora_request: LoRARequest | None = None,
         trace_headers: None = None,
-        prompt_adapter_request: None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """See `EngineClient`. A prompt has any of the forms that `LLM.generate` takes.
 
         If the reader is slower than the engine, outputs beyond 256 are merged. All outputs but the
-        last have the `metrics` of the first. `lora_request` names the adapter of the request.
-        `trace_headers`, `prompt_adapter_request` and another priority than 0 are not available yet.
+        last have the `metrics` of the first. `lora_request` and `prompt_adapter_request` name the
+        adapters of the request. `trace_headers` and another priority than 0 are not available yet.
         """
         outputs = await self.add_request(
             request_id,
@@ -266,7 +276,7 @@ class AsyncLLMEngine:
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
         trace_headers: None = None,
-        prompt_adapter_request: None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Starts a request at once and returns the outputs that `generate` yields. Read them to
@@ -275,13 +285,14 @@ class AsyncLLMEngine:
         Args:
             arrival_time: not used: a request arrives with this call.
             lora_request: its adapter, which the engine reads if it is new; needs `enable_lora`.
+            prompt_adapter_request: its prompt adapter, which a thread of this process reads if it
+                is not in memory; needs `enable_prompt_adapter`.
 
         Raises:
             RequestError, OverloadedError, DuplicateRequestError, EngineDeadError: see
                 `EngineClient.generate`.
         """
         refuse_later("trace_headers", trace_headers, "tracing of requests without a server")
-        refuse_later("prompt_adapter_request", prompt_adapter_request, "prompt adapters")
         refuse_later("priority", priority or None, "priority scheduling")
         self._attach_loop()
         if self.info.pooling is not None:
@@ -292,7 +303,11 @@ class AsyncLLMEngine:
             adapter = None
             if lora_request is not None:
                 adapter = await self._open_adapter(check_lora_request(lora_request))
-            request = await self._checked_request(parse_prompt(prompt), params, adapter)
+            if prompt_adapter_request is not None:
+                await self.add_prompt_adapter(prompt_adapter_request)
+            request = await self._checked_request(
+                parse_prompt(prompt), params, adapter, prompt_adapter_request
+            )
             self._submit(stream, request)
         except BaseException:
             self._close_stream(stream)
@@ -435,7 +450,11 @@ class AsyncLLMEngine:
         raise OverloadedError(self.finish_rate.seconds_for(waiting + 1), reason)
 
     async def _checked_request(
-        self, prompt: Prompt, params: SamplingParams, adapter: AdapterRef | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        adapter: AdapterRef | None,
+        prompt_adapter: PromptAdapterRequest | None,
     ) -> Request:
         """The request, checked and ready for the engine.
 
@@ -447,7 +466,7 @@ class AsyncLLMEngine:
             params = params.clone()  # its owner may assign to it while a thread works
 
         def make() -> Request:
-            return self._inputs.make_request("", prompt, params, adapter)
+            return self._inputs.make_request("", prompt, params, adapter, prompt_adapter)
 
         if prompt.images:
             return await self.threads.run_on_images(make)
@@ -490,6 +509,28 @@ class AsyncLLMEngine:
         """The numbers of the known adapters."""
         return {request.lora_int_id for request in self._adapters}
 
+    async def add_prompt_adapter(self, request: PromptAdapterRequest) -> None:
+        """Reads a prompt adapter before a request needs it.
+
+        Raises:
+            AdapterError: it cannot be served.
+        """
+        known = self._inputs.prompt_adapters
+        if not known.is_loaded(check_prompt_adapter_request(request)):
+            await asyncio.to_thread(known.open, request)
+
+    async def num_virtual_tokens(self, path: str) -> int:
+        """Of the prompt adapter in a folder, or of a hub id.
+
+        Raises:
+            AdapterError: there is none.
+        """
+        from hetero_llm.lora.prompt_tuning import num_virtual_tokens
+
+        return await asyncio.to_thread(
+            partial(num_virtual_tokens, path, download_dir=self._download_dir)
+        )
+
     async def _open_adapter(self, request: LoRARequest) -> AdapterRef:
         """The adapter of a request; the engine is asked once for each.
 
@@ -500,14 +541,30 @@ class AsyncLLMEngine:
         known = self._adapters.get(named)
         if known is not None and not request.load_inplace:
             return known
+        path = await self._local_path(request)
         content_hash, rank = await self._call_engine(
-            "open_adapter", request.lora_name, request.lora_int_id, request.lora_path,
+            "open_adapter", request.lora_name, request.lora_int_id, path,
             request.base_model_name, request.load_inplace,
         )  # fmt: skip
         for other in [one for one in self._adapters if one.lora_name == request.lora_name]:
             del self._adapters[other]
         found = self._adapters[named] = AdapterRef(named, content_hash, rank)
         return found
+
+    async def _local_path(self, request: LoRARequest) -> str:
+        """The adapter's path for the engine, which makes no step while it opens one: what a hub id
+        names is fetched here.
+
+        Raises:
+            AdapterError: the hub did not deliver it.
+        """
+        path = request.lora_path
+        if not self._lora_enabled or not is_hub_id(path) or Path(path).exists():
+            return path
+        from hetero_llm.lora.files import adapter_folder
+
+        fetch = partial(adapter_folder, path, field="lora_path", download_dir=self._download_dir)
+        return str(await asyncio.to_thread(fetch))
 
     # -- the engine as a whole --------------------------------------------------------------
 

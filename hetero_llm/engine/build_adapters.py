@@ -41,6 +41,7 @@ def prepare_adapters(
     dtype: torch.dtype,
     *,
     on_gpu: bool,
+    download_dir: str | None = None,
 ) -> ServedAdapters | None:
     """Merges the adapter that is to be merged, and opens the host memory of the others.
 
@@ -48,6 +49,7 @@ def prepare_adapters(
         model: just loaded, its layers not replaced yet.
         dtype: of the model.
         on_gpu: kernels on a GPU apply the adapters.
+        download_dir: cache folder of adapters from the hub.
 
     Returns:
         None if requests have no adapters.
@@ -58,7 +60,7 @@ def prepare_adapters(
     if config.merge is not None:
         from hetero_llm.lora.merge import merge_adapter
 
-        merge_adapter(model, model_config, config.merge)
+        merge_adapter(model, model_config, config.merge, download_dir=download_dir)
     if not config.enabled:
         return None
     import torch
@@ -85,6 +87,7 @@ def prepare_adapters(
         max_rank=config.max_rank,
         dtype=wanted,
         place=place,
+        download_dir=download_dir,
     )
     return ServedAdapters(store, layout)
 

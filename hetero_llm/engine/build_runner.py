@@ -60,6 +60,7 @@ class RunnerInputs:
     layer_ready: LayerReadyFlags | None
     kv_scales: torch.Tensor | None
     adapters: GpuAdapters | None
+    prompt_adapters: bool
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -107,6 +108,7 @@ def build_runner(
         layer_ready,
         _kv_scales(config, model, model_config, shape.dtype),
         adapters,
+        config.prompt_adapters.enabled,
     )
     if config.cache.num_blocks is not None:
         needed, length = inputs.blocks_per_sequence, scheduler_config.max_model_len
@@ -178,7 +180,7 @@ def check_context(
     """
     shape, cache = cache_shape(config, model_config, dtype, device), config.cache
     read_kv_scales(config, model_config, shape.dtype)
-    if device.type == "cuda" and not runs_on_torch(config.batch_invariant, model_config):
+    if device.type == "cuda" and not runs_on_torch(config, model_config):
         from hetero_llm.gpu.attention_context import check_supported
 
         check_supported(model_config)
@@ -257,9 +259,10 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
     from hetero_llm.runner.kv_cache import PagedKVCache
 
     takes_images = isinstance(inputs.model_config, ImageModelConfig)
-    if takes_images:
-        logger.info("a model with images runs without CUDA graphs")
-    on_torch = runs_on_torch(inputs.batch_invariant, inputs.model_config)
+    if takes_images or inputs.prompt_adapters:
+        what = "a model with images" if takes_images else "enable_prompt_adapter: the model"
+        logger.info("%s runs without CUDA graphs", what)
+    on_torch = inputs.batch_invariant or inputs.prompt_adapters or takes_images
     graphs = not on_torch and not inputs.enforce_eager and _can_be_captured(inputs.model)
 
     def runner_with(num_blocks: int, graphs: bool) -> BuiltRunner:
@@ -316,9 +319,10 @@ def _can_be_captured(model: CausalLM) -> bool:
     return True
 
 
-def runs_on_torch(batch_invariant: bool, model_config: ModelConfig) -> bool:
+def runs_on_torch(config: EngineConfig, model_config: ModelConfig) -> bool:
     """Whether plain torch computes the attention on a GPU."""
-    return batch_invariant or isinstance(model_config, ImageModelConfig)
+    wanted = config.batch_invariant or config.prompt_adapters.enabled
+    return wanted or isinstance(model_config, ImageModelConfig)
 
 
 def cache_shape(
@@ -376,7 +380,9 @@ def _why_no_fp8(
         return "needs a GPU; use auto on a CPU"
     if config.batch_invariant:
         return "cannot be combined with batch_invariant: use one of them"
-    if runs_on_torch(config.batch_invariant, model_config):
+    if config.prompt_adapters.enabled:
+        return "cannot be combined with enable_prompt_adapter: use one of them"
+    if runs_on_torch(config, model_config):
         return "a model with images needs auto"
     if wanted != "fp8_e5m2" and torch.cuda.get_device_capability(device) < _FP8_GPU:
         return "needs a GPU of compute capability 8.9 or later; use auto or fp8_e5m2"
@@ -456,6 +462,7 @@ def _torch_runner(
         device=inputs.device,
         batch_invariant=inputs.batch_invariant,
         row_kernel=row_kernel,
+        prompt_adapters=inputs.prompt_adapters,
     )
     runner.typical = inputs.typical
     runner.layer_ready = inputs.layer_ready

@@ -18,6 +18,7 @@ from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.lora import LoRARequest, check_lora_request
 from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.core.outputs import RequestOutput
+from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import SchedulerOutput
@@ -142,8 +143,9 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams,
         lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> Request:
-        """Builds and checks a request without starting it. Its adapter is read if it is new.
+        """Builds and checks a request without starting it. Its adapters are read if they are new.
 
         Raises:
             RequestError: the engine could never serve it.
@@ -151,7 +153,9 @@ class Engine:
         adapter = None
         if lora_request is not None:
             adapter = self.adapters.open(check_lora_request(lora_request))
-        request = self.input_processor.make_request(request_id, prompt, params, adapter)
+        request = self.input_processor.make_request(
+            request_id, prompt, params, adapter, prompt_adapter_request
+        )
         self.check_request(request)
         return request
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.outputs import RequestOutput
+from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -127,11 +128,13 @@ class EngineClient(Protocol):
         sampling_params: SamplingParams,
         request_id: str,
         lora_request: LoRARequest | None = None,
+        *,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the outputs of one request, as `sampling_params.output_kind` says, until it is
         finished.
 
-        `lora_request` names its adapter; None: the base model.
+        `lora_request` and `prompt_adapter_request` name its adapters; None: the base model.
 
         Closing the generator aborts the request.
 
@@ -152,6 +155,21 @@ class EngineClient(Protocol):
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Forgets the adapter with this number; its requests go on."""
+
+    async def add_prompt_adapter(self, request: PromptAdapterRequest) -> None:
+        """Reads a prompt adapter before a request needs it.
+
+        Raises:
+            AdapterError: it cannot be served.
+        """
+
+    async def num_virtual_tokens(self, path: str) -> int:
+        """Of the prompt adapter in a folder, or of a hub id.
+
+        Raises:
+            AdapterError: there is none.
+        """
+        ...
 
     async def pool(
         self, request_id: str, inputs: Sequence[PoolingInput], finish: Finish

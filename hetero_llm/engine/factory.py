@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.config.offload_config import no_effect_on_cpu
+from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig
 from hetero_llm.core.drafter import CostAware
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.core.step_times import StepTimes
@@ -56,6 +57,7 @@ from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.images import ImageInputs, open_images
 from hetero_llm.engine.input_processor import InputProcessor
 from hetero_llm.engine.output_processor import OutputProcessor
+from hetero_llm.engine.prompt_adapters import open_prompt_adapters
 from hetero_llm.engine.resolve import (
     find_model,
     limit_steps,
@@ -257,7 +259,9 @@ def _join(
         backend=backend,
         loaded=lambda model: served.append(
             prepare_adapters(
-                *(config.lora, model, model_config, dtype), on_gpu=device.type == "cuda"
+                *(config.lora, model, model_config, dtype),
+                on_gpu=device.type == "cuda",
+                download_dir=config.load.download_dir,
             )
         ),
     )
@@ -309,12 +313,12 @@ def _join(
             images=inputs.images,
             grammars=inputs.grammars,
             constraints=config.constraints,
+            prompt_adapters=open_prompt_adapters(config, model_config),
         ),
         scheduler,
         runner,
         OutputProcessor(tokenizer, scheduler.stop_sequence),
-        asynchronous=device.type == "cuda"
-        and not runs_on_torch(config.batch_invariant, model_config),
+        asynchronous=device.type == "cuda" and not runs_on_torch(config, model_config),
         speculation_log=make_log(config.speculation),
         background_drafter=background_drafter_of(drafter, config.speculation),
         grammars=inputs.grammars,
@@ -409,6 +413,7 @@ def _device_draft(
         cache=dataclasses.replace(config.cache, scales_path=None),  # of the target
         speculation=None,
         offload=None,
+        prompt_adapters=PromptAdapterConfig(),  # the draft model sees tokens only
     )
     dtype, device = inputs.dtype, inputs.device
     if backend == "native":
@@ -512,6 +517,8 @@ def _check_no_adapters(config: EngineConfig) -> None:
     reason = "a model that pools takes no adapters yet"
     if config.lora.enabled:
         raise ConfigError("enable_lora", True, reason)
+    if config.prompt_adapters.enabled:
+        raise ConfigError("enable_prompt_adapter", True, reason)
     if config.lora.merge is not None:
         raise ConfigError("lora_merge", config.lora.merge, reason)
 
@@ -524,6 +531,7 @@ def _check_adapters(config: EngineConfig, device: torch.device) -> None:
         for name, given in (
             ("batch_invariant", config.batch_invariant),
             ("cpu_offload_gb", config.load.cpu_offload_gb),
+            ("enable_prompt_adapter", config.prompt_adapters.enabled),
         ):
             if given:
                 raise ConfigError("enable_lora", True, reason.format(name))
@@ -546,6 +554,7 @@ def _native_backend(
             dtype,
             batch_invariant=config.batch_invariant,
             adapters=config.lora.enabled,
+            prompt_adapters=config.prompt_adapters.enabled,
         )
     given = {
         "cpu_backend": cpu.backend != "native",

@@ -14,16 +14,23 @@ from typing import Any
 import numpy as np
 
 from hetero_llm.config.engine_config import ConstraintsConfig
+from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig
 from hetero_llm.core.errors import PromptError, RequestError, SamplingError
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.images import PromptImages
 from hetero_llm.core.lora import AdapterRef, LoRARequest, check_lora_request
 from hetero_llm.core.outputs import RequestMetrics
+from hetero_llm.core.prompt_adapter import (
+    VIRTUAL_TOKEN,
+    PromptAdapterRequest,
+    pair_prompt_adapters,
+)
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams, is_text
 from hetero_llm.core.structured_outputs import GuidedDecodingRequest
 from hetero_llm.engine.constraint_defaults import ConstraintDefaults
 from hetero_llm.engine.images import FIELD, ImageInputs, given_images
+from hetero_llm.engine.prompt_adapters import PromptAdapters
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.kv_cache.prefix_cache import hash_root, token_bytes
 from hetero_llm.scheduler.beam_search import candidates_needed
@@ -170,6 +177,7 @@ class InputProcessor:
         images: prepares the images of prompts; None if the model takes none.
         grammars: compiles the constraints of outputs; None without a tokenizer.
         constraints: what holds for all of them.
+        prompt_adapters: those that requests may have; None: they may have none.
     """
 
     def __init__(
@@ -184,6 +192,7 @@ class InputProcessor:
         images: ImageInputs | None = None,
         grammars: GrammarCompiler | None = None,
         constraints: ConstraintsConfig | None = None,
+        prompt_adapters: PromptAdapters | None = None,
     ) -> None:
         self._grammars = grammars
         self._constraints = ConstraintDefaults(tokenizer, constraints or ConstraintsConfig())
@@ -194,6 +203,7 @@ class InputProcessor:
         self._max_logprobs = max_logprobs
         self._seed = seed
         self._images = images
+        self.prompt_adapters = prompt_adapters or PromptAdapters(PromptAdapterConfig(), size=0)
         self._numbers = count(1)  # of requests; `next` is safe in several threads
 
     def make_request(
@@ -202,11 +212,13 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams,
         adapter: AdapterRef | None = None,
+        prompt_adapter: PromptAdapterRequest | None = None,
     ) -> Request:
-        """Builds a request.
+        """Builds a request. Its prompt adapter is read unless it is in memory.
 
         Args:
-            adapter: of the engine's; cached prefixes and drafts are kept apart by its content.
+            adapter: of the engine's; cached prefixes and drafts are kept apart by its content, and
+                by that of `prompt_adapter`.
 
         Raises:
             RequestError: the prompt or a parameter cannot be served by this engine.
@@ -218,20 +230,29 @@ class InputProcessor:
         for field, text in (("prompt", prompt.text), ("cache_salt", prompt.cache_salt)):
             if text is not None and not is_text(text):
                 raise PromptError(field, text, "holds half a surrogate pair, which is no text")
-        token_ids, packed, images = self._tokens_and_images(prompt, params)
+        virtual = None
+        if prompt_adapter is not None:
+            virtual = self.prompt_adapters.open(prompt_adapter)
+        num_virtual = 0 if virtual is None else virtual.num_tokens
+        token_ids, packed, images = self._tokens_and_images(prompt, params, num_virtual)
+        grammar = self._grammar(params, token_ids)
         end_ids = frozenset() if params.ignore_eos else self._eos_ids
         end_ids |= frozenset(params.stop_token_ids or ())
         limit = self._max_model_len
         if params.max_tokens is not None:
-            limit = min(limit, len(token_ids) + params.max_tokens)
+            limit = min(limit, num_virtual + len(token_ids) + params.max_tokens)
         num_logprobs = self._count(params.logprobs)
         if num_logprobs is None and params.ranks_by_logprob:
             num_logprobs = 0
         if params.use_beam_search:
             needed = candidates_needed(params.width, len(end_ids))
             num_logprobs = min(max(needed, num_logprobs or 0), self._vocab_size)
-        # The adapter comes first: a user's salt, which may hold anything, cannot imitate it.
+        # Adapters come first: a user's salt, which may hold anything, cannot imitate them.
         extras: tuple[str, ...] = () if adapter is None else ("adapter", adapter.content_hash)
+        if virtual is not None:
+            extras += ("prompt_adapter", virtual.content_hash)
+            token_ids = [VIRTUAL_TOKEN] * num_virtual + token_ids
+            packed = token_bytes([VIRTUAL_TOKEN] * num_virtual) + packed
         if prompt.cache_salt is not None:
             extras += ("salt", prompt.cache_salt)
         if images is not None:
@@ -251,10 +272,11 @@ class InputProcessor:
             num_logprobs=num_logprobs,
             num_prompt_logprobs=self._count(params.prompt_logprobs) or 0,
             bad_word_ids=self._bad_word_ids(params),
-            images=images,
-            grammar=self._grammar(params, token_ids),
+            images=images if virtual is None else virtual.as_images(),
+            grammar=grammar,
             adapter=adapter,
             packed_prompt=packed,
+            num_virtual_tokens=num_virtual,
         )
 
     def _grammar(self, params: SamplingParams, prompt_ids: list[int]) -> Grammar | None:
@@ -292,8 +314,9 @@ class InputProcessor:
         return replace(prompt, token_ids=token_ids, images=(), prepared=prepared)
 
     def _tokens_and_images(
-        self, prompt: Prompt, params: SamplingParams
+        self, prompt: Prompt, params: SamplingParams, num_virtual: int
     ) -> tuple[list[int], bytes, PromptImages | None]:
+        """`num_virtual`: virtual tokens that come before the prompt's own."""
         if prompt.images:
             prompt = self.prepare_images(prompt)
         prepared = prompt.prepared
@@ -308,23 +331,27 @@ class InputProcessor:
                     f"its images have {placed}; pass the images as {FIELD}",
                 )
         wanted = params.truncate_prompt_tokens
-        cut = self._max_model_len - 1 if wanted == -1 else wanted
+        cut = self._max_model_len - 1 - num_virtual if wanted == -1 else wanted
         if cut is not None and cut < len(token_ids):
             if prepared is not None:
                 raise SamplingError(
                     "truncate_prompt_tokens", wanted, "a prompt with images cannot be cut"
                 )
-            if cut == 0:
-                raise SamplingError("truncate_prompt_tokens", wanted, "max_model_len is 1")
+            if cut <= 0:
+                reason = f"max_model_len is {self._max_model_len}"
+                if num_virtual:
+                    reason += f" and {num_virtual} virtual tokens come before the prompt"
+                raise SamplingError("truncate_prompt_tokens", wanted, reason)
             if params.truncation_side == "left":
                 token_ids, packed = token_ids[-cut:], packed[-4 * cut :]
             else:
                 token_ids, packed = token_ids[:cut], packed[: 4 * cut]
-        if len(token_ids) >= self._max_model_len:
+        if num_virtual + len(token_ids) >= self._max_model_len:
+            before = f"with {num_virtual} virtual tokens before it and" if num_virtual else "with"
             raise PromptError(
                 "prompt",
                 f"{len(token_ids)} tokens",
-                f"with one token to generate it exceeds max_model_len ({self._max_model_len})",
+                f"{before} one token to generate it exceeds max_model_len ({self._max_model_len})",
             )
         return token_ids, packed, prepared
 
@@ -485,3 +512,12 @@ def pair_adapters(given: Any, count: int) -> list[LoRARequest | None]:
         reason = f"must be one LoRARequest or a list of {count}"
         raise RequestError("lora_request", given, reason)
     return [None if one is None else check_lora_request(one) for one in given]
+
+
+BothAdapters = tuple[LoRARequest | None, PromptAdapterRequest | None]
+
+
+def pair_both_adapters(lora: Any, prompt: Any, count: int) -> list[BothAdapters]:
+    """What `pair_adapters` and `pair_prompt_adapters` return, by prompt."""
+    pairs = pair_adapters(lora, count), pair_prompt_adapters(prompt, count)
+    return list(zip(*pairs, strict=True))

@@ -34,6 +34,7 @@ from hetero_llm.core.pooling_outputs import (
     ScoringRequestOutput,
 )
 from hetero_llm.core.pooling_params import PoolingParams
+from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from hetero_llm.engine.arg_utils import EngineArgs
@@ -42,10 +43,11 @@ from hetero_llm.engine.chat_messages import for_template
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import BuiltEngine, build, free_unreachable
 from hetero_llm.engine.input_processor import (
+    BothAdapters,
     GuidedOptions,
     Prompt,
     is_one_prompt,
-    pair_adapters,
+    pair_both_adapters,
     pair_params,
     parse_prompts,
     with_guided_options,
@@ -129,7 +131,9 @@ class LLM:
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        prompt_adapter_request: None = None,
+        prompt_adapter_request: PromptAdapterRequest
+        | Sequence[PromptAdapterRequest | None]
+        | None = None,
         guided_options_request: GuidedOptions | Sequence[GuidedOptions] | None = None,
         priority: Sequence[int] | None = None,
         *,
@@ -147,7 +151,8 @@ class LLM:
                 them its way.
             lora_request: the adapter of all prompts, or one or None for each; needs
                 `enable_lora`.
-            prompt_adapter_request: not available yet.
+            prompt_adapter_request: the prompt adapter of all prompts, or one or None for each;
+                needs `enable_prompt_adapter`.
             guided_options_request: what the outputs must follow, one for all prompts or one each;
                 today's name is `SamplingParams.structured_outputs`.
             priority: of each prompt; other ones than 0 are not available yet.
@@ -161,7 +166,6 @@ class LLM:
             RequestError: a prompt or parameter is wrong; names the prompt's index. No prompt has
                 been started.
         """
-        refuse_later("prompt_adapter_request", prompt_adapter_request, "prompt adapters")
         refuse_later("priority", priority if any(priority or ()) else None, "priority scheduling")
         if inputs is not None:
             if prompts is not None:
@@ -172,7 +176,7 @@ class LLM:
         params = pair_params(sampling_params, len(parsed), self.get_default_sampling_params())
         if guided_options_request is not None:
             params = with_guided_options(params, guided_options_request)
-        adapters = pair_adapters(lora_request, len(parsed))
+        adapters = pair_both_adapters(lora_request, prompt_adapter_request, len(parsed))
         requests = self._make_requests(parsed, params, is_list, adapters=adapters)
         return self._run(requests, use_tqdm)
 
@@ -189,6 +193,9 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        prompt_adapter_request: PromptAdapterRequest
+        | Sequence[PromptAdapterRequest | None]
+        | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or a list of conversations, through the chat template.
 
@@ -205,6 +212,7 @@ class LLM:
             continue_final_message: leave the last message open; needs add_generation_prompt=False.
             tools: described to the template.
             chat_template_kwargs: variables of the template.
+            prompt_adapter_request: as of `generate`.
 
         Raises:
             RequestError: no tokenizer, no template, or a conversation it refuses.
@@ -238,7 +246,7 @@ class LLM:
             text = tokenizer.decode(token_ids, skip_special_tokens=False)
             prompts.append(Prompt(text, token_ids, images=images))
         params = pair_params(sampling_params, len(prompts), self.get_default_sampling_params())
-        adapters = pair_adapters(lora_request, len(prompts))
+        adapters = pair_both_adapters(lora_request, prompt_adapter_request, len(prompts))
         requests = self._make_requests(prompts, params, several, adapters=adapters)
         return self._run(requests, use_tqdm)
 
@@ -290,6 +298,7 @@ class LLM:
         prompt: PromptType,
         sampling_params: SamplingParams | None = None,
         lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Yields the growing output of one prompt, per `sampling_params.output_kind`.
 
@@ -298,7 +307,7 @@ class LLM:
         params = sampling_params or self.get_default_sampling_params()
         (request,) = self._make_requests(
             parse_prompts(prompt), [params], False, final_only=False,
-            adapters=pair_adapters(lora_request, 1),
+            adapters=pair_both_adapters(lora_request, prompt_adapter_request, 1),
         )  # fmt: skip
         engine = self._engine_parts().engine
         inbox = self._inboxes[request.request_id] = deque()
@@ -516,14 +525,12 @@ class LLM:
         name_index: bool,
         final_only: bool = True,
         *,
-        adapters: list[LoRARequest | None],
+        adapters: list[BothAdapters],
     ) -> list[Request]:
         engine = self._engine_parts().engine
         requests = []
         finals: dict[int, SamplingParams] = {}
-        for index, (prompt, wanted, adapter) in enumerate(
-            zip(prompts, params, adapters, strict=True)
-        ):
+        for index, (prompt, wanted, both) in enumerate(zip(prompts, params, adapters, strict=True)):
             if final_only and isinstance(wanted, SamplingParams):
                 if id(wanted) not in finals:
                     finals[id(wanted)] = wanted.clone()
@@ -533,7 +540,7 @@ class LLM:
             self._num_requests += 1
             try:
                 with prompt_wakeups():
-                    requests.append(engine.make_request(request_id, prompt, wanted, adapter))
+                    requests.append(engine.make_request(request_id, prompt, wanted, *both))
             except RequestError as error:
                 raise (error.at_prompt(index) if name_index else error) from None
         return requests

@@ -17,6 +17,7 @@ from hetero_llm.core.inputs import PromptType
 from hetero_llm.core.lora import LoRARequest, check_lora_request
 from hetero_llm.core.metrics import Metric
 from hetero_llm.core.outputs import RequestOutput
+from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine.arg_utils import EngineArgs
 from hetero_llm.engine.engine_client import ModelInfo
@@ -73,6 +74,7 @@ class LLMEngine:
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
         *,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
         priority: int = 0,
     ) -> None:
         """Queues a request.
@@ -81,6 +83,7 @@ class LLMEngine:
             params: the request keeps a copy. `output_kind` says what `step` returns.
             arrival_time: not used: a request arrives with this call.
             lora_request: the adapter of the request; needs `enable_lora`.
+            prompt_adapter_request: its prompt adapter; needs `enable_prompt_adapter`.
             priority: another one than 0 is not available yet.
 
         Raises:
@@ -94,7 +97,9 @@ class LLMEngine:
         if request_id in self._running:
             raise DuplicateRequestError(request_id)
         with prompt_wakeups():
-            request = engine.make_request(request_id, parse_prompt(prompt), params, lora_request)
+            request = engine.make_request(
+                request_id, parse_prompt(prompt), params, lora_request, prompt_adapter_request
+            )
         engine.add_request(request)
         self._running.add(request_id)
 

@@ -118,6 +118,7 @@ class AddRequest(Message):
     grammar_begins_after: list[int] = []
     grammar_may_begin_with: int | None = None
     adapter: Adapter | None = None
+    num_virtual_tokens: int = 0
 
 
 class AddPooling(Message):
@@ -304,6 +305,7 @@ def request_to_wire(key: str, request: Request) -> AddRequest:
         [] if request.grammar is None else list(request.grammar.begins_after),
         None if request.grammar is None else request.grammar.may_begin_with,
         None if request.adapter is None else adapter_to_wire(request.adapter),
+        request.num_virtual_tokens,
     )
 
 
@@ -333,6 +335,7 @@ def request_from_wire(message: AddRequest) -> Request:
         grammar=_grammar_of(message),
         adapter=None if message.adapter is None else adapter_from_wire(message.adapter),
         packed_prompt=message.packed_prompt,
+        num_virtual_tokens=message.num_virtual_tokens,
     )
 
 

@@ -95,7 +95,8 @@ class OutputProcessor:
         assert self._tokenizer is not None
         text = self._texts.get(sequence)
         if text is None:
-            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+            first = sequence.request.num_virtual_tokens
+            prompt = sequence.token_ids[first : sequence.num_prompt_tokens]
             stream = self._tokenizer.decode_stream(
                 prompt, skip_special_tokens=params.skip_special_tokens
             )
@@ -179,13 +180,13 @@ class OutputProcessor:
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=request.shown_prompt_ids,
             prompt_logprobs=prompt_logprobs,
             outputs=outputs,
             finished=finished,
             metrics=request.metrics,
             lora_request=None if request.adapter is None else request.adapter.request,
-            num_cached_tokens=max(request.num_cached_tokens, 0),
+            num_cached_tokens=max(request.num_cached_tokens - request.num_virtual_tokens, 0),
             error=request.error,
         )
 
@@ -226,8 +227,8 @@ class OutputProcessor:
         if entries is None:
             return None
         shown = self._prompts.get(request.request_id, [])
-        if len(shown) < len(entries):
-            tokens, params = request.prompt_token_ids, request.params
+        if len(shown) < len(entries) - request.num_virtual_tokens:
+            tokens, params = request.shown_prompt_ids, request.params
             known = [entry for entry in entries if entry is not None]
             shown = [None, *self._token_logprobs(params, tokens, 1, known)]
             self._prompts[request.request_id] = shown

@@ -134,7 +134,7 @@ class Assembler:
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._request.prompt,
-            prompt_token_ids=self._request.prompt_token_ids,
+            prompt_token_ids=self._request.shown_prompt_ids,
             prompt_logprobs=known.prompt_logprobs,
             outputs=completions,
             finished=output.finished,

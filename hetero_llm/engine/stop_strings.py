@@ -65,7 +65,7 @@ def holds_stop(tokenizer: Tokenizer, request: Request, output_ids: list[int]) ->
     num_tokens = max(_FEWEST_TOKENS, wanted)
     while True:
         start = max(0, len(output_ids) - num_tokens)
-        before = request.prompt_token_ids[-_CONTEXT_TOKENS:] + output_ids[:start]
+        before = request.shown_prompt_ids[-_CONTEXT_TOKENS:] + output_ids[:start]
         stream = tokenizer.decode_stream(before, skip_special_tokens=params.skip_special_tokens)
         text, num_new = _text(stream, output_ids[start:])
         if start == 0 or len(text) - num_new >= wanted:

@@ -11,19 +11,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hetero_llm.core.errors import AdapterError, ModelLoadError
 from hetero_llm.core.lora import AdapterRef, LoRARequest
+from hetero_llm.lora.files import adapter_folder, open_weights, read_tensors
 from hetero_llm.lora.peft_config import PeftConfig, read_peft_config
 from hetero_llm.lora.targets import AdapterTargets, Target
-from hetero_llm.models.weight_files import PickledFile, SafetensorsFile, StoredTensor, WeightFile
+from hetero_llm.models.weight_files import StoredTensor, WeightFile
 
-_SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[^.]+)?\.weight")
 _NAMES_SHOWN = 5
 
@@ -104,25 +102,29 @@ class _Stored:
 
 
 def read_adapter(
-    request: LoRARequest, targets: AdapterTargets, *, max_rank: int, dtype: torch.dtype
+    request: LoRARequest,
+    targets: AdapterTargets,
+    *,
+    max_rank: int,
+    dtype: torch.dtype,
+    download_dir: str | None = None,
 ) -> Adapter:
     """Reads an adapter. Names and shapes are checked before any tensor is read.
 
     Args:
         max_rank: largest accepted rank of a module.
         dtype: of A and B.
+        download_dir: see `adapter_folder`.
 
     Raises:
         AdapterError: the folder, an option or a tensor is not what the model needs; names it.
     """
-    folder = Path(request.lora_path).expanduser()
-    if not folder.is_dir():
-        raise AdapterError("lora_path", request.lora_path, "no such folder")
+    folder = adapter_folder(request.lora_path, field="lora_path", download_dir=download_dir)
     config = read_peft_config(folder)
     try:
-        file = _open(folder)
+        file = open_weights(folder, field="lora_path")
         stored = _Checks(file, config, targets, max_rank).modules()
-        tensors = _read(file, [tensor for one in stored for tensor in (one.a, one.b)])
+        tensors = read_tensors(file, [tensor for one in stored for tensor in (one.a, one.b)])
     except ModelLoadError as error:
         raise AdapterError("lora_path", request.lora_path, str(error)) from error
     content_hash = _hash(stored, tensors)
@@ -135,14 +137,6 @@ def read_adapter(
     rank = max(linear.a.shape[0] for linear in linears.values())
     ref = AdapterRef(request, content_hash, rank)
     return Adapter(ref, linears)
-
-
-def _open(folder: Path) -> WeightFile:
-    if (folder / _SAFETENSORS).exists():
-        return SafetensorsFile(folder / _SAFETENSORS)
-    if (folder / _PICKLED).exists():
-        return PickledFile(folder / _PICKLED)
-    raise AdapterError("lora_path", str(folder), f"holds no {_SAFETENSORS}")
 
 
 class _Checks:
@@ -228,22 +222,6 @@ class _Checks:
 
     def _refuse(self, name: str, reason: str) -> None:
         raise AdapterError("tensor", name, f"{reason} ({self._file.path})")
-
-
-def _read(file: WeightFile, wanted: Sequence[StoredTensor]) -> dict[str, Tensor]:
-    """The tensors by name, in the type of the file."""
-    file.open()
-    try:
-        return {tensor.name: _read_one(file, tensor) for tensor in wanted}
-    finally:
-        file.close()
-
-
-def _read_one(file: WeightFile, tensor: StoredTensor) -> Tensor:
-    assert tensor.dtype is not None
-    raw = np.empty(tensor.nbytes, np.uint8)
-    file.read(tensor, 0, raw)
-    return torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape)
 
 
 def _hash(stored: Iterable[_Stored], tensors: Mapping[str, Tensor]) -> str:

@@ -15,11 +15,15 @@ _MOST_RANK = 1 << 16
 
 
 @torch.no_grad()
-def merge_adapter(model: CausalLM, config: ModelConfig, folder: str) -> None:
+def merge_adapter(
+    model: CausalLM, config: ModelConfig, folder: str, *, download_dir: str | None = None
+) -> None:
     """Adds scale * B A to the weights, in float32, each sum rounded once to the weight's type.
 
     Args:
         model: just loaded, its layers not replaced yet.
+        folder: a hub id may stand for it.
+        download_dir: see `adapter_folder`.
 
     Raises:
         ConfigError: the adapter cannot be read or does not fit, or a weight is quantized.
@@ -27,7 +31,9 @@ def merge_adapter(model: CausalLM, config: ModelConfig, folder: str) -> None:
     targets = adapter_targets(model, config, field="lora_merge", value=folder)
     request = LoRARequest("merged", 1, folder)
     try:
-        adapter = read_adapter(request, targets, max_rank=_MOST_RANK, dtype=torch.float32)
+        adapter = read_adapter(
+            request, targets, max_rank=_MOST_RANK, dtype=torch.float32, download_dir=download_dir
+        )
     except AdapterError as error:
         raise ConfigError("lora_merge", folder, str(error)) from error
     modules = dict(model.named_modules())

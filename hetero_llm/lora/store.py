@@ -3,6 +3,9 @@
 The adapters that slots on the device hold stay in host memory (`hold`); the others leave it when
 `capacity` is reached, the least recently used one first, and are read again when they are needed.
 A file that has changed by then is an error: requests were made for the adapter as it was.
+
+Of every content that has a name a small record says where it was read, and of the `FORGOTTEN` last
+ones whose names were removed, for requests that still wait.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from hetero_llm.lora.targets import AdapterTargets
 
 logger = logging.getLogger(__name__)
 
+FORGOTTEN = 1024
+"""Contents without a name whose requests are still served."""
+
 
 class AdapterStore:
     """Adapters by name and, in host memory, by content. One thread at a time.
@@ -29,7 +35,7 @@ class AdapterStore:
         targets: the modules of the model.
         place: makes of an adapter what is kept in host memory; None: it is kept as it is.
         capacity: most adapters in host memory; more than are held at the same time.
-        max_rank, dtype: see `read_adapter`.
+        max_rank, dtype, download_dir: see `read_adapter`.
     """
 
     def __init__(
@@ -40,14 +46,18 @@ class AdapterStore:
         max_rank: int,
         dtype: torch.dtype,
         place: Callable[[Adapter], Any] | None = None,
+        download_dir: str | None = None,
     ) -> None:
         self._targets = targets
         self._place = place
         self._capacity = capacity
         self._max_rank = max_rank
         self._dtype = dtype
+        self._download_dir = download_dir
         self._known: dict[str, tuple[LoRARequest, AdapterRef]] = {}  # by name
-        self._sources: dict[str, LoRARequest] = {}  # by content, of all adapters ever opened
+        self._sources: dict[str, LoRARequest] = {}  # by content
+        self._names_of: Counter[str] = Counter()  # names of each content
+        self._forgotten: dict[str, None] = {}  # contents without a name, the oldest first
         self._loaded: dict[str, Any] = {}  # by content, the least recently used first
         self._held: Counter[str] = Counter()
         self.num_reads = 0
@@ -60,6 +70,11 @@ class AdapterStore:
     def num_loaded(self) -> int:
         """Adapters in host memory."""
         return len(self._loaded)
+
+    @property
+    def num_sources(self) -> int:
+        """Contents of which the store knows where they were read."""
+        return len(self._sources)
 
     def open(self, request: LoRARequest) -> AdapterRef:
         """The adapter of a request, read and checked if its name is new or `load_inplace` is set.
@@ -80,8 +95,13 @@ class AdapterStore:
             if other != name and first.lora_int_id == number:
                 raise AdapterError("lora_int_id", number, f"is that of adapter {other!r}")
         adapter = self._read(request)
+        if known is not None:
+            self._unname(known[1])
+        key = adapter.ref.content_hash
         self._known[name] = (request, adapter.ref)
-        self._sources[adapter.ref.content_hash] = request
+        self._sources[key] = request
+        self._names_of[key] += 1
+        self._forgotten.pop(key, None)
         self._keep(adapter)
         return adapter.ref
 
@@ -91,13 +111,30 @@ class AdapterStore:
         Raises:
             AdapterError: the name is unknown.
         """
-        if self._known.pop(name, None) is None:
+        known = self._known.pop(name, None)
+        if known is None:
             raise AdapterError("lora_name", name, "no adapter of this name is known")
+        self._unname(known[1])
+
+    def _unname(self, adapter: AdapterRef) -> None:
+        """A name does not mean this content any more."""
+        key = adapter.content_hash
+        self._names_of[key] -= 1
+        if self._names_of[key]:
+            return
+        del self._names_of[key]
+        self._forgotten[key] = None
+        if len(self._forgotten) > FORGOTTEN:
+            unheld = [one for one in self._forgotten if not self._held[one]]
+            for one in unheld[: max(len(unheld) - FORGOTTEN, 0)]:
+                del self._forgotten[one], self._sources[one]
+                self._loaded.pop(one, None)
 
     def check(self, adapter: AdapterRef) -> None:
-        """Raises AdapterError: this store has never opened the adapter."""
+        """Raises AdapterError: this store does not know where the adapter was read."""
         if adapter.content_hash not in self._sources:
-            raise AdapterError("lora_request", adapter.name, "was not loaded by this engine")
+            reason = "was not loaded by this engine, or was removed long ago"
+            raise AdapterError("lora_request", adapter.name, reason)
 
     def names(self) -> Mapping[str, AdapterRef]:
         """The adapters by their names."""
@@ -131,9 +168,16 @@ class AdapterStore:
 
     def _read(self, request: LoRARequest) -> Adapter:
         self.num_reads += 1
-        return read_adapter(request, self._targets, max_rank=self._max_rank, dtype=self._dtype)
+        return read_adapter(
+            request,
+            self._targets,
+            max_rank=self._max_rank,
+            dtype=self._dtype,
+            download_dir=self._download_dir,
+        )
 
     def _read_again(self, adapter: AdapterRef) -> None:
+        self.check(adapter)
         request = self._sources[adapter.content_hash]
         found = self._read(request)
         if found.ref.content_hash != adapter.content_hash:

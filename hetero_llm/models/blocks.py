@@ -358,6 +358,9 @@ class DecoderLM(CausalLM):
         """`index`: Of the layer."""
         return GatedMLP(config)
 
+    def input_embedding(self) -> Embedding:
+        return self.embed_tokens
+
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """[T] int64 each -> [T, hidden], a tensor of its own."""
         return self.embed_tokens(input_ids)

@@ -79,7 +79,7 @@ def resolve_model_folder(
         return folder
     if model and folder.exists():
         raise ModelLoadError(f"model={shown(model)}: a file, where a model folder is needed")
-    if not _HUB_ID.fullmatch(model) or "--" in model or ".." in model:
+    if not is_hub_id(model):
         raise ModelLoadError(f"model={shown(model)}: no such folder")
     weights = {"dummy": (), "pt": PICKLED if allow_pickle else ()}.get(load_format, SAFETENSORS)
     wanted = (*weights, *(_CODE if remote_code else ()))
@@ -153,20 +153,52 @@ def _check_file(path: Path, where: Path | str, most: int | None) -> None:
 def _download(
     model: str, revision: str | None, download_dir: str | None, wanted: tuple[str, ...]
 ) -> Path:
+    try:
+        return download_snapshot(
+            model,
+            (*wanted, *_PLAIN),
+            revision=revision,
+            download_dir=download_dir,
+            unwanted=(*_AUTHORS_OWN, *_OF_TRAINING),
+        )
+    except ModelLoadError as error:
+        raise ModelLoadError(f"model={shown(model)}: no such folder, and {error}") from error
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form of a hub id, such as "org/name"."""
+    return bool(_HUB_ID.fullmatch(name)) and "--" not in name and ".." not in name
+
+
+def download_snapshot(
+    hub_id: str,
+    wanted: tuple[str, ...],
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    unwanted: tuple[str, ...] = (),
+) -> Path:
+    """The folder of a snapshot in the hub's cache, fetched if it is not there.
+
+    Args:
+        wanted, unwanted: patterns of file names.
+        revision, download_dir: see `resolve_model_folder`.
+
+    Raises:
+        ModelLoadError: the hub did not deliver it; the message begins with "the hub".
+    """
     # Lazy: the hub client takes a while to import and local folders do not need it.
     from huggingface_hub import snapshot_download
 
     try:
         path = snapshot_download(
-            model,
+            hub_id,
             revision=revision,
             cache_dir=download_dir,
-            allow_patterns=[*wanted, *_PLAIN],
-            ignore_patterns=[*_AUTHORS_OWN, *_OF_TRAINING],
+            allow_patterns=list(wanted),
+            ignore_patterns=list(unwanted),
         )
     except Exception as error:  # the hub client raises its own, its HTTP library's, OS and value
-        raise ModelLoadError(
-            f"model={shown(model)}: no such folder, and the hub did not deliver it "
-            f"(revision={revision!r}): {short_reason(error)}"
-        ) from error
+        reason = f"the hub did not deliver it (revision={revision!r}): {short_reason(error)}"
+        raise ModelLoadError(reason) from error
     return Path(path)

@@ -4,7 +4,6 @@ one."""
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import GemmaRMSNorm
@@ -20,7 +19,4 @@ class GemmaForCausalLM(LlamaForCausalLM):
         super().__init__(config)
         # Rounded to the parameters' type before it multiplies, as in transformers.
         scale = torch.tensor(config.hidden_size**0.5, dtype=torch.get_default_dtype(), device="cpu")
-        self.embedding_scale = scale.item()
-
-    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        return self.embed_tokens(input_ids).mul_(self.embedding_scale)
+        self.embed_tokens.scale = scale.item()

@@ -176,6 +176,11 @@ class CausalLM(nn.Module):
         plain = sum(p.numel() for p in self.parameters())
         return plain + sum(math.prod(shape) for shape in quantized)
 
+    def input_embedding(self) -> nn.Module:
+        """The module whose result, [T, size] or [1, T, size], transformers' class of this model
+        takes as `inputs_embeds`."""
+        raise NotImplementedError
+
     def head_modules(self) -> tuple[nn.Module, ...]:
         """The modules that `logits` calls, with other rows than the tokens of a step."""
         head = getattr(self, "lm_head", None)
@@ -375,14 +380,21 @@ def add_layer_norm(
 
 
 class Embedding(nn.Module):
-    """Rows of a table by index: [T] int64 -> [T, size]."""
+    """Rows of a table by index: [T] int64 -> [T, size].
+
+    Attributes:
+        scale: multiplies the rows (Gemma); 1 does nothing.
+    """
+
+    scale = 1.0
 
     def __init__(self, rows: int, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size))
 
     def forward(self, index: Tensor) -> Tensor:
-        return F.embedding(index, self.weight)
+        rows = F.embedding(index, self.weight)
+        return rows if self.scale == 1.0 else rows.mul_(self.scale)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -78,6 +78,10 @@ class TransformersForCausalLM(CausalLM):
             if id(module) not in below and module is not self.causal
         )
 
+    def input_embedding(self) -> nn.Module:
+        found: nn.Module = self.causal.get_input_embeddings()
+        return found
+
     def run(self, attention: AttentionFunction, **inputs: Any) -> Tensor:
         """Hidden states [T, hidden] of the class below the head.
 

@@ -1,16 +1,26 @@
-"""Embeddings and positions of the tokens that belong to prompts with images."""
+"""Embeddings and positions of the tokens that belong to prompts with images, or begin with virtual
+tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from hetero_llm.core.images import PromptImages
+from hetero_llm.core.images import PromptImage, PromptImages
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.models.image_tokens import mrope_table
-from hetero_llm.models.multimodal import ImageCausalLM, StepImages
+from hetero_llm.models.multimodal import StepImages
+
+
+class Encoder(Protocol):
+    """Makes the embeddings of an image."""
+
+    def encode(self, image: PromptImage) -> torch.Tensor:
+        """[count, hidden] on the model's device."""
+        ...
 
 
 @dataclass(slots=True)
@@ -32,14 +42,19 @@ class _Sequence:
 class SlotImages:
     """The images of all request slots.
 
+    Args:
+        encoder: the model, or what stands for one where the embeddings are known.
+        mrope: the model's positions follow the grids of images.
+
     An image is encoded when a step computes the first of its tokens, and its embeddings stay on the
     device until one has computed the last. Tokens found in the prefix cache need none, and after a
     preemption the image is encoded again. So no more embeddings are held than unfinished prompts
     have image tokens.
     """
 
-    def __init__(self, model: ImageCausalLM, device: torch.device) -> None:
-        self._model = model
+    def __init__(self, encoder: Encoder, device: torch.device, *, mrope: bool) -> None:
+        self._encoder = encoder
+        self._mrope = mrope
         self._device = device
         self._sequences: dict[int, _Sequence] = {}
 
@@ -49,7 +64,7 @@ class SlotImages:
         if state.images is None:
             return
         sequence = self._sequences[state.request_slot] = _Sequence(state.images)
-        if self._model.config.mrope:
+        if self._mrope:
             sequence.table, sequence.shift = mrope_table(
                 state.num_prompt_tokens, state.images.items
             )
@@ -98,7 +113,7 @@ class SlotImages:
                 continue
             encoded = sequence.encoded.pop(number, None)
             if encoded is None:
-                encoded = self._model.encode(image)
+                encoded = self._encoder.encode(image)
             if last < image.end:
                 sequence.encoded[number] = encoded
             found.append((first, encoded[first - image.start : last - image.start]))

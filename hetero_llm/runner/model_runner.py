@@ -34,6 +34,7 @@ from hetero_llm.runner.image_rows import SlotImages
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.layer_ready import LayerReadyAttention, LayerReadyFlags
 from hetero_llm.runner.verify import DraftedStep, verify
+from hetero_llm.runner.virtual_tokens import VirtualTokens
 from hetero_llm.sampling.sampler import LogprobTensors, Sampler, SampleResult, token_logprobs
 from hetero_llm.spec_decode.verify import TreeTokens, tree_tokens
 
@@ -85,6 +86,7 @@ class TorchModelRunner:
         max_model_len: longest sequence, in tokens.
         batch_invariant: attention token by token (the model's products must be invariant, too).
         row_kernel: a faster attention for decoding.
+        prompt_adapters: prompts may begin with virtual tokens.
 
     Attributes:
         model, cache: see Args.
@@ -104,6 +106,7 @@ class TorchModelRunner:
         device: torch.device,
         batch_invariant: bool = False,
         row_kernel: RowKernel | None = None,
+        prompt_adapters: bool = False,
     ) -> None:
         self.typical: TypicalAcceptance | None = None
         self.layer_ready: LayerReadyFlags | None = None
@@ -119,7 +122,13 @@ class TorchModelRunner:
         self._sampler = Sampler(max_num_seqs, config.vocab_size, device)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._prompts: dict[int, AdmittedSequence] = {}  # by slots that want prompt_logprobs
-        self._images = SlotImages(model, device) if isinstance(model, ImageCausalLM) else None
+        self._images: SlotImages | None = None
+        self._virtual: VirtualTokens | None = None
+        if isinstance(model, ImageCausalLM):
+            self._images = SlotImages(model, device, mrope=model.config.mrope)
+        elif prompt_adapters:
+            self._virtual = VirtualTokens(model, device)
+            self._images = SlotImages(self._virtual, device, mrope=False)
 
     def set_open_matcher(self, open_matcher: OpenMatcher) -> None:
         """Sets what opens the grammars of admitted sequences; call it before one has any."""
@@ -190,6 +199,9 @@ class TorchModelRunner:
         images = None if self._images is None else self._images.rows(step, positions)
         if images is None:
             return self.model(token_ids, on_device, attend)
+        if self._virtual is not None:
+            with self._virtual.given(images.embeddings):
+                return self.model(token_ids, on_device, attend)
         return self.model(token_ids, on_device, attend, images)
 
     def _apply_changes(self, step: SchedulerOutput) -> None:

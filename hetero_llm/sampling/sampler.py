@@ -35,7 +35,7 @@ class _History:
     """What processors that look back need; kept only for slots with such processors.
 
     Attributes:
-        token_ids: prompt and output as observed so far.
+        token_ids: prompt and output as observed so far, without virtual tokens.
         seen: [vocab] bool, token is in prompt or output; with penalties only.
         output_counts: [vocab] float32 occurrences in the output; with penalties only.
     """
@@ -46,8 +46,16 @@ class _History:
     output_counts: torch.Tensor | None = None
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return self.state.num_prompt_tokens - self.state.num_virtual_tokens
+
+    @property
     def output_ids(self) -> list[int]:
-        return self.token_ids[self.state.num_prompt_tokens :]
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def is_next(self, position: int) -> bool:
+        """Whether the token at this position of the sequence follows those observed."""
+        return position == len(self.token_ids) + self.state.num_virtual_tokens
 
 
 @dataclass(slots=True)
@@ -269,7 +277,7 @@ class Sampler:
         So a token may be observed twice: as an accepted node and as the next step's input."""
         self.masks.observe(slot, position, token_id)
         history = self._history.get(slot)
-        if history is not None and position == len(history.token_ids):
+        if history is not None and history.is_next(position):
             history.token_ids.append(token_id)
             if history.seen is not None:
                 assert history.output_counts is not None
@@ -463,12 +471,12 @@ class Sampler:
         return logits
 
     def _new_history(self, state: AdmittedSequence) -> _History:
-        history = _History(state, list(state.token_ids))
+        history = _History(state, list(state.token_ids[state.num_virtual_tokens :]))
         if has_penalties(state.params):
             everything = torch.tensor(history.token_ids, device=self._device)
             history.seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
             history.seen[everything] = True
-            outputs = everything[state.num_prompt_tokens :]
+            outputs = everything[history.num_prompt_tokens :]
             history.output_counts = torch.bincount(outputs, minlength=self._vocab_size).float()
         return history
 
@@ -485,7 +493,7 @@ def _process_row(logits: torch.Tensor, history: _History, *, guided: bool) -> to
     state, params = history.state, history.state.params
     output_ids = history.output_ids
     if params.logits_processors:
-        prompt_ids = history.token_ids[: state.num_prompt_tokens]
+        prompt_ids = history.token_ids[: history.num_prompt_tokens]
         logits = processors.apply_user_processors(
             logits.clone(), params.logits_processors, prompt_ids, output_ids
         )

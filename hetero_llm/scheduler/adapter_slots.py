@@ -80,11 +80,13 @@ class AdapterSlots:
         self._reserved: dict[str, str] = {}  # by content that waits: content whose slot it gets
         self._blocked: dict[str, None] = {}  # of this pass, the oldest first
         self._closed: set[str] = set()  # contents that this pass admits no more
+        self._full = False  # no slot can be unused before a sequence gives one back
 
     def begin_pass(self) -> None:
         """Starts a visit of the waiting sequences, the oldest first."""
         self._blocked.clear()
         self._closed.clear()
+        self._full = False  # slots were reserved for sequences of the pass before
 
     def end_pass(self, *, complete: bool) -> None:
         """Ends it. `complete`: all waiting sequences were visited."""
@@ -136,6 +138,7 @@ class AdapterSlots:
         assert self._users[key] >= 0, "a slot was released once too often"
         if not self._users[key]:
             del self._users[key]
+            self._full = False
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:
         """The slots that the next step has to fill first, in order."""
@@ -160,9 +163,12 @@ class AdapterSlots:
         key = adapter.content_hash
         victim = None
         if not self._free:
+            if self._full:
+                return False
             taken = self._taken()
             unused = [one for one in self._resident if not self._users[one] and one not in taken]
             if not unused:
+                self._full = True
                 return False
             own = self._reserved.get(key)
             victim = own if own in unused else unused[0]
@@ -194,7 +200,7 @@ class AdapterSlots:
 
     def _taken(self) -> set[str]:
         """Contents whose slots are reserved for sequences that this pass has visited."""
-        return {self._reserved[key] for key in self._blocked if key in self._reserved}
+        return {slot_of for key, slot_of in self._reserved.items() if key in self._blocked}
 
     def _forget(self, key: str) -> None:
         self._passed.pop(key, None)

@@ -190,7 +190,7 @@ class Scheduler:
         if params.logprobs is not None:
             sequence.logprobs = []
         if params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]
+            request.prompt_logprobs = [None] * (1 + request.num_virtual_tokens)
         if params.use_beam_search:
             self._beams[request.request_id] = BeamGroup.of(request)
         request.sequences = [sequence]

@@ -156,6 +156,7 @@ def admitted_sequence(sequence: Sequence, adapter_slot: int) -> AdmittedSequence
         request.images,
         request.grammar,
         adapter_slot,
+        request.num_virtual_tokens,
     )
 
 

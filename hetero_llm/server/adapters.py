@@ -1,4 +1,4 @@
-"""The LoRA adapters that a server knows: those of its start, and those that clients add.
+"""The adapters that a server knows: those of its start, and LoRA adapters that clients add.
 
 A client names an adapter where it would name the model. Adding and removing them over HTTP needs
 `lora_root`, and reads folders inside it only.
@@ -15,9 +15,11 @@ from pathlib import Path
 
 from hetero_llm.core.errors import AdapterError, ConfigError, HeteroLLMError
 from hetero_llm.core.lora import LoRARequest
+from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.engine.engine_client import EngineClient
 
 _KEYS = ("name", "path", "base_model_name")
+_TAKEN = "is a name of the model or of a prompt adapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +74,10 @@ class ServedAdapters:
         client: of an engine with `enable_lora`.
         modules: opened by `open_all`.
         root: clients may add folders inside it; None: they may add none.
-        model_names: taken by the base model.
+        taken: names of the base model and of prompt adapters.
 
     Raises:
-        ConfigError: a module has a name of the model.
+        ConfigError: a module has one of these names.
     """
 
     def __init__(
@@ -83,17 +85,17 @@ class ServedAdapters:
         client: EngineClient,
         modules: Iterable[LoraModule],
         root: str | None,
-        model_names: Iterable[str],
+        taken: Iterable[str],
     ) -> None:
         self._client = client
         self._modules = tuple(modules)
         self._root = None if root is None else Path(os.path.realpath(root))
-        self._model_names = frozenset(model_names)
+        self._taken = frozenset(taken)
         self._adapters: dict[str, LoRARequest] = {}
         self._numbers = count(1)
         for module in self._modules:
-            if module.name in self._model_names:
-                raise ConfigError("lora_modules", module.name, "is a name of the model")
+            if module.name in self._taken:
+                raise ConfigError("lora_modules", module.name, _TAKEN)
 
     @property
     def may_change(self) -> bool:
@@ -131,8 +133,8 @@ class ServedAdapters:
                 cannot be served.
         """
         assert self._root is not None, "the route exists with a root only"
-        if name in self._model_names:
-            raise AdapterError("lora_name", name, "is a name of the model")
+        if name in self._taken:
+            raise AdapterError("lora_name", name, _TAKEN)
         if name in self._adapters and not replaces:
             raise AdapterError("lora_name", name, "is loaded already; see load_inplace")
         if "\0" in path:
@@ -157,3 +159,67 @@ class ServedAdapters:
         )
         await self._client.add_lora(request)
         self._adapters[name] = LoRARequest(name, number, path, base_model_name=base_model_name)
+
+
+def prompt_adapters_of(words: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Reads values such as `polite=/adapters/polite`: names and paths.
+
+    Raises:
+        ConfigError: one has another form, or a name is given twice.
+    """
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, path = word.partition("=")
+        if not (name and equals and path):
+            raise ConfigError("prompt_adapters", word, "must be name=path")
+        if name in found:
+            raise ConfigError("prompt_adapters", word, f"{name!r} is given twice")
+        found[name] = path
+    return tuple(found.items())
+
+
+class ServedPromptAdapters:
+    """Prompt adapters by the name that clients use: those of the server's start.
+
+    Args:
+        client: of an engine with `enable_prompt_adapter`.
+        given: names and paths, opened by `open_all`.
+        model_names: taken by the base model.
+
+    Raises:
+        ConfigError: an adapter has a name of the model.
+    """
+
+    def __init__(
+        self, client: EngineClient, given: Iterable[tuple[str, str]], model_names: Iterable[str]
+    ) -> None:
+        self._client = client
+        self._given = tuple(given)
+        self._adapters: dict[str, PromptAdapterRequest] = {}
+        names = frozenset(model_names)
+        for name, _ in self._given:
+            if name in names:
+                raise ConfigError("prompt_adapters", name, "is a name of the model")
+
+    def names(self) -> list[str]:
+        return list(self._adapters)
+
+    def find(self, name: str | None) -> PromptAdapterRequest | None:
+        """The prompt adapter of this name; None: it is not one."""
+        return None if name is None else self._adapters.get(name)
+
+    async def open_all(self) -> None:
+        """Opens all of them, with as many virtual tokens as adapter_config.json says.
+
+        Raises:
+            ConfigError: one cannot be served.
+        """
+        for number, (name, path) in enumerate(self._given, 1):
+            try:
+                tokens = await self._client.num_virtual_tokens(path)
+                request = PromptAdapterRequest(name, number, path, tokens)
+                await self._client.add_prompt_adapter(request)
+            except HeteroLLMError as error:
+                given = f"{name}={path}"
+                raise ConfigError("prompt_adapters", given, str(error)) from error
+            self._adapters[name] = request

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 
 from hetero_llm.engine.engine_client import EngineClient
-from hetero_llm.server.adapters import ServedAdapters
+from hetero_llm.server.adapters import ServedAdapters, ServedPromptAdapters
 from hetero_llm.server.errors import ApiError, busy, duplicate
 from hetero_llm.server.message_parsers import MessageParsers
 from hetero_llm.server.metrics import Metrics
@@ -24,6 +24,7 @@ _DRAIN_RETRY_SECONDS = 5.0
 _ERRORS_KEPT = 20
 
 
+# large: one name for each part of a server.
 class Context:
     """One server's parts and state.
 
@@ -32,7 +33,7 @@ class Context:
 
     Attributes:
         names: the model's names; the first is in the responses.
-        adapters: LoRA adapters, which have names of their own.
+        adapters, prompt_adapters: LoRA and prompt adapters, which have names of their own.
         parsers: of the model's messages.
         readings: figures for the status page.
         load: generation requests that are running.
@@ -45,9 +46,9 @@ class Context:
         self.client = client
         self.settings = settings
         self.names = settings.served_names or info.served_names or (info.model,)
-        self.adapters = ServedAdapters(
-            client, settings.lora_modules, settings.lora_root, self.names
-        )
+        self.prompt_adapters = ServedPromptAdapters(client, settings.prompt_adapters, self.names)
+        taken = (*self.names, *(name for name, _ in settings.prompt_adapters))
+        self.adapters = ServedAdapters(client, settings.lora_modules, settings.lora_root, taken)
         self.tokenizer = ApiTokenizer(
             client.tokenizer,
             client.threads,
@@ -81,15 +82,19 @@ class Context:
         """
         if wanted is None or wanted in self.names:
             return self.names[0]
-        if self.adapters.find(wanted) is not None:
+        if wanted in self.adapter_names():
             return wanted
-        known = ", ".join((*self.names, *self.adapters.names()))
+        known = ", ".join((*self.names, *self.adapter_names()))
         raise ApiError(
             404,
             "model_not_found",
             f"the model {wanted[:128]!r} does not exist here; available: {known}",
             param="model",
         )
+
+    def adapter_names(self) -> list[str]:
+        """What clients may name as the model besides the model itself."""
+        return [*self.adapters.names(), *self.prompt_adapters.names()]
 
     def check_open(self) -> None:
         """Checks that requests are accepted.

@@ -126,8 +126,11 @@ class EngineRequests:
         request_id, prompt = self._ids[index], self._request.prompts[index]
         params = self._request.params[index]
         assert prompt.token_ids is not None
-        adapter = self._request.adapter
-        stream = self._client.generate(prompt, params, request_id, lora_request=adapter)
+        stream = self._client.generate(
+            prompt, params, request_id,
+            lora_request=self._request.adapter,
+            prompt_adapter_request=self._request.prompt_adapter,
+        )  # fmt: skip
         named = self._request.constraint_names.in_errors()
         with named, self._metrics.begin(request_id, len(prompt.token_ids), params) as times:
             async with aclosing(stream):

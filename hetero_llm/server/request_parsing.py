@@ -28,6 +28,7 @@ from starlette.requests import Request
 
 from hetero_llm.core.errors import shown
 from hetero_llm.core.lora import LoRARequest
+from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.engine.default_sampling import with_defaults
 from hetero_llm.engine.engine_client import EngineInfo
@@ -116,7 +117,7 @@ class CheckedRequest:
         params: one per prompt; they differ in max_tokens at most.
         seconds: until the deadline, None without one.
         constraint_names: what the request calls the fields of its constraint.
-        adapter: that it names as the model; None: the base model.
+        adapter, prompt_adapter: that it names as the model; both None: the base model.
     """
 
     id: str
@@ -128,6 +129,7 @@ class CheckedRequest:
     seconds: float | None
     constraint_names: FieldNames
     adapter: LoRARequest | None = None
+    prompt_adapter: PromptAdapterRequest | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -225,6 +227,7 @@ def checked_request(
         seconds=deadline_seconds(request, context.settings.request_timeout),
         constraint_names=constraint_names(body),
         adapter=context.adapters.find(body.model),
+        prompt_adapter=context.prompt_adapters.find(body.model),
     )
 
 

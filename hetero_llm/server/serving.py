@@ -32,7 +32,7 @@ from hetero_llm.config.engine_config import ConstraintsConfig, EngineConfig
 from hetero_llm.core.errors import ConfigError, EngineDeadError, EngineHungError
 from hetero_llm.engine.async_engine import AsyncEngineArgs, AsyncLLMEngine
 from hetero_llm.engine.engine_client import EngineClient
-from hetero_llm.server.adapters import lora_modules_of
+from hetero_llm.server.adapters import lora_modules_of, prompt_adapters_of
 from hetero_llm.server.app import build_app
 from hetero_llm.server.connection import (
     bound_kernel_buffers,
@@ -78,7 +78,7 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
     arguments = AsyncEngineArgs(**engine_args)
     config = EngineConfig.from_args(arguments.resolved())
     settings = settings_of(server_args, config.constraints)
-    _check_adapters(settings, enabled=config.lora.enabled)
+    _check_adapters(settings, config)
     middleware = [import_middleware(path) for path in server_args["middleware"]]
     check_tls(server_args)
     collector = server_args["otlp_traces_endpoint"]
@@ -175,6 +175,7 @@ def settings_of(
         legacy_metric_names=args["legacy_metric_names"],
         lora_modules=lora_modules_of(args["lora_modules"]),
         lora_root=args["lora_root"],
+        prompt_adapters=prompt_adapters_of(args["prompt_adapters"]),
         stored_responses=args["max_stored_responses"],
         stored_response_bytes=args["max_stored_response_bytes"],
         cors=Cors(
@@ -187,10 +188,13 @@ def settings_of(
     )
 
 
-def _check_adapters(settings: ServerSettings, *, enabled: bool) -> None:
+def _check_adapters(settings: ServerSettings, config: EngineConfig) -> None:
     """Raises ConfigError: adapters are given and not served, or there is no such folder."""
     root = settings.lora_root
-    if not enabled:
+    if settings.prompt_adapters and not config.prompt_adapters.enabled:
+        given = settings.prompt_adapters
+        raise ConfigError("prompt_adapters", given, "needs enable_prompt_adapter")
+    if not config.lora.enabled:
         for name, value in (("lora_modules", settings.lora_modules), ("lora_root", root)):
             if value:
                 raise ConfigError(name, value, "needs enable_lora")
@@ -332,6 +336,7 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         try:
             await self.context.adapters.open_all()
+            await self.context.prompt_adapters.open_all()
         except BaseException:
             await self._client.shutdown(0.0)
             raise

@@ -119,6 +119,7 @@ class ServerSettings:
         legacy_metric_names: export metrics also under names that vLLM has replaced or dropped.
         lora_modules: adapters that are served from the start.
         lora_root: folder inside which clients may load adapters; None: they may load none.
+        prompt_adapters: names and paths of prompt adapters that are served.
         stored_responses, stored_response_bytes: responses of /v1/responses that are kept in memory
             at most, and bytes of them; 0 responses: none are kept.
     """
@@ -151,6 +152,7 @@ class ServerSettings:
     legacy_metric_names: bool = True
     lora_modules: tuple[LoraModule, ...] = ()
     lora_root: str | None = None
+    prompt_adapters: tuple[tuple[str, str], ...] = ()
     stored_responses: int = 0
     stored_response_bytes: int = 256 << 20
     cors: Cors = field(default_factory=Cors)

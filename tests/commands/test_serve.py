@@ -98,10 +98,9 @@ def test_other_mistakes(tmp_path: Path) -> None:
     for name, value in (("port", 65536), ("shutdown_timeout", -1.0), ("step_timeout", 0.0)):
         with pytest.raises(ConfigError, match=name):
             resolve_server_args({name: value})
-    with pytest.raises(ConfigError, match="prompt adapters is not available yet"):
-        resolve_server_args({"prompt_adapters": ["a=b"]})
-    found = gathered("m", "--lora-modules", "a=b", "c=d")["lora_modules"]
-    assert found == ["a=b", "c=d"]
+    for name in ("lora_modules", "prompt_adapters"):
+        found = gathered("m", f"--{name.replace('_', '-')}", "a=b", "c=d")[name]
+        assert found == ["a=b", "c=d"]
 
 
 def test_a_missing_library_is_named(

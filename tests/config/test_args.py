@@ -288,7 +288,7 @@ class TestStatus:
         assert "tensor parallelism of draft models" in refused(
             speculative_draft_tensor_parallel_size=2
         )
-        assert "prompt adapter" in refused(enable_prompt_adapter=True)
+        assert "QLoRA" in refused(qlora_adapter_name_or_path="/a")
 
     def test_a_boolean_is_not_the_default_number(self) -> None:
         assert "tensor parallelism" in refused(tensor_parallel_size=True)

@@ -58,7 +58,7 @@ def test_assigned_fields_are_checked_for_an_engine() -> None:
         ({"modle": "demo"}, "modle"),
         ({"model": "demo", "max_num_seqs": 0}, "max_num_seqs"),
         ({"model": "demo", "served_model_name": 5}, "served_model_name"),
-        ({"model": "demo", "enable_prompt_adapter": True}, "enable_prompt_adapter"),
+        ({"model": "demo", "max_prompt_adapters": 0}, "max_prompt_adapters"),
         ({"max_num_seqs": 4}, "model"),
     ],
 )

@@ -440,7 +440,6 @@ def test_several_requests_are_aborted_at_once(engine: AsyncLLMEngine) -> None:
     [
         ({"priority": 1}, "priority"),
         ({"trace_headers": {"a": "b"}}, "trace_headers"),
-        ({"prompt_adapter_request": object()}, "prompt_adapter_request"),
     ],
 )
 def test_what_vllm_takes_and_this_engine_not_yet(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,18 @@ import pytest
 import torch
 import transformers
 
-from hetero_llm import LLM, AdapterError, LLMEngine, LoRARequest, SamplingParams
+from hetero_llm import (
+    LLM,
+    AdapterError,
+    LLMEngine,
+    LoRARequest,
+    PromptAdapterRequest,
+    RequestOutput,
+    SamplingParams,
+)
 from hetero_llm.engine.async_engine import AsyncLLMEngine
 from tests.helpers.adapters import TinyAdapter, change_config, write_adapter
+from tests.helpers.prompt_adapters import write_prompt_adapter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = "def add(a, b):"
@@ -112,3 +122,73 @@ def test_llm_engine(
     assert engine.list_loras() == {1, 2, 3}
     assert engine.remove_lora(2) and not engine.remove_lora(2)
     engine.shutdown()
+
+
+def test_an_adapter_of_the_hub_is_fetched_by_this_process(
+    engine: AsyncLLMEngine,
+    requests: list[LoRARequest],
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine's process makes no step while it opens an adapter."""
+    folder = requests[1].lora_path
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: folder)
+    hub = LoRARequest("hub", 70, "org/sql")
+
+    async def run() -> None:
+        async for output in engine.generate(PROMPT, GREEDY, "hub", hub):
+            assert output.lora_request == hub
+        assert output.outputs[0].token_ids == expected[2]
+
+    asyncio.run(run())
+
+
+def test_prompt_adapters(tiny_folder: Path, tmp_path: Path) -> None:
+    """From this process to the engine's; a second one of the same content shares prefixes."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    size = model.get_input_embeddings().weight.shape[1]
+    for name in ("polite", "copy"):
+        write_prompt_adapter(tmp_path / name, 20, size)
+    polite = PromptAdapterRequest("polite", 1, str(tmp_path / "polite"), 20)
+    copy = PromptAdapterRequest("copy", 2, str(tmp_path / "copy"), 20)
+    args = {
+        "device": "cpu", "dtype": "float32", "enable_prompt_adapter": True,
+        "max_prompt_adapter_token": 20, "block_size": 8,
+    }  # fmt: skip
+    params = dataclasses.replace(GREEDY, prompt_logprobs=2)
+    with LLM(str(tiny_folder), **args) as llm:
+        outputs = llm.generate(
+            [PROMPT] * 2, params, use_tqdm=False, prompt_adapter_request=[None, polite]
+        )
+    assert outputs[0].outputs[0].token_ids != outputs[1].outputs[0].token_ids
+    engine = AsyncLLMEngine({"model": str(tiny_folder), **args})
+
+    async def ask(request_id: str, adapter: Any, wanted: SamplingParams = params) -> RequestOutput:
+        stream = engine.generate(PROMPT, wanted, request_id, prompt_adapter_request=adapter)
+        *_, last = [output async for output in stream]
+        return last
+
+    async def run() -> None:
+        for index, adapter in enumerate([None, polite]):
+            output = await ask(str(index), adapter)
+            assert output.prompt_token_ids == outputs[index].prompt_token_ids
+            assert output.outputs[0].token_ids == outputs[index].outputs[0].token_ids
+            assert output.prompt_logprobs is not None
+            assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+        again = await ask("copy", copy, GREEDY)
+        assert again.outputs[0].token_ids == outputs[1].outputs[0].token_ids
+        num_prompt = len(again.prompt_token_ids)
+        assert again.num_cached_tokens == max((19 + num_prompt) // 8 * 8 - 20, 0)
+        for wrong, reason in (
+            (object(), "must be a PromptAdapterRequest"),
+            (dataclasses.replace(polite, prompt_adapter_id=5), "is known with 1"),
+            (PromptAdapterRequest("x", 9, "/none", 3), "no such folder"),
+        ):
+            with pytest.raises(AdapterError, match=reason):
+                await ask("wrong", wrong)
+        assert await engine.num_virtual_tokens(str(tmp_path / "copy")) == 20
+
+    try:
+        asyncio.run(run())
+    finally:
+        engine.process.kill()

@@ -152,6 +152,37 @@ def test_hundreds_of_names_of_one_content(
     assert len(store.names()) == 300
 
 
+def test_records_of_removed_adapters_are_bounded(
+    targets: AdapterTargets, requests: list[LoRARequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last ones are kept for requests that wait, and those that are held."""
+    monkeypatch.setattr("hetero_llm.lora.store.FORGOTTEN", 1)
+    store = store_of(targets, 1)
+    refs = []
+    for request in requests[:2]:
+        refs.append(store.open(request))
+        store.forget(request.lora_name)
+        store.hold(refs[0])
+    assert store.num_sources == 2, "one is held"
+    refs.append(store.open(requests[2]))
+    store.forget("a3")
+    assert store.num_sources == 2
+    store.check(refs[0])
+    for call in (store.check, store.hold):
+        with pytest.raises(AdapterError, match="lora_request='a2': .* was removed long ago"):
+            call(refs[1])
+    again = LoRARequest("b", 9, requests[2].lora_path)
+    store.open(again)  # a name more, so it is not forgotten any more
+    assert store.open(requests[1]) == refs[1]
+    store.forget("a2")
+    store.release(refs[0])
+    store.release(refs[0])
+    store.open(requests[3])
+    store.forget("a4")
+    store.check(refs[2])
+    assert store.num_sources == 2 and store.num_loaded <= 1
+
+
 def test_without_adapters_each_call_says_how_to_get_them(requests: list[LoRARequest]) -> None:
     store = NoAdapters()
     with pytest.raises(AdapterError, match="enable_lora=True"):

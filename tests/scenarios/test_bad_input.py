@@ -21,6 +21,7 @@ from hetero_llm import (
     HeteroLLMError,
     LoRARequest,
     ModelLoadError,
+    PromptAdapterRequest,
     PromptError,
     RequestError,
     SamplingError,
@@ -205,9 +206,14 @@ def test_as_many_parameters_as_prompts(tiny: LLM) -> None:
         tiny.generate(["a", "b"], [GREEDY] * 3, use_tqdm=False)
 
 
-def test_features_to_come_are_refused(tiny: LLM) -> None:
-    with refused(tiny, ConfigError, "prompt_adapter_request", "adapter"):
+def test_a_prompt_adapter_without_enable_prompt_adapter(tiny: LLM) -> None:
+    with refused(tiny, RequestError, "prompt_adapter_request", "adapter"):
         tiny.generate("a", GREEDY, use_tqdm=False, prompt_adapter_request="adapter")
+    with refused(tiny, AdapterError, "prompt_adapter_request", "polite", index=0):
+        tiny.generate(
+            ["a"], GREEDY, use_tqdm=False,
+            prompt_adapter_request=PromptAdapterRequest("polite", 1, "/adapters/polite", 8),
+        )  # fmt: skip
 
 
 def test_an_adapter_without_enable_lora(tiny: LLM) -> None:

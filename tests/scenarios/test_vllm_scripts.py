@@ -21,6 +21,7 @@ from vllm.engine.llm_engine import LLMEngine
 from vllm.entrypoints.llm import LLM
 from vllm.inputs import PromptType, TokensPrompt
 from vllm.lora.request import LoRARequest
+from vllm.prompt_adapter.request import PromptAdapterRequest
 from vllm.outputs import ClassificationRequestOutput, EmbeddingOutput, EmbeddingRequestOutput
 from vllm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput, ScoringRequestOutput
 from vllm.pooling_params import PoolingParams
@@ -123,7 +124,7 @@ def test_a_script_with_flags(
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ("from vllm import LLM\nLLM('m', enable_prompt_adapter=True)", "prompt adapter support is"),
+        ("from vllm import LLM\nLLM('m', qlora_adapter_name_or_path='/a')", "QLoRA is"),
         ("from vllm import PoolingParams\nPoolingParams(step_tag_id=1)", "a reward model is"),
     ],
 )

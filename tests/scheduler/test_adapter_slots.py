@@ -280,3 +280,46 @@ def test_random_traffic(
             for sequence in request.sequences:
                 expected = expected_output(request.prompt_token_ids, request.params, sequence.index)
                 assert sequence.output_ids == expected
+
+
+class CountedHash(str):
+    """A content hash that counts how often tables of contents are asked for one."""
+
+    asked = 0
+
+    def __hash__(self) -> int:
+        CountedHash.asked += 1
+        return str.__hash__(self)
+
+    __eq__ = str.__eq__
+
+
+def test_a_pass_over_many_that_wait_looks_at_each_once() -> None:
+    """Not at all before it: with a thousand adapters a pass would take longer than a step."""
+
+    def asked(waiting: int) -> int:
+        slots = AdapterSlots(1, Memory(), patience=1)
+        refs = [
+            AdapterRef(LoRARequest(f"a{n}", n, "/none"), CountedHash(n), 8)
+            for n in range(1, waiting + 2)
+        ]
+        slots.begin_pass()
+        assert slots.acquire(refs[0]) == 0
+        for _ in range(3):
+            CountedHash.asked = 0
+            slots.begin_pass()
+            for ref in refs[1:]:
+                assert slots.acquire(ref) is None
+            slots.end_pass(complete=True)
+        return CountedHash.asked
+
+    assert 0 < asked(400) < 2.5 * asked(200)
+
+
+def test_a_slot_that_is_given_back_within_a_pass_can_be_taken() -> None:
+    slots = AdapterSlots(1, Memory())
+    slots.begin_pass()
+    assert slots.acquire(adapter(1)) == 0
+    assert slots.acquire(adapter(2)) is None
+    slots.release(adapter(1))
+    assert slots.acquire(adapter(3)) == 0

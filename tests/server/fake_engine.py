@@ -27,6 +27,7 @@ from hetero_llm.core.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
+from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.demo_models import demo_folder
@@ -139,6 +140,8 @@ class FakeEngine:
         )
         self.adapters: list[LoRARequest | None] = []  # of `generate`, in order
         self.loras: dict[int, LoRARequest] = {}  # that were added and not removed
+        self.prompt_adapters: list[PromptAdapterRequest | None] = []  # of `generate`, in order
+        self.opened: list[PromptAdapterRequest] = []
         self._live: dict[str, asyncio.Event] = {}
         self._stop_by = math.inf
 
@@ -156,9 +159,12 @@ class FakeEngine:
         sampling_params: SamplingParams,
         request_id: str,
         lora_request: LoRARequest | None = None,
+        *,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.check_health()
         self.adapters.append(lora_request)
+        self.prompt_adapters.append(prompt_adapter_request)
         if request_id in self._live:
             raise DuplicateRequestError(request_id)
         if self.max_queue is not None and len(self._live) >= self.max_queue:
@@ -185,6 +191,14 @@ class FakeEngine:
 
     async def remove_lora(self, lora_id: int) -> bool:
         return self.loras.pop(lora_id, None) is not None
+
+    async def add_prompt_adapter(self, request: PromptAdapterRequest) -> None:
+        self.opened.append(request)
+
+    async def num_virtual_tokens(self, path: str) -> int:
+        if "broken" in path:
+            raise AdapterError("peft_type", "LORA", "no prompt adapter")
+        return 5
 
     async def _outputs(
         self, request: Request, ended: asyncio.Event

@@ -12,8 +12,15 @@ import pytest
 
 from hetero_llm.config.args import resolve_server_args
 from hetero_llm.core.errors import AdapterError, ConfigError
+from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.engine.input_processor import Prompt
-from hetero_llm.server.adapters import LoraModule, ServedAdapters, lora_modules_of
+from hetero_llm.server.adapters import (
+    LoraModule,
+    ServedAdapters,
+    ServedPromptAdapters,
+    lora_modules_of,
+    prompt_adapters_of,
+)
 from hetero_llm.server.serving import serve, settings_of
 from hetero_llm.server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine, demo_tokenizer
@@ -78,7 +85,9 @@ def test_only_folders_inside_the_root(tmp_path: Path) -> None:
 
 
 def test_flags() -> None:
-    settings = settings_of(resolve_server_args({"lora_modules": ["a=/a"], "lora_root": "/r"}))
+    flags = {"lora_modules": ["a=/a"], "lora_root": "/r", "prompt_adapters": ["p=/p", "q=/q"]}
+    settings = settings_of(resolve_server_args(flags))
+    assert settings.prompt_adapters == (("p", "/p"), ("q", "/q"))
     assert settings.lora_modules == (LoraModule("a", "/a"),)
     assert settings.lora_root == "/r"
 
@@ -186,6 +195,7 @@ def _with(stats: Any, figures: dict[str, float]) -> Any:
     [
         ({"lora_modules": ["a=/a"]}, {}, "lora_modules=.*needs enable_lora"),
         ({"lora_root": "/"}, {}, "lora_root='/': needs enable_lora"),
+        ({"prompt_adapters": ["a=/a"]}, {}, "prompt_adapters=.*needs enable_prompt_adapter"),
         ({"lora_root": "/no/folder"}, {"enable_lora": True}, "lora_root=.*no such folder"),
     ],
 )
@@ -195,3 +205,39 @@ def test_flags_that_cannot_be(
     """Before a model is loaded."""
     with pytest.raises(ConfigError, match=reason):
         serve({"model": "demo", **engine_args}, resolve_server_args(flags))
+
+
+@pytest.mark.parametrize("words", [["sql"], ["=path"], ["sql="], ["a=b", "a=c"]])
+def test_prompt_adapters_that_are_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"prompt_adapters={re.escape(repr(words[-1]))}"):
+        prompt_adapters_of(words)
+
+
+def test_prompt_adapters_that_end_the_start() -> None:
+    engine = FakeEngine(None)
+    with pytest.raises(ConfigError, match="prompt_adapters='demo': is a name of the model"):
+        ServedPromptAdapters(engine, [("demo", "/a")], ["demo"])
+    adapters = ServedPromptAdapters(engine, [("a", "/broken")], ["demo"])
+    with pytest.raises(ConfigError, match="prompt_adapters='a=/broken': peft_type='LORA'"):
+        asyncio.run(adapters.open_all())
+    assert adapters.names() == []
+
+
+def test_the_model_of_a_request_is_a_prompt_adapter(tmp_path: Path) -> None:
+    settings = ServerSettings(prompt_adapters=(("polite", "/p"),), lora_root=str(tmp_path))
+    with serving(FakeEngine(demo_tokenizer()), settings) as served:
+        opening = served.context.prompt_adapters.open_all()
+        asyncio.run_coroutine_threadsafe(opening, served.loop).result(20)
+        assert ask(served, "polite").json()["model"] == "polite"
+        assert ask(served, "demo").status_code == 200
+        polite = PromptAdapterRequest("polite", 1, "/p", 5)
+        assert served.engine.prompt_adapters == [polite, None]
+        assert served.engine.adapters == [None, None]
+        assert served.engine.opened == [polite]
+        cards = served.http.get("/v1/models").json()["data"]
+        assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
+            ("demo", "demo", None),
+            ("polite", "/p", "demo"),
+        ]
+        taken = served.post("/v1/load_lora_adapter", {"lora_name": "polite", "lora_path": "."})
+        assert "or of a prompt adapter" in taken.json()["error"]["message"]

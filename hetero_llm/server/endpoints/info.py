@@ -37,7 +37,7 @@ class Info:
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
         context = self._context
-        cards = [self._card(name) for name in (*context.names, *context.adapters.names())]
+        cards = [self._card(name) for name in (*context.names, *context.adapter_names())]
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
@@ -52,6 +52,9 @@ class Info:
         root, parent = context.client.info.model, None
         if adapter is not None:
             root, parent = adapter.lora_path, adapter.base_model_name or context.names[0]
+        virtual = context.prompt_adapters.find(name)
+        if virtual is not None:
+            root, parent = virtual.prompt_adapter_local_path, context.names[0]
         permission = {
             "id": f"modelperm-{name}",
             "object": "model_permission",

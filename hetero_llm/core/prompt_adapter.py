@@ -1,0 +1,120 @@
+"""What requests say about prompt adapters: embeddings that stand before a prompt's own.
+
+"The Power of Scale for Parameter-Efficient Prompt Tuning" (Lester et al. 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hetero_llm.core.errors import AdapterError, RequestError
+from hetero_llm.core.images import PromptImage, PromptImages
+
+VIRTUAL_TOKEN = 0
+"""The id that stands in a sequence for each virtual token, as in vLLM."""
+EMBEDDINGS = "embeddings"
+"""The name of a virtual prompt's array in its `PromptImage`."""
+_LONGEST_NAME = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PromptAdapterRequest:
+    """A prompt adapter of a request, with the fields and the order of vLLM's class (0.6 to 0.9).
+
+    Attributes:
+        prompt_adapter_name: what clients call it.
+        prompt_adapter_id: its number, from 1 on; an engine knows an adapter by one name and number.
+        prompt_adapter_local_path: folder with adapter_config.json and the weights, as PEFT saves
+            them, or a hub id.
+        prompt_adapter_num_virtual_tokens: as adapter_config.json says.
+
+    Raises:
+        AdapterError: a field has a value that no adapter has.
+    """
+
+    prompt_adapter_name: str
+    prompt_adapter_id: int
+    prompt_adapter_local_path: str
+    prompt_adapter_num_virtual_tokens: int
+
+    def __post_init__(self) -> None:
+        name, number = self.prompt_adapter_name, self.prompt_adapter_id
+        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+            reason = f"must be a string of 1 to {_LONGEST_NAME} characters"
+            raise AdapterError("prompt_adapter_name", name, reason)
+        if not name.isprintable():
+            reason = "holds a character that cannot be printed"
+            raise AdapterError("prompt_adapter_name", name, reason)
+        if type(number) is not int or not 1 <= number < 1 << 31:
+            raise AdapterError("prompt_adapter_id", number, "must be an integer of at least 1")
+        path = self.prompt_adapter_local_path
+        if not isinstance(path, str) or not path or "\0" in path:
+            raise AdapterError("prompt_adapter_local_path", path, "must be the path of a folder")
+        count = self.prompt_adapter_num_virtual_tokens
+        if type(count) is not int or count < 1:
+            reason = "must be an integer of at least 1"
+            raise AdapterError("prompt_adapter_num_virtual_tokens", count, reason)
+
+    @property
+    def name(self) -> str:
+        return self.prompt_adapter_name
+
+    @property
+    def adapter_id(self) -> int:
+        return self.prompt_adapter_id
+
+    @property
+    def local_path(self) -> str:
+        return self.prompt_adapter_local_path
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VirtualPrompt:
+    """A prompt adapter that was read.
+
+    Attributes:
+        embeddings: [tokens, size] float32, in the place of those of the first tokens.
+        content_hash: SHA-256 over them, in hexadecimal.
+    """
+
+    embeddings: np.ndarray
+    content_hash: str
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.embeddings)
+
+    def as_images(self) -> PromptImages:
+        """The form in which embeddings travel with a request and reach the runner: one image, at
+        the beginning of the prompt, that is encoded already."""
+        arrays = {EMBEDDINGS: self.embeddings}
+        return PromptImages((PromptImage(0, self.num_tokens, None, arrays),), self.content_hash)
+
+
+def check_prompt_adapter_request(value: Any) -> PromptAdapterRequest:
+    """Returns the value.
+
+    Raises:
+        AdapterError: it is no `PromptAdapterRequest`.
+    """
+    if not isinstance(value, PromptAdapterRequest):
+        raise AdapterError("prompt_adapter_request", value, "must be a PromptAdapterRequest")
+    return value
+
+
+def pair_prompt_adapters(given: Any, count: int) -> list[PromptAdapterRequest | None]:
+    """One `PromptAdapterRequest` (or none) for all prompts, or a list with one or None for each.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if given is None or isinstance(given, PromptAdapterRequest):
+        return [given] * count
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
+        reason = f"must be one PromptAdapterRequest or a list of {count}"
+        raise RequestError("prompt_adapter_request", given, reason)
+    return [None if one is None else check_prompt_adapter_request(one) for one in given]

@@ -1,0 +1,1 @@
+"""vLLM's import path of prompt adapters: re-exports, no code."""
