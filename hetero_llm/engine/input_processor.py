@@ -230,7 +230,6 @@ class InputProcessor:
         if params.use_beam_search:
             needed = candidates_needed(params.width, len(end_ids))
             num_logprobs = min(max(needed, num_logprobs or 0), self._vocab_size)
-        # The adapter comes first: a user's salt, which may hold anything, cannot imitate it.
         extras: tuple[str, ...] = () if adapter is None else ("adapter", adapter.content_hash)
         if prompt.cache_salt is not None:
             extras += ("salt", prompt.cache_salt)

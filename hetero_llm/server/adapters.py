@@ -63,7 +63,7 @@ def _module_of(word: str) -> LoraModule:
             raise ConfigError("lora_modules", word, reason)
     if len(value) < len(pairs):
         raise ConfigError("lora_modules", word, "has a key twice")
-    texts = [value.get(key) for key in _KEYS]
+    texts: list[Any] = [value.get(key) for key in _KEYS]
     if not all(isinstance(text, str) and text for text in texts[:2]):
         raise ConfigError("lora_modules", word, "needs the keys name and path with a string each")
     if texts[2] is not None and not isinstance(texts[2], str):
