@@ -194,8 +194,8 @@ def _misread(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
     choices = _most_optional(one.get("properties"), names)
     if choices > _MOST_OPTIONAL:
         reason = (
-            f"{choices} optional properties in a row, any of which may come next: at most "
-            f"{_MOST_OPTIONAL} are supported, or required ones between them"
+            f"{choices} optional properties follow each other, any of which may come next; at most "
+            f"{_MOST_OPTIONAL} are supported, and required ones divide them"
         )
         yield "properties", reason
     if _is_number(least) and least - len(names) > 1:

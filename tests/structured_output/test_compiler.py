@@ -245,7 +245,7 @@ def test_special_tokens_in_tags_are_tokens(compiler: GrammarCompiler) -> None:
          "json.minProperties", "one name could come twice"),
         ({"json": {"items": [{}], "anyOf": [{}], "additionalItems": False}},
          "json.additionalItems", "beside anyOf"),
-        ({"json": {"items": optional(499)}}, "json.items.properties", "499 optional properties"),
+        ({"json": {"items": optional(499)}}, "json.items.properties", "499 optional properties follow"),
         ({"json": {"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}},
          "json.allOf[", "least common multiple"),
         ({"json": {"pattern": "^[^a&&b]$"}}, "json.pattern", "has to be escaped"),

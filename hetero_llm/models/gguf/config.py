@@ -124,7 +124,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         raise header.bad(f"{prefix}.{key}", f"not supported with {family.model_class}")
     for key in _ONE:
         if values.get(key, 1) != 1:
-            raise header.bad(f"{prefix}.{key}", "not supported but for 1")
+            raise header.bad(f"{prefix}.{key}", "only 1 is supported")
     known = {*_REQUIRED, *_OPTIONAL, *_UNSUPPORTED, *_ONE, *_OTHERS}
     unknown = [f"{prefix}.{key}" for key in values if key not in known]
     if unknown:

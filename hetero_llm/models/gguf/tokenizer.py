@@ -160,7 +160,7 @@ class _Vocabulary:
     def scores(self) -> Sequence[float]:
         scores = self._numbers("scores")
         if not all(map(math.isfinite, scores)):
-            raise self.bad("scores", "numbers are needed that are finite")
+            raise self.bad("scores", "finite numbers are needed")
         return scores
 
     def of_kind(self, *kinds: int) -> Iterable[str]:

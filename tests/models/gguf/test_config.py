@@ -132,7 +132,7 @@ def test_old_files_name_the_linear_factor_alone(tmp_path: Path) -> None:
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
           "llama.rope.scaling.attn_factor": float("nan")}, "attn_factor=nan: a number above 0"),
         ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier=0.1.*: not supp"),
-        ({"llama.rope.scaling.yarn_attn_factor": 2.0}, "yarn_attn_factor=2.0: not supported but"),
+        ({"llama.rope.scaling.yarn_attn_factor": 2.0}, "yarn_attn_factor=2.0: only 1 is"),
         ({"tokenizer.ggml.tokens": 5}, "tokenizer.ggml.tokens=5: an array of strings is needed"),
         ({"tokenizer.ggml.token_type": 1}, "token_type=1: an array of integers is needed"),
         ({"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.token_type": ["a"] * 9},
