@@ -173,6 +173,10 @@ def end_tokens(header: GgufHeader) -> list[int]:
     if len(types) == len(tokens):  # else the tokenizer's reader refuses them
         control = [i for i, kind in enumerate(types) if kind == _CONTROL]
         found += [i for i in control if tokens[i] in _END_TOKENS]
+    if not found and len(tokens):
+        logger.warning(
+            "%s: no token is known to end a text; outputs end at their largest length", header.path
+        )
     return list(dict.fromkeys(found))
 
 

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 # Kinds of tokens (`llama_token_type` of llama.h).
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_KINDS = range(7)  # with 0, undefined, and 5, unused
 _SPACE = "\u2581"
 _MOST_TOKENS = 1 << 20  # of the known ones, Gemma's are the most: 262,144
 _LONGEST_PIECE = 1 << 10  # characters; SentencePiece's trainer makes pieces of 16
@@ -128,6 +129,8 @@ class _Vocabulary:
         self.kinds = [_NORMAL] * len(self.tokens)
         if kinds is not None:
             self.kinds = list(self._numbers("token_type"))
+            for kind in set(self.kinds).difference(_KINDS):
+                raise self.bad("token_type", f"holds {kind}, and 0 to 6 are known")
         self.ids: dict[str, int] = {}
         for index, token in enumerate(self.tokens):
             self.ids.setdefault(token, index)
@@ -306,6 +309,10 @@ def _add_template(fast: Any, vocabulary: _Vocabulary, adds_bos: bool) -> None:
 
     header = vocabulary.header
     bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
+    for name, token in (("bos", bos), ("eos", eos)):
+        flag = f"tokenizer.ggml.add_{name}_token"
+        if token is None and header.flag(flag, False):
+            raise header.bad(flag, f"the file has no tokenizer.ggml.{name}_token_id")
     before = ["bos"] if header.flag("tokenizer.ggml.add_bos_token", adds_bos) and bos else []
     after = ["eos"] if header.flag("tokenizer.ggml.add_eos_token", False) and eos else []
     if not before and not after:

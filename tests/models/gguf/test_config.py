@@ -226,6 +226,14 @@ def test_tokens_that_end_a_turn(tmp_path: Path) -> None:
     assert config.eos_token_ids == (3, 1, 4) and config.bos_token_id is None
 
 
+def test_no_token_that_ends_a_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_model_config(llama().write(tmp_path / "a.gguf"))
+    assert not caplog.text  # without a vocabulary
+    more = {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.token_type": [1]}
+    assert load_model_config(llama(**more).write(tmp_path / "b.gguf")).eos_token_ids == ()
+    assert "no token is known to end a text" in caplog.text
+
+
 def test_which_matrices_stay_quantized(tmp_path: Path) -> None:
     """Parts that the engine fuses stay quantized only if all have one kind."""
     kinds = {

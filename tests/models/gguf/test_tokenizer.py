@@ -203,6 +203,15 @@ def test_what_goes_around_a_text(
     assert ids == [*before, *found.encode("a", add_special_tokens=False), *after]
 
 
+@pytest.mark.parametrize("name", ["bos", "eos"])
+def test_a_token_to_add_that_the_file_does_not_name(tmp_path: Path, name: str) -> None:
+    metadata = sentencepiece_like() | {f"tokenizer.ggml.add_{name}_token": True}
+    del metadata[f"tokenizer.ggml.{name}_token_id"]
+    message = f"add_{name}_token=True: the file has no tokenizer.ggml.{name}_token_id"
+    with pytest.raises(ModelLoadError, match=message):
+        read_gguf_tokenizer(written(tmp_path, metadata))
+
+
 def test_tokens_that_a_template_could_misread(tmp_path: Path) -> None:
     """A colon or a dollar sign means something in the templates of the tokenizers library."""
     metadata = sentencepiece_like() | {"tokenizer.ggml.add_eos_token": True}
@@ -313,6 +322,7 @@ def with_value(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (with_value("tokens", "text"), "tokens: an array of another type"),
         (with_value("eos_token_id", 5000), "eos_token_id=5000: the vocabulary has 404 tokens"),
         (with_value("add_bos_token", 1), "add_bos_token=1: a bool is needed"),
+        (with_value("token_type", [1] * 403 + [9]), "token_type: holds 9, and 0 to 6 are known"),
     ],
 )
 def test_errors(tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
