@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -142,22 +142,25 @@ def modules() -> dict[str, Path]:
 
 def imports_of(module: str, source: str, *, is_package: bool = False) -> list[Import]:
     """The imports in `source`; those under `if TYPE_CHECKING:` do not run, but they count."""
-    return list(_walk(ast.parse(source), module, is_package=is_package, at_top=True))
-
-
-def _walk(node: ast.AST, module: str, *, is_package: bool, at_top: bool) -> Iterator[Import]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            for alias in child.names:
-                yield Import(module, alias.name, child.lineno, at_top)
-        elif isinstance(child, ast.ImportFrom):
-            base = _base(child, module, is_package=is_package)
-            for alias in child.names:
-                yield Import(module, f"{base}.{alias.name}", child.lineno, at_top)
-        runs_later = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or (
-            isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-        )
-        yield from _walk(child, module, is_package=is_package, at_top=at_top and not runs_later)
+    found = []
+    waiting: list[tuple[ast.AST, bool]] = [(ast.parse(source), True)]
+    while waiting:
+        node, at_top = waiting.pop()
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                found += [Import(module, one.name, child.lineno, at_top) for one in child.names]
+            elif isinstance(child, ast.ImportFrom):
+                base = _base(child, module, is_package=is_package)
+                found += [
+                    Import(module, f"{base}.{one.name}", child.lineno, at_top)
+                    for one in child.names
+                ]
+            runs_later = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or (
+                isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            )
+            if not isinstance(child, ast.expr):  # which holds no statement
+                waiting.append((child, at_top and not runs_later))
+    return sorted(found, key=lambda item: item.line)
 
 
 def _base(node: ast.ImportFrom, module: str, *, is_package: bool) -> str:
@@ -250,18 +253,24 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return sorted(map(list, groups))
 
 
-ALL_IMPORTS = [
-    item
-    for name, path in modules().items()
-    for item in imports_of(
-        name, path.read_text(encoding="utf-8"), is_package=path.name == "__init__.py"
-    )
-]
-GRAPH = file_graph(ALL_IMPORTS, modules())
+@cache
+def all_imports() -> list[Import]:
+    return [
+        item
+        for name, path in modules().items()
+        for item in imports_of(
+            name, path.read_text(encoding="utf-8"), is_package=path.name == "__init__.py"
+        )
+    ]
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    return file_graph(all_imports(), modules())
 
 
 def test_packages_import_only_what_they_may() -> None:
-    assert offences(ALL_IMPORTS) == []
+    assert offences(all_imports()) == []
 
 
 def test_every_module_has_a_rule_and_every_rule_a_module() -> None:
@@ -272,21 +281,21 @@ def test_every_module_has_a_rule_and_every_rule_a_module() -> None:
 
 
 def test_no_circle_of_files() -> None:
-    assert circles(GRAPH) == []
+    assert circles(graph()) == []
 
 
 def test_no_circle_of_packages() -> None:
-    assert circles(package_graph(GRAPH, 1)) == []
+    assert circles(package_graph(graph(), 1)) == []
 
 
 def test_no_circle_of_sub_packages() -> None:
-    assert circles(package_graph(GRAPH, 2)) == []
+    assert circles(package_graph(graph(), 2)) == []
 
 
 def test_light_modules_import_nothing_heavy_at_the_top() -> None:
     heavy = [
         f"{item.importer}:{item.line} imports {item.target}"
-        for item in ALL_IMPORTS
+        for item in all_imports()
         if item.at_top
         and any(covers(light, item.importer) for light in LIGHT_AT_THE_TOP)
         and item.target.partition(".")[0] in HEAVY

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -104,6 +105,7 @@ def _answer_all(
     from hetero_llm.engine.async_engine import AsyncLLMEngine
     from hetero_llm.server.app import build_app
     from hetero_llm.server.batch import run_batch
+    from hetero_llm.server.context import check_formats
     from hetero_llm.server.serving import settings_of
 
     arguments = EngineArgs(**engine_args)
@@ -114,6 +116,7 @@ def _answer_all(
         served_names=settings.served_names,
         max_queued_requests=most * settings.limits.prompts,
         step_timeout=server_args["step_timeout"],
+        check_tokenizer=partial(check_formats, settings),
     )
     app = build_app(engine, settings)
     context: Context = app.state.context

@@ -14,7 +14,15 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,6 +102,8 @@ class AsyncLLMEngine:
         max_queued_requests: most requests that wait, besides the `max_num_seqs` that run.
         step_timeout: seconds without a message after which the engine counts as hung; None means
             30 on a GPU, 120 on a CPU. It has to be longer than the longest step.
+        check_tokenizer: called with the model's tokenizer, or None without one, long before the
+            weights are loaded; what it raises ends the start.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -114,6 +124,7 @@ class AsyncLLMEngine:
         served_names: Sequence[str] = (),
         max_queued_requests: int = 1024,
         step_timeout: float | None = None,
+        check_tokenizer: Callable[[Tokenizer | None], None] | None = None,
     ) -> None:
         begun = time.monotonic()
         if not isinstance(engine_args, EngineArgs):
@@ -133,6 +144,8 @@ class AsyncLLMEngine:
             # Meanwhile the process loads the model.
             opened = open_model(config)
             model, self.tokenizer, self.images = opened.config, opened.tokenizer, opened.images
+            if check_tokenizer is not None:
+                check_tokenizer(self.tokenizer)
             grammars = None
             if not isinstance(model, PoolingModel):
                 grammars = open_grammars(self.tokenizer, model.vocab_size, model.eos_token_ids)

@@ -247,7 +247,6 @@ class InputProcessor:
         if params.use_beam_search:
             needed = candidates_needed(params.width, len(end_ids))
             num_logprobs = min(max(needed, num_logprobs or 0), self._vocab_size)
-        # Adapters come first: a user's salt, which may hold anything, cannot imitate them.
         extras: tuple[str, ...] = () if adapter is None else ("adapter", adapter.content_hash)
         if virtual is not None:
             extras += ("prompt_adapter", virtual.content_hash)

@@ -26,8 +26,12 @@ _TOKENS_AT_ONCE = 2048
 
 
 def hash_root(extras: tuple[str, ...] = ()) -> bytes:
-    """Hash before the first block, over everything but tokens that makes KV differ."""
-    return sha256("\x00".join(("hetero_llm", *extras)).encode()).digest()
+    """Hash before the first block, over everything but tokens that makes KV differ. The length of
+    each extra comes before it, so none can imitate several."""
+    parts = [b"hetero_llm"]
+    for extra in map(str.encode, extras):
+        parts += [struct.pack("<Q", len(extra)), extra]
+    return sha256(b"".join(parts)).digest()
 
 
 def hash_block(parent_hash: bytes, token_ids: Sequence[int]) -> bytes:

@@ -23,6 +23,7 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import short_reason
 from hetero_llm.models.configs.transformers import TransformersConfig
 from hetero_llm.models.folders import LOAD_FORMATS, resolve_model_folder
+from hetero_llm.models.gguf.container import is_gguf
 from hetero_llm.models.kv_scales import stored_kv_scales
 from hetero_llm.models.layers import CausalLM, Linear, RearrangedView
 from hetero_llm.models.quantization_config import checkpoint_format
@@ -170,7 +171,13 @@ def _check_sizes(folder: Path, config: ModelConfig, files: tuple[WeightFile, ...
         held = f"{numbers} numbers"
     else:
         return
-    raise ModelLoadError(f"{folder}: config.json says {said}, the weight files hold {held}")
+    where = _config_of(folder)
+    raise ModelLoadError(f"{folder}: {where} says {said}, the weight files hold {held}")
+
+
+def _config_of(folder: Path) -> str:
+    """Where a model says what it is, in words."""
+    return "its metadata" if is_gguf(folder) else "config.json"
 
 
 def _plan(
@@ -202,7 +209,7 @@ def _plan(
     except (ArithmeticError, ValueError, RuntimeError) as error:
         reason = short_reason(error)
         raise ModelLoadError(
-            f"{folder}: config.json: no such model can be built: {reason}"
+            f"{folder}: {_config_of(folder)}: no such model can be built: {reason}"
         ) from error
     plans: tuple[MatrixPlan, ...] = ()
     stored: dict[str, tuple[WeightFile, StoredTensor]] = {}
@@ -346,7 +353,7 @@ def _matches(
     problems = {
         "missing": [name for name in targets if name not in found],
         "unexpected": unexpected,
-        "of wrong shape": _wrong_shapes(found, model.config),
+        "of wrong shape": _wrong_shapes(found, model.config, _config_of(folder)),
         "of a type that cannot be loaded": [
             f"{match.stored.name} ({match.stored.type_name})"
             for match in found.values()
@@ -424,7 +431,8 @@ def _differ(embedding: _Match, file: WeightFile, head: StoredTensor) -> bool:
     return False
 
 
-def _wrong_shapes(found: Mapping[str, _Match], config: ModelConfig) -> list[str]:
+def _wrong_shapes(found: Mapping[str, _Match], config: ModelConfig, where: str) -> list[str]:
+    """Messages; `where`: what says the shapes that are needed."""
     wrong = []
     for match in found.values():
         if match.target is None:
@@ -436,11 +444,11 @@ def _wrong_shapes(found: Mapping[str, _Match], config: ModelConfig) -> list[str]
             # Cutting or padding would be a guess about added tokens; vLLM refuses both, too.
             rows = stored.shape[0] if stored.shape else 0
             wrong.append(
-                f"{stored.name} has {rows} rows, config.json says vocab_size={config.vocab_size}"
+                f"{stored.name} has {rows} rows, {where} says vocab_size={config.vocab_size}"
             )
         else:
             shape = list(stored.shape)
-            wrong.append(f"{stored.name} is {shape}, config.json says {list(needed)}")
+            wrong.append(f"{stored.name} is {shape}, {where} says {list(needed)}")
     return wrong
 
 

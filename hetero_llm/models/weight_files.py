@@ -226,7 +226,11 @@ class GgufFile:
     """
 
     def __init__(self, path: Path, *, keep_blocks: bool) -> None:
-        """Reads the header."""
+        """Reads the header.
+
+        Raises:
+            ModelLoadError: it cannot be read, or two tensors have one name in transformers.
+        """
         self.path = path
         self._bytes = _PositionedReads(path)
         header = read_header(path)
@@ -238,6 +242,9 @@ class GgufFile:
             if entry.name == ROPE_FACTORS:
                 continue
             name, kind, shape = self._rows.name(entry), entry.type.name, entry.shape
+            if name in self._stored:
+                both = f"{shown(self._stored[name].name)} and {shown(entry.name)}"
+                raise ModelLoadError(f"{path}: the tensors {both} are both {name}")
             self._stored[name] = entry
             if entry.name in self._kept:
                 dtype, shape = torch.uint8, (entry.rows, entry.row_bytes)

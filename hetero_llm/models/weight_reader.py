@@ -1,4 +1,4 @@
-"""Copies stored tensors into a model, in pieces, with a few threads that read ahead.
+"""Copies stored tensors into a model, in pieces, with a few threads that read larger ones ahead.
 
 A piece whose target is in host memory, contiguous and of the stored type is read directly into it;
 every other piece is read into a staging buffer. For a target in host memory the reading thread
@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from hetero_llm.models.weight_files import StoredTensor, WeightFile
+from hetero_llm.utils.gc_control import usual_wakeups
 
 _THREADS = 8
 _MIB = 1 << 20
 _MOST_AHEAD, _LEAST_AHEAD = 128 * _MIB, 8 * _MIB
 _SHARE_AHEAD = 20  # at most a 20th of the weights, so that small models load in little memory
 _PIECES_AHEAD = 16
+_HANDED = 32 << 10  # bytes, which a thread reads in less time than it takes to hand them over
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +69,19 @@ class ReadAhead:
     Attributes:
         bytes: Read but not yet copied.
         piece_bytes: Of a piece; more if a row of a strided target is larger.
+        handed_bytes: Of the smallest piece that is handed to a thread; the calling thread reads
+            those below.
     """
 
     bytes: int
     piece_bytes: int
+    handed_bytes: int = 0
 
     @staticmethod
     def of(total: int) -> ReadAhead:
         """For `total` bytes of weights."""
         ahead = min(_MOST_AHEAD, max(_LEAST_AHEAD, total // _SHARE_AHEAD))
-        return ReadAhead(ahead, ahead // _PIECES_AHEAD)
+        return ReadAhead(ahead, ahead // _PIECES_AHEAD, _HANDED)
 
 
 def pieces_of(
@@ -132,7 +137,7 @@ def copy_pieces(
         return piece.nbytes
 
     with _one_thread_each():
-        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
+        pool = ThreadPoolExecutor(_THREADS, "weights", initializer=usual_wakeups)
         try:
             for piece in pieces:
                 while waiting and (
@@ -145,7 +150,11 @@ def copy_pieces(
                 buffer = None
                 if not piece.is_direct:
                     buffer = staging.take(piece.nbytes, piece.target.is_cuda)
-                waiting.append((piece, buffer, pool.submit(_fetch, piece, buffer)))
+                if piece.nbytes < ahead.handed_bytes:
+                    done = _fetched(piece, buffer)
+                else:
+                    done = pool.submit(_fetch, piece, buffer)
+                waiting.append((piece, buffer, done))
                 held += piece.nbytes
             while waiting:
                 finish()
@@ -166,6 +175,16 @@ def _one_thread_each() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _fetched(piece: Piece, buffer: Tensor | None) -> Future[bool]:
+    """`_fetch` at once; an error comes when it is the piece's turn."""
+    done: Future[bool] = Future()
+    try:
+        done.set_result(_fetch(piece, buffer))
+    except Exception as error:
+        done.set_exception(error)
+    return done
 
 
 def _fetch(piece: Piece, buffer: Tensor | None) -> bool:

@@ -6,14 +6,16 @@ A client names an adapter where it would name the model. Adding and removing the
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from hetero_llm.core.errors import AdapterError, ConfigError, HeteroLLMError
+from hetero_llm.core.errors import AdapterError, ConfigError, RequestError
 from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.engine.engine_client import EngineClient
@@ -53,22 +55,26 @@ def _module_of(word: str) -> LoraModule:
             raise ConfigError("lora_modules", word, "must be name=path or a JSON object")
         return LoraModule(name, path)
     try:
-        value = json.loads(word)
-    except ValueError as error:
+        pairs = json.loads(word, object_pairs_hook=list)
+    except (ValueError, RecursionError) as error:
         raise ConfigError("lora_modules", word, f"is not JSON: {error}") from None
+    value: dict[str, Any] = dict(pairs)
     for key in value:
         if key not in _KEYS:
-            raise ConfigError("lora_modules", word, f"{key!r} is no key of it: {', '.join(_KEYS)}")
-    texts = [value.get(key) for key in _KEYS]
+            reason = f"has the unknown key {key!r}; the keys are {', '.join(_KEYS)}"
+            raise ConfigError("lora_modules", word, reason)
+    if len(value) < len(pairs):
+        raise ConfigError("lora_modules", word, "has a key twice")
+    texts: list[Any] = [value.get(key) for key in _KEYS]
     if not all(isinstance(text, str) and text for text in texts[:2]):
-        raise ConfigError("lora_modules", word, "needs a name and a path")
+        raise ConfigError("lora_modules", word, "needs the keys name and path with a string each")
     if texts[2] is not None and not isinstance(texts[2], str):
         raise ConfigError("lora_modules", word, "base_model_name must be a string")
     return LoraModule(*texts)
 
 
 class ServedAdapters:
-    """Adapters by the name that clients use; one event loop.
+    """Adapters by the name that clients use; one event loop. Changes come one after the other.
 
     Args:
         client: of an engine with `enable_lora`.
@@ -92,7 +98,11 @@ class ServedAdapters:
         self._root = None if root is None else Path(os.path.realpath(root))
         self._taken = frozenset(taken)
         self._adapters: dict[str, LoRARequest] = {}
-        self._numbers = count(1)
+        self._changing = asyncio.Lock()
+        self._next_number = count(1)
+        # Of every name ever opened: a request that began before its adapter was removed makes the
+        # engine open it once more, under the number that it had.
+        self._numbers: dict[str, int] = {}
         for module in self._modules:
             if module.name in self._taken:
                 raise ConfigError("lora_modules", module.name, _TAKEN)
@@ -118,7 +128,7 @@ class ServedAdapters:
         for module in self._modules:
             try:
                 await self._open(module.name, module.path, module.base_model_name)
-            except HeteroLLMError as error:
+            except RequestError as error:
                 raise ConfigError("lora_modules", f"{module.name}={module.path}", str(error)) from (
                     error
                 )
@@ -135,30 +145,31 @@ class ServedAdapters:
         assert self._root is not None, "the route exists with a root only"
         if name in self._taken:
             raise AdapterError("lora_name", name, _TAKEN)
-        if name in self._adapters and not replaces:
-            raise AdapterError("lora_name", name, "is loaded already; see load_inplace")
         if "\0" in path:
             raise AdapterError("lora_path", path, "must be the path of a folder")
         folder = os.path.realpath(self._root / path)
         if not Path(folder).is_relative_to(self._root):
             raise AdapterError("lora_path", path, "is not inside the folder of lora_root")
-        await self._open(name, folder, base_model_name)
+        async with self._changing:
+            if name in self._adapters and not replaces:
+                reason = "is loaded already; with load_inplace it is replaced"
+                raise AdapterError("lora_name", name, reason)
+            await self._open(name, folder, base_model_name)
 
     async def remove(self, name: str) -> bool:
         """Forgets an adapter; its running requests go on. False: there is none of this name."""
-        request = self._adapters.pop(name, None)
-        if request is not None:
-            await self._client.remove_lora(request.lora_int_id)
+        async with self._changing:
+            request = self._adapters.pop(name, None)
+            if request is not None:
+                await self._client.remove_lora(request.lora_int_id)
         return request is not None
 
     async def _open(self, name: str, path: str, base_model_name: str | None) -> None:
-        known = self._adapters.get(name)
-        number = next(self._numbers) if known is None else known.lora_int_id
-        request = LoRARequest(
-            name, number, path, base_model_name=base_model_name, load_inplace=known is not None
-        )
-        await self._client.add_lora(request)
-        self._adapters[name] = LoRARequest(name, number, path, base_model_name=base_model_name)
+        number = self._numbers.get(name) or next(self._next_number)
+        request = LoRARequest(name, number, path, base_model_name=base_model_name)
+        await self._client.add_lora(replace(request, load_inplace=True))
+        self._numbers[name] = number
+        self._adapters[name] = request
 
 
 def prompt_adapters_of(words: Iterable[str]) -> tuple[tuple[str, str], ...]:
@@ -219,7 +230,7 @@ class ServedPromptAdapters:
                 tokens = await self._client.num_virtual_tokens(path)
                 request = PromptAdapterRequest(name, number, path, tokens)
                 await self._client.add_prompt_adapter(request)
-            except HeteroLLMError as error:
+            except RequestError as error:
                 given = f"{name}={path}"
                 raise ConfigError("prompt_adapters", given, str(error)) from error
             self._adapters[name] = request

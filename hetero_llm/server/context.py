@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 
 from hetero_llm.engine.engine_client import EngineClient
+from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
 from hetero_llm.server.adapters import ServedAdapters, ServedPromptAdapters
 from hetero_llm.server.errors import ApiError, busy, duplicate
 from hetero_llm.server.message_parsers import MessageParsers
@@ -57,13 +58,7 @@ class Context:
             chat_template=settings.chat_template,
             template_seconds=settings.limits.template_seconds,
         )
-        self.parsers = MessageParsers(
-            self.tokenizer,
-            tool_parser=settings.tool_call_parser,
-            reasoning_parser=settings.reasoning_parser,
-            needs_tools=settings.enable_auto_tool_choice,
-            in_reasoning=settings.constrained_reasoning,
-        )
+        self.parsers = _parsers(self.tokenizer, settings)
         self.metrics = Metrics(client, self.names[0], legacy_names=settings.legacy_metric_names)
         self.readings = Readings(client, self.metrics)
         self.created = int(time.time())
@@ -146,6 +141,30 @@ class Context:
         if not by_key or key is None:
             return wanted
         return f"{sha256(key.encode()).hexdigest()}:{wanted or ''}"
+
+
+def check_formats(settings: ServerSettings, tokenizer: Tokenizer | None) -> None:
+    """Checks what needs a model's tokenizer alone, before its weights are loaded.
+
+    Raises:
+        ConfigError: the format of tool calls is not known, though one is needed.
+    """
+    if settings.enable_auto_tool_choice:
+        threads = TokenizerThreads()
+        template = settings.chat_template
+        _parsers(
+            ApiTokenizer(tokenizer, threads, max_model_len=1, chat_template=template), settings
+        )
+
+
+def _parsers(tokenizer: ApiTokenizer, settings: ServerSettings) -> MessageParsers:
+    return MessageParsers(
+        tokenizer,
+        tool_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
+        needs_tools=settings.enable_auto_tool_choice,
+        in_reasoning=settings.constrained_reasoning,
+    )
 
 
 def request_id_of(request: Request) -> str:

@@ -154,7 +154,7 @@ async def chat_prompt(
     kwargs = _template_kwargs(request, settings) | _opening_kwargs(request)
     if tools:
         if not template.mentions("tools"):
-            raise unsupported("tools", "a tool in this model's chat template")
+            raise _no_place("tools", "tools, so the model would not see them")
         kwargs["tools"] = list(tools)
     user_texts = [*texts_in(messages), *texts_in(list(kwargs.values()))]
     truncated = cut.count is not None
@@ -404,6 +404,12 @@ def _text_of(part: ContentPart | str, where: str) -> str | None:
     return text
 
 
+def _no_place(param: str, what: str) -> ApiError:
+    """A field that the chat template would leave out."""
+    reason = f"this model's chat template has no place for {what}"
+    return invalid(param, f"{param}: {reason}", "unsupported_parameter")
+
+
 def _no_such_part(part: ContentPart | str, where: str, available: str) -> ApiError:
     kind = None if isinstance(part, str) else part.type
     return invalid(
@@ -419,7 +425,7 @@ def _content_parts(
     content = message.content
     if not template.mentions("image"):
         if isinstance(content, list) and any(map(_is_image, content)):
-            raise unsupported(f"{where}.content", "an image in this model's chat template")
+            raise _no_place(f"{where}.content", "images")
         return _content(message, where)
     if isinstance(content, str) or not content:
         return [{"type": "text", "text": _content(message, where)}]
@@ -458,7 +464,7 @@ def _tool_call_id(message: Message, where: str, template: ChatTemplate) -> str:
         )
     # The role 'tool': a template that writes any role unchanged was not made for tools.
     if not template.mentions("tool"):
-        raise unsupported(f"{where}.role", "a tool's message in this model's chat template")
+        raise _no_place(f"{where}.role", "messages of tools")
     return message.tool_call_id
 
 
@@ -468,7 +474,7 @@ def _tool_calls(
     if message.role != "assistant":
         raise invalid(f"{where}.tool_calls", f"{where}.tool_calls: only assistants call tools")
     if not template.mentions("tool_calls"):
-        raise unsupported(f"{where}.tool_calls", "a tool call in this model's chat template")
+        raise _no_place(f"{where}.tool_calls", "calls of tools")
     calls = message.tool_calls or ()
     if len(calls) > limits.tool_calls:
         raise invalid(

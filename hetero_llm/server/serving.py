@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,7 +40,7 @@ from hetero_llm.server.connection import (
     connection_class,
     connections_possible,
 )
-from hetero_llm.server.context import Context
+from hetero_llm.server.context import Context, check_formats
 from hetero_llm.server.logs import log_stats, server_log
 from hetero_llm.server.settings import TEMPLATE_KWARGS, Cors, Limits, ServerSettings
 from hetero_llm.server.startup import plan_table, ready_text
@@ -96,6 +97,7 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
             served_names=settings.served_names,
             max_queued_requests=server_args["max_queued_requests"],
             step_timeout=server_args["step_timeout"],
+            check_tokenizer=partial(check_formats, settings),
         )
         app = build_app(engine, settings)
         for one in middleware:

@@ -7,6 +7,7 @@ needed, so that a grammar costs next to nothing to compile, and a mask some 50 u
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ _FIRST_FUEL, _STEP_FUEL = 200_000, 50_000
 are 1,000,000 and 200,000, with which `((a{100}){100}){100}` takes 5 s of a step (here 0.5), and
 grammars of 128 KB need no more than these."""
 _FEATURE = "structured_outputs"
+_CROWDED = re.compile(r"Current row has (\d+) items; max is (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,12 @@ class GrammarCompiler:
         limits = LLParserLimits(
             verbose_errors=False, initial_lexer_fuel=_FIRST_FUEL, step_lexer_fuel=_STEP_FUEL
         )
-        return LLMatcher(self._tokenizer(), text, log_level=0, limits=limits)
+        made = LLMatcher(self._tokenizer(), text, log_level=0, limits=limits)
+        if not made.is_error():
+            # A lexer that has exceeded its limits says so at the next mask only, hence the first.
+            made.deep_copy().compute_bitmask()
+            made.compute_bitmask()  # copies keep it, so that no step has to compute the first mask
+        return made
 
     def _forget(self, text: str) -> None:
         with self._lock:
@@ -251,10 +258,6 @@ def _why_useless(matcher: LLMatcher) -> str:
     """Why a compiled grammar can be followed by no output; "" if one can."""
     own = matcher.deep_copy()
     empty = not own.is_error() and not any(own.compute_bitmask())
-    if not empty and not own.is_error():
-        # A lexer that has exceeded its limits says so at the next mask only.
-        own = matcher.deep_copy()
-        own.compute_bitmask()
     reason = own.get_error()
     return "allows no output at all" if empty or reason.startswith("NoExtension") else reason
 
@@ -318,5 +321,10 @@ class _Words:
 
 
 def _plain(text: str) -> str:
-    """llguidance's message without the parser's state."""
-    return text.partition("\n<")[0].strip()
+    """llguidance's message without the parser's state, and without its advice to those who write
+    grammars."""
+    plain = text.partition("\n<")[0].strip()
+    crowded = _CROWDED.search(plain)
+    if crowded is None:
+        return plain
+    return f"too much may come next: {crowded[1]} states of the parser, {crowded[2]} are possible"

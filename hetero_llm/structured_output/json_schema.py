@@ -147,6 +147,9 @@ def check_schema(schema: Any, field: str) -> None:
 # llguidance reads numbers as float64.
 _EXACT = 2**53
 _INT64 = 2**63
+# llguidance's parser has 4 states for each property that may come next, and 2,000 at most. It would
+# say so at the first token, when the request is running.
+_MOST_OPTIONAL = 498
 # JSON has no short escape for these, and the long ones are not allowed: see `grammar_text.py`.
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _APPLICATORS = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
@@ -160,6 +163,7 @@ _JOINED = frozenset({
     "properties", "patternProperties", "additionalProperties", "items", "prefixItems",
 })  # fmt: skip
 _WATCHED = frozenset({
+    "properties",
     "const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
     "minProperties", "additionalItems", "pattern", "patternProperties",
 })  # fmt: skip
@@ -187,6 +191,13 @@ def _misread(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield inclusive, "a limit beyond 2**53 is not supported"
     least, required = one.get("minProperties"), one.get("required")
     names = {name for name in required if isinstance(name, str)} if _is_list(required) else set()
+    choices = _most_optional(one.get("properties"), names)
+    if choices > _MOST_OPTIONAL:
+        reason = (
+            f"{choices} optional properties follow each other, any of which may come next; at most "
+            f"{_MOST_OPTIONAL} are supported, and required ones divide them"
+        )
+        yield "properties", reason
     if _is_number(least) and least - len(names) > 1:
         reason = (
             "more than one property beyond those in 'required' is not supported: one name could "
@@ -195,6 +206,18 @@ def _misread(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "minProperties", reason
     if "additionalItems" in one and _is_list(one.get("items")) and beside:
         yield "additionalItems", f"is not supported beside {beside}"
+
+
+def _most_optional(properties: Any, required: set[str]) -> int:
+    """The most properties in a row that are not required. They come in the order of the schema, so
+    after a name any of those up to the next required one may follow."""
+    if not isinstance(properties, dict):
+        return 0
+    most = run = 0
+    for name in properties:
+        run = 0 if name in required else run + 1
+        most = max(most, run)
+    return most
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:

@@ -211,6 +211,7 @@ class RecordingGraphs:
         return self.layout
 
 
+@pytest.mark.parametrize("checkpoint", FAMILIES[:1], indirect=True)
 @pytest.mark.parametrize("holds", [True, False])
 def test_only_what_calls_torch_enters_the_inference_mode(
     checkpoint: Path, device: torch.device, holds: bool

@@ -206,6 +206,17 @@ def contents(*blocks: list[int]) -> list[bytes]:
     return [prefix_cache.token_bytes(tokens) for tokens in blocks]
 
 
+@pytest.mark.parametrize(
+    "extras",
+    [("salt", "a\0images\0k"), ("salt\0a", "images", "k"), ("salt", "a", "images\0k"),
+     ("salt", "a", "images", "k", "")],
+)  # fmt: skip
+def test_no_extra_imitates_others(extras: tuple[str, ...]) -> None:
+    """A user chooses the salt."""
+    assert hash_root(extras) != hash_root(("salt", "a", "images", "k"))
+    assert hash_root(("adapter", "x")) != hash_root() != hash_root(("",))
+
+
 def test_a_key_hashes_the_parent_and_four_bytes_per_token() -> None:
     tokens = bytes.fromhex("01000000 ff000000 00010000 ffffff7f")
     assert hash_block(ROOT, [1, 255, 256, 2**31 - 1]) == sha256(ROOT + tokens).digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from hetero_llm.core.errors import ModelLoadError
 from hetero_llm.models.weight_reader import Piece, ReadAhead, copy_pieces, pieces_of
+from hetero_llm.utils.gc_control import prompt_wakeups
 from tests.models.weights_in_memory import MemoryFile
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -86,8 +88,9 @@ def test_weights_that_are_not_finite() -> None:
     assert read(MemoryFile(tensors), targets) == ["1", "3", "4"]
 
 
-def test_pieces_end_in_order_and_the_first_error_is_told() -> None:
-    """The second tensor fails before the first one does."""
+@pytest.mark.parametrize("handed_bytes", [0, 32])
+def test_pieces_end_in_order_and_the_first_error_is_told(handed_bytes: int) -> None:
+    """The second tensor fails before the first one does, in a thread or in the calling one."""
     failed = threading.Event()
 
     def before(name: str) -> None:
@@ -98,18 +101,47 @@ def test_pieces_end_in_order_and_the_first_error_is_told() -> None:
             assert failed.wait(60)
             raise ModelLoadError("a")
 
-    file = MemoryFile({name: torch.randn(16) for name in ("ok", "a", "b", "c")}, before)
+    sizes = {"ok": 16, "a": 16, "b": 4, "c": 16}
+    file = MemoryFile({name: torch.randn(size) for name, size in sizes.items()}, before)
     done: list[str] = []
-    targets = {name: torch.empty(16) for name in file.content}
+    targets = {name: torch.empty(size) for name, size in sizes.items()}
+    ahead = ReadAhead(4096, 512, handed_bytes)
     pieces = (
         piece
         for stored in file.tensors
         for piece in pieces_of(file, stored, targets[stored.name], dtype=FP32, piece_bytes=512)
     )
     with pytest.raises(ModelLoadError, match="^a$"):
-        copy_pieces(pieces, AHEAD, lambda piece: done.append(piece.tensor.name))
+        copy_pieces(pieces, ahead, lambda piece: done.append(piece.tensor.name))
     assert done == ["ok"]
     assert file.closed == 1
+
+
+def test_the_calling_thread_reads_small_pieces() -> None:
+    """To hand one over takes longer than to read it."""
+    by: dict[str, str] = {}
+    sizes = {"small": 100, "large": 100_000}
+    file = MemoryFile({name: torch.randn(size) for name, size in sizes.items()})
+    file.before = lambda name: by.update({name: threading.current_thread().name})
+    targets = {name: torch.empty(size) for name, size in sizes.items()}
+    assert read(file, targets, ReadAhead.of(16 << 30)) == []
+    assert by["small"] == threading.current_thread().name
+    assert by["large"].startswith("weights")
+    assert all(torch.equal(targets[name], x) for name, x in file.content.items())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's timer slack")
+def test_reading_threads_wait_for_the_interpreter_as_usual() -> None:
+    """A thread has the timer slack of the one that starts it; with an engine's of 1 us, eight of
+    them spend most of their time on asking for the interpreter."""
+    slack: list[int] = []
+    file = MemoryFile({"x": torch.randn(4)})
+    get = ctypes.PyDLL(None).prctl
+    file.before = lambda _: slack.append(get(30, 0, 0, 0, 0))  # PR_GET_TIMERSLACK
+    with prompt_wakeups():
+        read(file, {"x": torch.empty(4)})
+        assert get(30, 0, 0, 0, 0) == 1000
+    assert slack == [50_000]
 
 
 def test_an_interrupt_leaves_nothing_behind() -> None:
@@ -151,7 +183,7 @@ def test_how_far_ahead() -> None:
     mib = 1 << 20
     assert ReadAhead.of(0).bytes == 8 * mib
     assert ReadAhead.of(400 * mib).bytes == 20 * mib
-    assert ReadAhead.of(16 << 30) == ReadAhead(128 * mib, 8 * mib)
+    assert ReadAhead.of(16 << 30) == ReadAhead(128 * mib, 8 * mib, 32 << 10)
 
 
 CHILD = """

@@ -13,7 +13,7 @@ import transformers
 from hetero_llm import LLM, RequestOutput, SamplingParams
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 
-COUNT = 32
+COUNT = 24
 NEW_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
 

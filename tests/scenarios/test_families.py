@@ -126,13 +126,21 @@ def assert_equals_transformers(family: Family, outputs: list[RequestOutput]) -> 
         torch.testing.assert_close(ours, expected[rows, columns], atol=family.tolerance, rtol=0)
 
 
-@pytest.fixture(params=["native", "torch", "row_by_row"])
-def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """Engine arguments. Decoding rows go through the CPU's own kernel where it can be built, or
-    through torch; with batch invariance every row does, alone."""
-    if request.param == "torch":
+PATHS = ("native", "torch", "row_by_row")
+"""Of attention: decoding rows go through the CPU's own kernel where it can be built, or through
+torch; with batch invariance every row does, alone."""
+
+
+def take_path(path: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Engine arguments."""
+    if path == "torch":
         monkeypatch.setattr("hetero_llm.cpu.paged_attention.native_row_kernel", lambda *_: None)
-    return {"batch_invariant": request.param == "row_by_row"}
+    return {"batch_invariant": path == "row_by_row"}
+
+
+@pytest.fixture(params=PATHS)
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    return take_path(request.param, monkeypatch)
 
 
 def test_one_shot(family: Family, attention: dict[str, bool]) -> None:
@@ -186,7 +194,9 @@ def test_greedy_texts_of_a_batch_are_those_of_transformers(family: Family) -> No
         assert rows.argmax(-1).tolist() == tokens
 
 
-def test_preemption(family: Family, attention: dict[str, bool]) -> None:
+def test_preemption(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each variant on one path, each path with every block size over the variants."""
+    attention = take_path(PATHS[family.number // len(BLOCK_SIZES) % len(PATHS)], monkeypatch)
     block_size = 8 if family.max_model_len else family.block_size(0)
     max_model_len = family.max_model_len or 48
     per_sequence = max_model_len // block_size

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from hetero_llm.config.args import resolve_server_args
-from hetero_llm.core.errors import AdapterError, ConfigError
+from hetero_llm.core.errors import AdapterError, ConfigError, EngineDeadError
+from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.server.adapters import (
@@ -39,11 +40,17 @@ def test_modules_by_name_and_as_json() -> None:
     "words",
     [["sql"], ["=path"], ["sql="], ["{"], ['{"name": "a"}'], ['{"name": "a", "path": 3}'],
      ['{"name": "a", "path": "b", "rank": 3}'], ["a=b", "a=c"],
-     ['{"name": "a", "path": "b", "base_model_name": 3}']],
+     ['{"name": "a", "path": "b", "base_model_name": 3}'],
+     ['{"name": "a", "name": "b", "path": "c"}']],
 )  # fmt: skip
 def test_modules_that_are_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=f"lora_modules={re.escape(repr(words[-1]))}"):
         lora_modules_of(words)
+
+
+def test_json_nested_too_deeply() -> None:
+    with pytest.raises(ConfigError, match="lora_modules=.*is not JSON"):
+        lora_modules_of(['{"name":' * 100_000])
 
 
 def test_a_module_cannot_have_the_models_name() -> None:
@@ -55,6 +62,76 @@ def test_a_module_that_cannot_be_served_ends_the_start() -> None:
     adapters = ServedAdapters(FakeEngine(None), [LoraModule("a", "/broken")], None, ["demo"])
     with pytest.raises(ConfigError, match="lora_modules='a=/broken': .*DoRA"):
         asyncio.run(adapters.open_all())
+
+
+class DeadEngine(FakeEngine):
+    """An engine that died before it opened an adapter."""
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        raise EngineDeadError("the engine process ended")
+
+
+def test_an_engine_that_dies_meanwhile_is_no_wrong_module() -> None:
+    adapters = ServedAdapters(DeadEngine(None), [LoraModule("a", "/a")], None, ["demo"])
+    with pytest.raises(EngineDeadError, match="the engine process ended"):
+        asyncio.run(adapters.open_all())
+
+
+class SlowEngine(FakeEngine):
+    """An engine that opens an adapter when it is told to, and refuses a second number."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.may_open = asyncio.Event()
+        self.known: dict[str, int] = {}
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        await self.may_open.wait()
+        number = self.known.setdefault(lora_request.lora_name, lora_request.lora_int_id)
+        assert number == lora_request.lora_int_id
+        return await super().add_lora(lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        await asyncio.sleep(0)
+        return await super().remove_lora(lora_id)
+
+
+def test_changes_at_the_same_time_come_one_after_the_other(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = SlowEngine()
+        adapters = ServedAdapters(engine, [], str(tmp_path), ["demo"])
+
+        def add(name: str, *, replaces: bool = False) -> asyncio.Task[None]:
+            return asyncio.create_task(adapters.add(name, ".", None, replaces=replaces))
+
+        same = [add("a"), add("a")]
+        await asyncio.sleep(0)
+        engine.may_open.set()
+        first, second = await asyncio.gather(*same, return_exceptions=True)
+        assert first is None and isinstance(second, AdapterError)
+        assert "lora_name='a': is loaded already" in str(second)
+        again, gone = add("a", replaces=True), asyncio.create_task(adapters.remove("a"))
+        await asyncio.gather(again, gone)
+        assert gone.result() and adapters.names() == [] and not engine.loras
+
+    asyncio.run(run())
+
+
+def test_a_name_keeps_its_number(tmp_path: Path) -> None:
+    """A request may have made the engine open the adapter once more, after it was removed."""
+
+    async def run() -> None:
+        engine = SlowEngine()
+        engine.may_open.set()
+        adapters = ServedAdapters(engine, [], str(tmp_path), ["demo"])
+        for _ in range(2):
+            await adapters.add("a", ".", None, replaces=False)
+            assert list(engine.loras) == [1] and engine.loras[1].load_inplace
+            await adapters.remove("a")
+        await adapters.add("b", ".", None, replaces=False)
+        assert list(engine.loras) == [2]
+
+    asyncio.run(run())
 
 
 def test_only_folders_inside_the_root(tmp_path: Path) -> None:

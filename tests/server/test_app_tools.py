@@ -407,7 +407,9 @@ def test_a_template_that_takes_no_tools(marked: Tokenizer) -> None:
     engine = FakeEngine(marked, vocab_size=len(marked.hf))
     with serving(engine, ServerSettings(tool_call_parser="hermes")) as served:
         error = served.post(CHAT, BODY).json()["error"]
-    assert error["message"] == "tools: a tool in this model's chat template is not available"
+    assert error["message"] == (
+        "tools: this model's chat template has no place for tools, so the model would not see them"
+    )
 
 
 @pytest.mark.parametrize("field", ["tools", "tool_bytes"])

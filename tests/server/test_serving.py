@@ -34,6 +34,7 @@ from hetero_llm.server.serving import (
     drain_on_hangup,
     freeze_collector,
     read_template,
+    serve,
     settings_of,
     uvicorn_config,
 )
@@ -390,6 +391,33 @@ def test_a_whole_server_in_its_process(tmp_path: Path) -> None:
         finally:
             process.kill()
             process.wait()
+
+
+class NeverReady:
+    """An engine's process whose model would take long to load."""
+
+    socket = None
+    killed = False
+
+    def wait_until_ready(self) -> Any:
+        raise AssertionError("the weights were waited for")
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.mark.parametrize("parser", [None, "none"])
+def test_tool_calls_that_cannot_be_read_are_refused_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, parser: str | None
+) -> None:
+    process = NeverReady()
+    monkeypatch.setattr("hetero_llm.engine.async_engine.launch", lambda _: process)
+    monkeypatch.setattr("hetero_llm.engine.async_engine.EngineProcess", NeverReady)
+    flags = {"enable_auto_tool_choice": True, "tool_call_parser": parser, "port": 0,
+             "host": "127.0.0.1", "chat_template": "{{ messages }}"}  # fmt: skip
+    with pytest.raises(ConfigError, match="enable_auto_tool_choice=True: .*--tool-call-parser"):
+        serve({"model": "demo"}, resolve_server_args(flags))
+    assert process.killed
 
 
 def test_a_template_that_never_ends() -> None:

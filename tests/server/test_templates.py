@@ -306,4 +306,4 @@ def test_a_template_that_knows_no_tools_refuses_their_calls(server: Served) -> N
     ):
         error = server.post(CHAT, {"messages": [message]}).json()["error"]
         assert (error["param"], error["code"]) == (param, "unsupported_parameter")
-        assert "in this model's chat template is not available" in error["message"]
+        assert "this model's chat template has no place for " in error["message"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 
@@ -50,6 +51,11 @@ def allowed(matcher: Matcher, size: int = 300) -> set[int] | None:
     if not matcher.fill_mask(mask):
         return None
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def optional(count: int, name: str = "p") -> dict[str, Any]:
+    """An object's schema."""
+    return {"type": "object", "properties": {f"{name}{i}": {"const": 1} for i in range(count)}}
 
 
 def ids(text: str) -> list[int]:
@@ -239,6 +245,8 @@ def test_special_tokens_in_tags_are_tokens(compiler: GrammarCompiler) -> None:
          "json.minProperties", "one name could come twice"),
         ({"json": {"items": [{}], "anyOf": [{}], "additionalItems": False}},
          "json.additionalItems", "beside anyOf"),
+        ({"json": {"items": optional(499)}},
+         "json.items.properties", "499 optional properties follow"),
         ({"json": {"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}},
          "json.allOf[", "least common multiple"),
         ({"json": {"pattern": "^[^a&&b]$"}}, "json.pattern", "has to be escaped"),
@@ -403,6 +411,48 @@ def test_the_tool_beside_an_answer_is_named(compiler: GrammarCompiler) -> None:
     with pytest.raises(SamplingError) as caught:
         compiler.grammar(calls_or({"a": EmbeddedSchema(PERSON, "x")}, choice=["yes"]))
     assert caught.value.field == "x.properties.b.uniqueItems"
+
+
+def test_an_object_of_many_optional_properties(compiler: GrammarCompiler) -> None:
+    assert takes(compiler, '{"p7": 1, "p497": 1}', json=optional(498))
+    many = optional(1200)
+    many["required"] = ["p400", "p800"]
+    assert takes(compiler, '{"p7": 1, "p400": 1, "p800": 1}', json=many)
+
+
+def test_the_error_of_a_crowded_place(compiler: GrammarCompiler) -> None:
+    """Two objects of many properties, either of which may come."""
+    schema = {"anyOf": [optional(300, "a"), optional(300, "b")]}
+    matcher = compiler.open(compiler.grammar(StructuredOutputsParams(json=schema)), [])
+    matcher.observe(ids("{")[0])
+    allowed(matcher)
+    error = matcher.error or ""
+    assert "too much may come next: 24" in error and error.endswith("2000 are possible")
+
+
+def test_a_compiled_grammar_has_its_first_mask(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step computes it: with an object of many properties it takes long."""
+    made: list[Recorder] = []
+    real = llguidance.LLMatcher
+
+    class Recorder:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.matcher, self.masks = real(*args, **options), 0
+            made.append(self)
+
+        def compute_bitmask(self) -> bytes:
+            self.masks += 1
+            return self.matcher.compute_bitmask()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.matcher, name)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", Recorder)
+    grammar = compiler.grammar(StructuredOutputsParams(json=optional(11)))
+    assert [one.masks for one in made] == [1]
+    assert allowed(compiler.open(grammar, [])) == set(ids("{"))
 
 
 def test_a_grammar_begins_behind_its_tokens(compiler: GrammarCompiler) -> None:

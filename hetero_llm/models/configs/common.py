@@ -55,7 +55,7 @@ def position_fields(rope: RopeConfig | None, max_position: int) -> dict[str, Any
     """Fields of `ModelConfig` on positions; `max_position`: in tokens, before rope scaling."""
     longest = max_position if rope is None else scaled_max_position(rope, max_position)
     if longest > LARGEST_SIZE:
-        raise ModelLoadError(
+        raise ValueError(
             f"max_position_embeddings={max_position} with rope scaling: a context of {longest} "
             f"tokens; at most {LARGEST_SIZE} are possible"
         )

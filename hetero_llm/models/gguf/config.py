@@ -5,14 +5,15 @@ A key that asks for what the family's class does not compute is a `ModelLoadErro
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hetero_llm.core.errors import ModelLoadError
-from hetero_llm.models.gguf.container import GgufHeader, read_header
+from hetero_llm.core.errors import ModelLoadError, shown
+from hetero_llm.models.gguf.container import GgufHeader, Strings, read_header
 from hetero_llm.models.gguf.names import (
     EMBEDDING,
     GGUF_FAMILIES,
@@ -20,7 +21,10 @@ from hetero_llm.models.gguf.names import (
     ROPE_FACTORS,
     GgufFamily,
 )
+from hetero_llm.models.rope_config import is_number
 from hetero_llm.quantization.gguf.types import MATRIX_TYPES
+
+logger = logging.getLogger(__name__)
 
 _REQUIRED = {
     "block_count": "num_hidden_layers",
@@ -37,12 +41,29 @@ _OPTIONAL = {
     "attention.sliding_window": "sliding_window",
 }
 """Readers refuse those that their family does not have."""
+_NUMBERS = ("attention.layer_norm_rms_epsilon", "rope.freq_base")
+"""Those above 0; others of `_REQUIRED` are sizes."""
 _UNSUPPORTED = (
     "expert_count", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias",
     "logit_scale", "embedding_scale", "residual_scale", "use_parallel_residual", "pooling_type",
-    "rope.dimension_sections", "swin_norm",
+    "rope.dimension_sections", "swin_norm", "attention.output_scale",
+    "attention.temperature_scale", "attention.temperature_length",
+    "rope.scaling.yarn_log_multiplier",
 )  # fmt: skip
+_ONE = ("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor")
+"""Supported if they are 1, which changes nothing."""
+_OTHERS = frozenset({
+    "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.causal", "rope.dimension_count", "rope.scale_linear", "rope.scaling.type",
+    "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    # What follows says nothing about the computation, or nothing that tensors do not say, too.
+    "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "expert_used_count",
+    "attention.layer_norm_epsilon",
+})  # fmt: skip
 _GEMMA2_27B_LAYERS = 46
+_LARGEST_SIZE = 2**31 - 1
+_KEYS_SHOWN = 5
 # Tokens that end a turn, whatever the file names as its end: as llama.cpp looks for them.
 _END_TOKENS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
@@ -101,6 +122,15 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         asked.append("attention.causal")
     for key in asked:
         raise header.bad(f"{prefix}.{key}", f"not supported with {family.model_class}")
+    for key in _ONE:
+        if values.get(key, 1) != 1:
+            raise header.bad(f"{prefix}.{key}", "only 1 is supported")
+    known = {*_REQUIRED, *_OPTIONAL, *_UNSUPPORTED, *_ONE, *_OTHERS}
+    unknown = [f"{prefix}.{key}" for key in values if key not in known]
+    if unknown:
+        names = ", ".join(map(shown, unknown[:_KEYS_SHOWN]))
+        more = f" and {len(unknown) - _KEYS_SHOWN} more" if len(unknown) > _KEYS_SHOWN else ""
+        logger.warning("%s: keys that are not known here have no effect: %s%s", path, names, more)
     raw: dict[str, Any] = {
         "architectures": [family.model_class],
         "model_type": family.model_type,
@@ -113,15 +143,15 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     for key, name in _REQUIRED.items():
         if key not in values:
             raise ModelLoadError(f"{path}: the key '{prefix}.{key}' is missing")
-        raw[name] = _of_each_layer(header, f"{prefix}.{key}")
+        read = _number if key in _NUMBERS else _size
+        raw[name] = read(header, f"{prefix}.{key}")
     for key, name in _OPTIONAL.items():
         if key in values:
-            raw[name] = _of_each_layer(header, f"{prefix}.{key}")
+            read = _number if key in _NUMBERS else _of_each_layer
+            raw[name] = read(header, f"{prefix}.{key}")
     kv_heads = f"{prefix}.attention.head_count_kv"
     raw["num_key_value_heads"] = (
-        _of_each_layer(header, kv_heads)
-        if kv_heads in header.metadata
-        else raw["num_attention_heads"]
+        _size(header, kv_heads) if kv_heads in header.metadata else raw["num_attention_heads"]
     )
     types = {family.module(name): kind for name, kind in block_types(header).items()}
     if types:
@@ -134,11 +164,19 @@ def end_tokens(header: GgufHeader) -> list[int]:
     known to end a turn."""
     named = [header.token_id(name) for name in _ENDS]
     found = [token for token in named if token is not None]
-    tokens = header.metadata.get("tokenizer.ggml.tokens", ())
-    types = header.metadata.get("tokenizer.ggml.token_type", ())
-    if len(types) == len(tokens):
+    tokens = header.metadata.get("tokenizer.ggml.tokens", Strings([]))
+    types = header.metadata.get("tokenizer.ggml.token_type", [])
+    if not isinstance(tokens, Strings):
+        raise header.bad("tokenizer.ggml.tokens", "an array of strings is needed")
+    if not isinstance(types, list):
+        raise header.bad("tokenizer.ggml.token_type", "an array of integers is needed")
+    if len(types) == len(tokens):  # else the tokenizer's reader refuses them
         control = [i for i, kind in enumerate(types) if kind == _CONTROL]
         found += [i for i in control if tokens[i] in _END_TOKENS]
+    if not found and len(tokens):
+        logger.warning(
+            "%s: no token is known to end a text; outputs end at their largest length", header.path
+        )
     return list(dict.fromkeys(found))
 
 
@@ -166,6 +204,20 @@ def _of_each_layer(header: GgufHeader, key: str) -> Any:
     return _shortest(value)
 
 
+def _size(header: GgufHeader, key: str) -> int:
+    value = _of_each_layer(header, key)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_SIZE:
+        raise header.bad(key, f"an integer from 1 to {_LARGEST_SIZE} is needed")
+    return value
+
+
+def _number(header: GgufHeader, key: str) -> float:
+    value = _of_each_layer(header, key)
+    if not is_number(value):
+        raise header.bad(key, "a number above 0 is needed, from 1e-30 to 1e30")
+    return value
+
+
 def _shortest(value: Any) -> Any:
     """A float32 as it was written before it was one: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
@@ -186,8 +238,8 @@ def head_dim_of(header: GgufHeader) -> int:
         if not hidden or not isinstance(heads, int) or heads < 1 or hidden % heads:
             raise header.bad(f"{prefix}.head_count", f"does not divide embedding_length={hidden}")
         key_length = hidden // heads
-    if not key_length:
-        raise header.bad(f"{prefix}.key_length", "1 or more is needed")
+    if not 1 <= key_length <= _LARGEST_SIZE:
+        raise header.bad(f"{prefix}.key_length", f"an integer from 1 to {_LARGEST_SIZE} is needed")
     if value_length is not None and value_length != key_length:
         reason = f"differs from the keys' {key_length}, which is not supported"
         raise header.bad(f"{prefix}.value_length", reason)
@@ -204,6 +256,9 @@ def _heads(header: GgufHeader, prefix: str) -> dict[str, Any]:
     }
     rotated = header.integer(f"{prefix}.rope.dimension_count")
     if rotated is not None:
+        if not 1 <= rotated <= key_length:
+            reason = f"an integer from 1 to the size of a head, {key_length}, is needed"
+            raise header.bad(f"{prefix}.rope.dimension_count", reason)
         found["partial_rotary_factor"] = rotated / key_length
     return found
 
@@ -220,6 +275,11 @@ def _rope(header: GgufHeader, prefix: str) -> dict[str, Any]:
         if kind not in ("none", "longrope"):
             raise header.bad(f"{key}.type", f"not supported together with {ROPE_FACTORS}")
         factors = header.floats(ROPE_FACTORS)
+        for value in factors:
+            if not is_number(value):
+                raise ModelLoadError(
+                    f"{header.path}: {ROPE_FACTORS} holds {value}: numbers above 0 are needed"
+                )
         # Llama 3's scaling as divisors of the frequencies; LongRoPE's with one list for both.
         return {
             "rope_scaling": {
@@ -231,22 +291,26 @@ def _rope(header: GgufHeader, prefix: str) -> dict[str, Any]:
         }
     if kind == "none":
         return {}
+    if kind not in ("linear", "yarn"):
+        raise header.bad(f"{key}.type", "none, linear and yarn are supported")
+    if not is_number(factor):
+        own = f"{key}.factor" in header.metadata or old is None
+        name = f"{key}.factor" if own else f"{prefix}.rope.scale_linear"
+        raise header.bad(name, f"a number above 0 is needed with {kind} scaling")
     if kind == "linear":
         return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
-    if kind != "yarn":
-        raise header.bad(f"{key}.type", "none, linear and yarn are supported")
     scaling = {"rope_type": "yarn", "factor": factor}
     original = header.integer(f"{key}.original_context_length")
     if original is not None:
         scaling["original_max_position_embeddings"] = original
     for name, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
         if f"{key}.{name}" in header.metadata:
-            scaling[ours] = _shortest(header.metadata[f"{key}.{name}"])
+            scaling[ours] = _number(header, f"{key}.{name}")
     share = header.metadata.get(f"{key}.attn_factor")
     if share is not None:
-        known = isinstance(factor, (int, float)) and isinstance(share, (int, float)) and factor >= 1
-        if not known:
-            raise header.bad(f"{key}.attn_factor", f"a number is needed, with {key}.factor")
+        if not is_number(share) or factor < 1:
+            reason = f"a number above 0 is needed, with {key}.factor of 1 or more"
+            raise header.bad(f"{key}.attn_factor", reason)
         # ggml multiplies its own correction of the softmax's temperature by it (rope_yarn).
         scaling["attention_factor"] = share * (1 + 0.1 * math.log(factor))
     return {"rope_scaling": scaling}

@@ -36,7 +36,11 @@ _LEAST_PAIR = 8 + 4 + 1  # bytes of a pair of metadata: length of the key, type,
 _LEAST_TENSOR = 8 + 4 + 8 + 4 + 8
 _MOST_FLOATS = 1 << 16
 _MOST_HEADER = 128 * MIB  # a vocabulary of 256,000 tokens has 10
+_MOST_PAIRS = _MOST_TENSORS = 1 << 16  # a file of 100 layers has 1,000
+_MOST_ENTRIES = 8 << 20
+"""Of all arrays together, each some 36 bytes in memory; that vocabulary has 1,300,000."""
 _NO_TOKEN = 2**32 - 1
+_SHOWN_STRINGS = 8
 
 
 class Strings(Sequence[str]):
@@ -46,6 +50,10 @@ class Strings(Sequence[str]):
     def __init__(self, parts: list[bytes]) -> None:
         self._bytes = b"".join(parts)
         self._ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+
+    def __repr__(self) -> str:
+        more = ", ..." if len(self) > _SHOWN_STRINGS else ""
+        return f"[{', '.join(map(repr, self[:_SHOWN_STRINGS]))}{more}]"
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -202,6 +210,7 @@ class _Header:
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self._path, self._file = path, file
         self._size = self._left = size
+        self._entries = 0
 
     def read(self) -> GgufHeader:
         if self._left < 24 or self._take(4) != _MAGIC:
@@ -212,6 +221,15 @@ class _Header:
             which = "a big-endian file" if big_endian else f"version {version}"
             raise self._bad(f"{which}: versions 2 and 3, little-endian, are read")
         num_tensors, num_pairs = self._number("<Q"), self._number("<Q")
+        for count, most, what in (
+            (num_tensors, _MOST_TENSORS, "tensors"),
+            (num_pairs, _MOST_PAIRS, "pairs of metadata"),
+        ):
+            if count > most:
+                raise self._bad(
+                    f"the header says that {count} {what} follow, and at most {most} are read: "
+                    "the file is damaged, copy or download it again"
+                )
         self._expect(num_tensors * _LEAST_TENSOR + num_pairs * _LEAST_PAIR, "the header")
         metadata: dict[str, Any] = {}
         for _ in range(num_pairs):
@@ -286,6 +304,12 @@ class _Header:
 
     def _array(self, key: str, nested: int) -> Any:
         number, count = self._number("<I"), self._number("<Q")
+        self._entries += 1 + count
+        if self._entries > _MOST_ENTRIES and count <= self._left:  # else: the file ends
+            raise self._bad(
+                f"{shown(key)} with the arrays before has {self._entries} entries, and at most "
+                f"{_MOST_ENTRIES} are read"
+            )
         if number in _NUMBERS:
             return self._numbers(key, number, count)
         if number == _STRING:

@@ -4,6 +4,7 @@ and chat template are in the metadata (`tokenizer.ggml.*`)."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,12 @@ logger = logging.getLogger(__name__)
 
 # Kinds of tokens (`llama_token_type` of llama.h).
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_KINDS = range(7)  # with 0, undefined, and 5, unused
 _SPACE = "\u2581"
+_MOST_TOKENS = 1 << 20  # of the known ones, Gemma's are the most: 262,144
+_LONGEST_PIECE = 1 << 10  # characters; SentencePiece's trainer makes pieces of 16
+_MERGES_A_TOKEN, _LEAST_LIMIT, _MOST_MERGES = 16, 1 << 16, 4 << 20
+"""Of pairs of tokens that make one: Gemma's vocabulary has 580,000, 2.2 a token."""
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -81,23 +87,23 @@ def read_gguf_tokenizer(path: Path) -> Any:
     if model not in makers:
         reason = "supported are " + ", ".join(makers)
         raise vocabulary.header.bad("tokenizer.ggml.model", reason)
-    try:
-        fast, adds_bos = makers[model](vocabulary)
-    except ModelLoadError:
-        raise
-    except Exception as error:  # the library's own, of several kinds
-        raise ModelLoadError(f"{path}: no usable tokenizer: {error}") from error
-    _add_tokens(fast, vocabulary)
-    _add_template(fast, vocabulary, adds_bos)
     names = {
         "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding",
     }  # fmt: skip
     special = {name: vocabulary.special(key) for name, key in names.items()}
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=fast,
-        clean_up_tokenization_spaces=False,
-        **{name: token for name, token in special.items() if token is not None},
-    )
+    try:
+        fast, adds_bos = makers[model](vocabulary)
+        _add_tokens(fast, vocabulary)
+        _add_template(fast, vocabulary, adds_bos)
+        hf = PreTrainedTokenizerFast(
+            tokenizer_object=fast,
+            clean_up_tokenization_spaces=False,
+            **{name: token for name, token in special.items() if token is not None},
+        )
+    except ModelLoadError:
+        raise
+    except Exception as error:  # the library's own, of several kinds
+        raise ModelLoadError(f"{path}: no usable tokenizer: {error}") from error
     template = vocabulary.header.metadata.get("tokenizer.chat_template")
     if template is not None:
         hf.chat_template = vocabulary.header.text("tokenizer.chat_template")
@@ -115,11 +121,16 @@ class _Vocabulary:
 
     def __init__(self, header: GgufHeader) -> None:
         self.header = header
-        self.tokens: list[str] = list(self._array("tokens", Strings))
+        tokens = self._array("tokens", Strings)
+        if not 1 <= len(tokens) <= _MOST_TOKENS:
+            raise self.bad("tokens", f"{len(tokens)} tokens, and 1 to {_MOST_TOKENS} are read")
+        self.tokens: list[str] = list(tokens)
         kinds = header.metadata.get("tokenizer.ggml.token_type")
         self.kinds = [_NORMAL] * len(self.tokens)
         if kinds is not None:
             self.kinds = list(self._numbers("token_type"))
+            for kind in set(self.kinds).difference(_KINDS):
+                raise self.bad("token_type", f"holds {kind}, and 0 to 6 are known")
         self.ids: dict[str, int] = {}
         for index, token in enumerate(self.tokens):
             self.ids.setdefault(token, index)
@@ -145,12 +156,15 @@ class _Vocabulary:
         for line in self._array("merges", Strings):
             at = line.find(" ", 1)
             if at < 0:
-                raise self._bad("merges", f"{shown(line)} is no pair of tokens")
+                raise self.bad("merges", f"{shown(line)} is no pair of tokens")
             found.append((line[:at], line[at + 1 :]))
         return found
 
     def scores(self) -> Sequence[float]:
-        return self._numbers("scores")
+        scores = self._numbers("scores")
+        if not all(map(math.isfinite, scores)):
+            raise self.bad("scores", "finite numbers are needed")
+        return scores
 
     def of_kind(self, *kinds: int) -> Iterable[str]:
         wanted = set(kinds)
@@ -159,9 +173,9 @@ class _Vocabulary:
     def _numbers(self, name: str) -> Sequence[Any]:
         values = self._array(name, list)
         if len(values) != len(self.tokens):
-            raise self._bad(name, f"{len(values)} entries for {len(self.tokens)} tokens")
-        if not all(isinstance(value, (int, float)) for value in values[:1]):
-            raise self._bad(name, "numbers are needed")
+            raise self.bad(name, f"{len(values)} entries for {len(self.tokens)} tokens")
+        if isinstance(values[0], bool) or not isinstance(values[0], (int, float)):
+            raise self.bad(name, "numbers are needed")
         return values
 
     def _array(self, name: str, kind: type) -> Any:
@@ -173,10 +187,10 @@ class _Vocabulary:
                 "--skip-tokenizer-init"
             )
         if not isinstance(value, kind):
-            raise self._bad(name, "an array of another type is needed")
+            raise self.bad(name, "an array of another type is needed")
         return value
 
-    def _bad(self, name: str, reason: str) -> ModelLoadError:
+    def bad(self, name: str, reason: str) -> ModelLoadError:
         return ModelLoadError(f"{self.header.path}: tokenizer.ggml.{name}: {reason}")
 
 
@@ -226,13 +240,18 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Any, bool]:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     prefix = vocabulary.header.flag("tokenizer.ggml.add_space_prefix", True)
+    unknown = vocabulary.special("unknown") or next(iter(vocabulary.of_kind(_UNKNOWN)), None)
+    has_bytes = _BYTE in vocabulary.kinds
+    if unknown is None and not has_bytes:
+        reason = "needed in a vocabulary without tokens of single bytes"
+        raise vocabulary.header.bad("tokenizer.ggml.unknown_token_id", reason)
     fast = Tokenizer(
         models.BPE(
             vocab=vocabulary.ids,
             merges=_merges_of_scores(vocabulary),
-            unk_token=vocabulary.special("unknown"),
+            unk_token=unknown,
             fuse_unk=True,
-            byte_fallback=any(kind == _BYTE for kind in vocabulary.kinds),
+            byte_fallback=has_bytes,
         )
     )
     spaces = normalizers.Replace(" ", _SPACE)
@@ -248,15 +267,25 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Any, bool]:
 
 def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Every pair of tokens that makes a token, best first: score of the result, then as
-    transformers' converter of SentencePiece models orders them."""
+    transformers' converter of SentencePiece models orders them.
+
+    Raises:
+        ModelLoadError: a token is so long, or there are so many pairs, that it is no vocabulary.
+    """
     scores, ids = vocabulary.scores(), vocabulary.ids
-    made = {*vocabulary.of_kind(_NORMAL, _USER_DEFINED)}
-    pairs = [
-        (-scores[ids[token]], ids[token[:at]], ids[token[at:]], token[:at], token[at:])
-        for token in made
-        for at in range(1, len(token))
-        if token[:at] in ids and token[at:] in ids
-    ]
+    pairs: list[tuple[float, int, int, str, str]] = []
+    most = min(_MOST_MERGES, max(_LEAST_LIMIT, _MERGES_A_TOKEN * len(ids)))
+    for token in {*vocabulary.of_kind(_NORMAL, _USER_DEFINED)}:
+        if len(token) > _LONGEST_PIECE:
+            reason = f"{shown(token)} has {len(token)} characters, and {_LONGEST_PIECE} are read"
+            raise vocabulary.bad("tokens", reason)
+        pairs += (
+            (-scores[ids[token]], ids[token[:at]], ids[token[at:]], token[:at], token[at:])
+            for at in range(1, len(token))
+            if token[:at] in ids and token[at:] in ids
+        )
+        if len(pairs) > most:
+            raise vocabulary.bad("tokens", f"more than {most} pairs of them make a token")
     pairs.sort(key=lambda pair: (pair[0], -len(pair[3]), -len(pair[4]), pair[1], pair[2]))
     return [(left, right) for *_, left, right in pairs]
 
@@ -280,13 +309,22 @@ def _add_template(fast: Any, vocabulary: _Vocabulary, adds_bos: bool) -> None:
 
     header = vocabulary.header
     bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
-    before = [bos] if header.flag("tokenizer.ggml.add_bos_token", adds_bos) and bos else []
-    after = [eos] if header.flag("tokenizer.ggml.add_eos_token", False) and eos else []
+    for name, token in (("bos", bos), ("eos", eos)):
+        flag = f"tokenizer.ggml.add_{name}_token"
+        if token is None and header.flag(flag, False):
+            raise header.bad(flag, f"the file has no tokenizer.ggml.{name}_token_id")
+    before = ["bos"] if header.flag("tokenizer.ggml.add_bos_token", adds_bos) and bos else []
+    after = ["eos"] if header.flag("tokenizer.ggml.add_eos_token", False) and eos else []
     if not before and not after:
         return
+    # Names of our own: a token with a colon or a dollar sign would mean something in a template.
     fast.post_processor = processors.TemplateProcessing(
         single=[*before, "$A", *after],
-        pair=[*before, "$A", *after, *(f"{token}:1" for token in before), "$B:1",
-              *(f"{token}:1" for token in after)],
-        special_tokens=[(token, vocabulary.ids[token]) for token in {*before, *after}],
+        pair=[*before, "$A", *after, *(f"{name}:1" for name in before), "$B:1",
+              *(f"{name}:1" for name in after)],
+        special_tokens=[
+            {"id": name, "ids": [vocabulary.ids[token]], "tokens": [token]}
+            for name, token in (("bos", bos), ("eos", eos))
+            if name in (*before, *after) and token is not None
+        ],
     )  # fmt: skip

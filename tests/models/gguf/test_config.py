@@ -15,7 +15,7 @@ from hetero_llm.models.gguf.config import block_types, read_gguf_config
 from hetero_llm.models.gguf.container import read_header
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.rotary import RotaryEmbedding
-from tests.helpers.gguf_files import GgufWriter, make_tiny_gguf
+from tests.helpers.gguf_files import ARRAY, INT32, UINT64, GgufWriter, Typed, make_tiny_gguf
 
 FAMILIES = [
     ("llama", "gqa", {}),
@@ -117,11 +117,26 @@ def test_old_files_name_the_linear_factor_alone(tmp_path: Path) -> None:
         ({"llama.logit_scale": 0.5}, "llama.logit_scale=0.5: not supported"),
         ({"llama.attention.causal": False}, "llama.attention.causal=False: not supported"),
         ({"llama.attention.value_length": 16}, "value_length=16: differs from the keys' 8"),
-        ({"llama.attention.key_length": 0}, "key_length=0: 1 or more"),
+        ({"llama.attention.key_length": 0}, "key_length=0: an integer from 1 to 2147483647"),
         ({"llama.attention.head_count": [4, 2]}, "head_count=.*different sizes are not supported"),
         ({"llama.attention.head_count": 5}, "head_count=5: does not divide"),
-        ({"llama.block_count": "2"}, "num_hidden_layers='2': a positive integer"),
-        ({"llama.context_length": 0}, "max_position_embeddings=0: a positive integer"),
+        ({"llama.block_count": "2"}, "llama.block_count='2': an integer from 1 to 2147483647"),
+
+        ({"llama.context_length": 0}, "llama.context_length=0: an integer from 1"),
+        ({"llama.attention.head_count_kv": 0}, "llama.attention.head_count_kv=0: an integer from"),
+        ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "rms_epsilon=-1.0: a number above 0"),
+        ({"llama.rope.freq_base": float("nan")}, "llama.rope.freq_base=nan: a number above 0"),
+        ({"llama.rope.dimension_count": 9}, "count=9: an integer from 1 to the size of a head, 8"),
+        ({"llama.rope.scaling.type": "linear"}, "scaling.factor=None: a number above 0 is needed"),
+        ({"llama.rope.scale_linear": float("inf")}, "llama.rope.scale_linear=inf: a number above"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
+          "llama.rope.scaling.attn_factor": float("nan")}, "attn_factor=nan: a number above 0"),
+        ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier=0.1.*: not supp"),
+        ({"llama.rope.scaling.yarn_attn_factor": 2.0}, "yarn_attn_factor=2.0: only 1 is"),
+        ({"tokenizer.ggml.tokens": 5}, "tokenizer.ggml.tokens=5: an array of strings is needed"),
+        ({"tokenizer.ggml.token_type": 1}, "token_type=1: an array of integers is needed"),
+        ({"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.token_type": ["a"] * 9},
+         r"token_type=\['a', 'a', .*, \.\.\.\]: an array of integers"),
         ({"llama.rope.scaling.type": "longrope"}, "type='longrope': none, linear and yarn"),
         ({"llama.rope.dimension_count": 4}, "partial_rotary_factor=0.5: not supported"),
         ({"llama.attention.sliding_window": 16}, "sliding_window=16: not supported"),
@@ -134,6 +149,55 @@ def test_what_is_not_computed(tmp_path: Path, more: dict[str, Any], message: str
     with pytest.raises(ModelLoadError, match=message) as caught:
         load_model_config(path)
     assert str(path) in str(caught.value)
+
+
+def test_divisors_of_frequencies_that_are_none(tmp_path: Path) -> None:
+    writer = llama()
+    writer.add("rope_freqs.weight", "F32", np.array([1, 0, 1, 1], np.float32), (4,))
+    with pytest.raises(ModelLoadError, match=r"rope_freqs\.weight holds 0\.0: numbers above 0"):
+        read_gguf_config(writer.write(tmp_path / "a.gguf"))
+
+
+def test_keys_that_are_not_known_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = {"llama.vocab_size": 96, "llama.rope.scaling.yarn_ext_factor": 1.0}
+    read_gguf_config(llama(**more).write(tmp_path / "a.gguf"))
+    assert not caplog.text
+    more = {f"llama.new.{i}": i for i in range(7)}
+    path = llama(**more).write(tmp_path / "b.gguf")
+    read_gguf_config(path)
+    assert f"{path}: keys that are not known here have no effect: 'llama.new.0', " in caplog.text
+    assert "'llama.new.4' and 2 more" in caplog.text
+
+
+VALUES = [
+    0, 1, 2**31, Typed(INT32, -1), Typed(UINT64, 2**63), float("nan"), float("inf"), -2.0, 2.5, "x",
+    True, Typed(ARRAY, [], INT32), ["a"], [1.5, 1.5], [2, 3],
+]  # fmt: skip
+KEYS = [
+    "llama.block_count", "llama.context_length", "llama.embedding_length",
+    "llama.attention.head_count", "llama.attention.head_count_kv", "llama.attention.key_length",
+    "llama.attention.layer_norm_rms_epsilon", "llama.attention.sliding_window",
+    "llama.rope.freq_base", "llama.rope.dimension_count", "llama.rope.scaling.type",
+    "llama.rope.scaling.factor", "llama.rope.scaling.original_context_length",
+    "llama.rope.scaling.attn_factor", "llama.rope.scaling.yarn_beta_fast", "llama.expert_count",
+    "tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.eos_token_id",
+    "split.count", "general.architecture", "general.alignment",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_any_value_is_used_or_refused(tmp_path: Path, key: str) -> None:
+    yarn = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}
+    for number, value in enumerate(VALUES):
+        path = llama(**{**yarn, key: value}).write(tmp_path / f"{number}.gguf")
+        try:
+            config = load_model_config(path)
+        except ModelLoadError as error:
+            assert str(path) in str(error) and "object at" not in str(error)
+        else:
+            assert config.num_layers >= 1 and config.head_dim >= 1
 
 
 @pytest.mark.parametrize("key", ["llama.block_count", "general.architecture"])
@@ -160,6 +224,14 @@ def test_tokens_that_end_a_turn(tmp_path: Path) -> None:
     # <|im_end|> is a word of this vocabulary, no control token.
     config = load_model_config(writer.write(tmp_path / "a.gguf"))
     assert config.eos_token_ids == (3, 1, 4) and config.bos_token_id is None
+
+
+def test_no_token_that_ends_a_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_model_config(llama().write(tmp_path / "a.gguf"))
+    assert not caplog.text  # without a vocabulary
+    more = {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.token_type": [1]}
+    assert load_model_config(llama(**more).write(tmp_path / "b.gguf")).eos_token_ids == ()
+    assert "no token is known to end a text" in caplog.text
 
 
 def test_which_matrices_stay_quantized(tmp_path: Path) -> None:

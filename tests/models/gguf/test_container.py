@@ -73,6 +73,8 @@ def test_arrays_of_strings(tmp_path: Path) -> None:
     assert list(found) == words and found[1:3] == words[1:3] and found[-1] == "<s>"
     with pytest.raises(IndexError):
         found[5]
+    assert repr(found) == repr(words)
+    assert repr(Strings([b"a"] * 9)) == "['a', 'a', 'a', 'a', 'a', 'a', 'a', 'a', ...]"
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -107,8 +109,10 @@ def test_the_file_is_read_again_after_a_change(tmp_path: Path) -> None:
         (b"GGML" + bytes(40), "not a GGUF file"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1: versions 2 and 3"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "a big-endian file"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 2**62, 0), "the file ends inside of the header"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63), "the file ends inside of the header"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1000, 0), "the file ends inside of the header"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1000), "the file ends inside of the header"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**62, 0), f"says that {2**62} tensors follow, and at"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63), f"that {2**63} pairs of metadata follow"),
         (small(alignment=8).contents(), "not aligned to 32"),
     ],
 )  # fmt: skip
@@ -149,10 +153,24 @@ def test_wrong_values(tmp_path: Path, contents: bytes, message: str) -> None:
 def test_a_large_header(tmp_path: Path) -> None:
     """The file has holes: nothing of it is read."""
     path = tmp_path / "large.gguf"
-    path.write_bytes(pair(b"k", ARRAY, struct.pack("<IQ", UINT8, 2**30)))
+    path.write_bytes(pair(b"k", STRING, struct.pack("<Q", 2**30)))
     os.truncate(path, 2**31)
-    with pytest.raises(ModelLoadError, match="'k' with what goes before has more than 128 MiB"):
+    with pytest.raises(ModelLoadError, match="k with what goes before has more than 128 MiB"):
         read_header(path)
+
+
+@pytest.mark.parametrize("kind", [UINT8, STRING, ARRAY])
+def test_arrays_of_millions(tmp_path: Path, kind: int) -> None:
+    """Each entry takes many times its bytes in memory."""
+    path = tmp_path / "many.gguf"
+    path.write_bytes(pair(b"k", ARRAY, struct.pack("<IQ", kind, 9 << 20)))
+    os.truncate(path, 2**31)
+    message = f"'k' with the arrays before has {(9 << 20) + 1} entries, and at most 8388608"
+    with pytest.raises(ModelLoadError, match=message):
+        read_header(path)
+    small = [Typed(ARRAY, [1] * 5, UINT8)] * 3
+    many = GgufWriter({"k": Typed(ARRAY, small, ARRAY)}).write(tmp_path / "few.gguf")
+    assert read_header(many).metadata["k"] == [[1] * 5] * 3
 
 
 def with_tensor(kind: int, shape: tuple[int, ...], raw: bytes, name: str = "t") -> bytes:

@@ -19,7 +19,7 @@ from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.weight_files import GgufFile, find_weight_files
 from hetero_llm.quantization.matrix import dequantize
 from tests.helpers.gguf_blocks import NUMBERS
-from tests.helpers.gguf_files import TinyGguf, make_tiny_gguf, sizes_for
+from tests.helpers.gguf_files import GgufWriter, TinyGguf, make_tiny_gguf, sizes_for
 from tests.models.loading import load, same_parameters
 
 FAMILIES = [
@@ -128,6 +128,28 @@ def test_errors(tmp_path: Path) -> None:
     tiny.path.write_bytes(contents.replace(b"blk.1.ffn_up.weight", b"blk.9.ffn_up.weight"))
     with pytest.raises(ModelLoadError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
         load_plain(tiny.path)
+
+
+def test_shapes_that_the_metadata_contradict(tmp_path: Path) -> None:
+    tiny = make_tiny_gguf(
+        tmp_path, "llama", changes={"intermediate_size": 64},
+        metadata={"llama.feed_forward_length": 96},
+    )  # fmt: skip
+    with pytest.raises(ModelLoadError, match=r"its metadata says \[.*96.*\]"):
+        load_plain(tiny.path)
+
+
+def test_two_tensors_of_one_name(tmp_path: Path) -> None:
+    """A file may have a tensor under the name that another one gets."""
+    tiny = make_tiny_gguf(tmp_path, "llama", changes={"intermediate_size": 64})
+    header = read_header(tiny.path)
+    writer = GgufWriter(dict(header.metadata))
+    writer.add("output_norm.weight", "F32", np.zeros(32, np.float32), (32,))
+    writer.add("model.norm.weight", "F32", np.zeros(32, np.float32), (32,))
+    path = writer.write(tmp_path / "two.gguf")
+    message = "the tensors 'output_norm.weight' and 'model.norm.weight' are both model.norm.weight"
+    with pytest.raises(ModelLoadError, match=message):
+        GgufFile(path, keep_blocks=False)
 
 
 def test_heads_that_are_no_whole_number_of_rows(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from hetero_llm.core.errors import ModelLoadError
 from hetero_llm.engine.tokenizer import load_tokenizer
 from hetero_llm.models.gguf.tokenizer import read_gguf_tokenizer
-from tests.helpers.gguf_files import ARRAY, FLOAT32, GgufWriter, Typed
+from tests.helpers.gguf_files import ARRAY, FLOAT32, STRING, GgufWriter, Typed
 
 TEXTS = (
     "", " ", "a", "Hello world! 123", "  multiple   spaces ", "Café déjà vu.\n\n\tx",
@@ -203,6 +203,70 @@ def test_what_goes_around_a_text(
     assert ids == [*before, *found.encode("a", add_special_tokens=False), *after]
 
 
+@pytest.mark.parametrize("name", ["bos", "eos"])
+def test_a_token_to_add_that_the_file_does_not_name(tmp_path: Path, name: str) -> None:
+    metadata = sentencepiece_like() | {f"tokenizer.ggml.add_{name}_token": True}
+    del metadata[f"tokenizer.ggml.{name}_token_id"]
+    message = f"add_{name}_token=True: the file has no tokenizer.ggml.{name}_token_id"
+    with pytest.raises(ModelLoadError, match=message):
+        read_gguf_tokenizer(written(tmp_path, metadata))
+
+
+def test_tokens_that_a_template_could_misread(tmp_path: Path) -> None:
+    """A colon or a dollar sign means something in the templates of the tokenizers library."""
+    metadata = sentencepiece_like() | {"tokenizer.ggml.add_eos_token": True}
+    tokens = metadata["tokenizer.ggml.tokens"]
+    tokens[1], tokens[2] = "$A", "<eos:2>"
+    found = read_gguf_tokenizer(written(tmp_path, metadata))
+    assert found.encode("a") == [1, tokens.index("▁a"), 2]
+    assert found.decode([1, tokens.index("▁a"), 2], skip_special_tokens=True) == "a"
+
+
+def test_characters_that_no_token_has(tmp_path: Path) -> None:
+    """They become the token of that kind, though the file does not name it."""
+    metadata = sentencepiece_like()
+    kinds = [1 if kind == 6 else kind for kind in metadata["tokenizer.ggml.token_type"]]
+    del metadata["tokenizer.ggml.unknown_token_id"]
+    metadata["tokenizer.ggml.token_type"] = kinds
+    found = read_gguf_tokenizer(written(tmp_path, metadata))
+    assert found.encode("中", add_special_tokens=False)[-1] == 0
+    metadata["tokenizer.ggml.token_type"] = [1, *kinds[1:]]
+    with pytest.raises(ModelLoadError, match="unknown_token_id=None: needed in a vocabulary"):
+        read_gguf_tokenizer(written(tmp_path, metadata))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": Typed(ARRAY, [], STRING)}, "tokens: 0 tokens, and 1 to 1048576 are read"),
+        ({"tokens": ["a"] * ((1 << 20) + 1)}, "tokens: 1048577 tokens, and 1 to 1048576 are read"),
+        ({"tokens": ["<unk>", "<s>", "a" * 1025]}, "tokens: 'aaa.*aaa' has 1025 characters, and"),
+        ({"scores": [0.0, float("nan"), 0.0]}, "scores: finite numbers are needed"),
+        ({"scores": [True, True, False]}, "scores: numbers are needed"),
+    ],
+)
+def test_absurd_vocabularies(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    small = {"tokens": ["<unk>", "<s>", "a"], "token_type": [2, 3, 1], "scores": [0.0, 0.0, 0.0]}
+    metadata = {"general.architecture": "llama", "tokenizer.ggml.model": "llama"}
+    path = written(
+        tmp_path, metadata | {f"tokenizer.ggml.{k}": v for k, v in (small | change).items()}
+    )
+    with pytest.raises(ModelLoadError, match=message):
+        read_gguf_tokenizer(path)
+
+
+def test_a_vocabulary_of_too_many_pairs(tmp_path: Path) -> None:
+    """Of 400 tokens, each of which any two make whose lengths add up."""
+    metadata = {
+        "general.architecture": "llama", "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", *("a" * size for size in range(1, 400))],
+        "tokenizer.ggml.token_type": [2, *[1] * 399],
+        "tokenizer.ggml.scores": Typed(ARRAY, [0.0] * 400, FLOAT32),
+    }  # fmt: skip
+    with pytest.raises(ModelLoadError, match="tokens: more than 65536 pairs of them make a token"):
+        read_gguf_tokenizer(written(tmp_path, metadata))
+
+
 def test_chat_template(tmp_path: Path) -> None:
     _, metadata = byte_level("smollm")
     found = load_tokenizer(written(tmp_path, metadata), mode="auto", trust_remote_code=False)
@@ -258,6 +322,7 @@ def with_value(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (with_value("tokens", "text"), "tokens: an array of another type"),
         (with_value("eos_token_id", 5000), "eos_token_id=5000: the vocabulary has 404 tokens"),
         (with_value("add_bos_token", 1), "add_bos_token=1: a bool is needed"),
+        (with_value("token_type", [1] * 403 + [9]), "token_type: holds 9, and 0 to 6 are known"),
     ],
 )
 def test_errors(tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:

@@ -344,7 +344,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [*USER, {"role": "assistant", "content": [CALL]}]},
      "messages[1]: after a 'tool_use' its 'tool_result' has to come"),
     ({"messages": [{"role": "assistant", "content": [CALL]}, *USER]},
-     "messages[0].content[0]: a tool call in this model's chat template is not available"),
+     "messages[0].content[0]: this model's chat template has no place for calls of tools"),
     ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]},
      "messages[0].content[0]: reading 'redacted_thinking', which is encrypted, is not available"),
     ({"system": [{"type": "image"}]},

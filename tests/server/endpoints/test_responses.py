@@ -304,7 +304,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id",
      "input[0].call_id is required"),
     ({"input": [CALL]}, "input[0]",
-     "input[0]: a tool call in this model's chat template is not available"),
+     "input[0]: this model's chat template has no place for calls of tools"),
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": "a"}]},
      "input[0].call_id", "input[0].call_id='c': no 'function_call' before it has this id"),
     ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content",

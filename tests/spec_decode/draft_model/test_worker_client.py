@@ -142,8 +142,17 @@ def belongings() -> tuple[int, int, list[int]]:
     return me.num_fds(), rings, [child.pid for child in me.children()]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_objects() -> Iterator[None]:
+    """Collections visit what these tests make: a suite's millions of objects take half a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(own_objects: None) -> Iterator[None]:
     gc.collect()
     before = belongings()
     yield
