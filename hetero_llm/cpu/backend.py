@@ -51,12 +51,8 @@ def choose_backend(
     dtype: torch.dtype,
     *,
     batch_invariant: bool,
-    adapters: bool = False,
 ) -> NativeBackend | None:
     """Checks the CPU's arguments and chooses.
-
-    Args:
-        adapters: requests may have LoRA adapters.
 
     Returns:
         None if torch serves; the log says why if the arguments do not ask for it. IPEX is loaded
@@ -70,9 +66,6 @@ def choose_backend(
         _prepare_ipex(wanted, dtype, batch_invariant=batch_invariant)
         return None
     reason = _why_torch(wanted, config, dtype, batch_invariant=batch_invariant)
-    if reason is None and adapters:
-        logger.info("enable_lora: torch serves instead of the native executor")
-        reason = "adapters are served by torch"
     library = native.load() if reason is None else None
     if library is None:
         reason = reason or "the compiled library is not available"

@@ -257,7 +257,7 @@ def _join(
         backend=backend,
         loaded=lambda model: served.append(
             prepare_adapters(
-                *(config.lora, model, model_config, dtype), on_gpu=device.type == "cuda"
+                *(config.lora, model, model_config, dtype), backend=backend
             )
         ),
     )
@@ -545,7 +545,6 @@ def _native_backend(
             model_config,
             dtype,
             batch_invariant=config.batch_invariant,
-            adapters=config.lora.enabled,
         )
     given = {
         "cpu_backend": cpu.backend != "native",

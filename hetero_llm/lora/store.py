@@ -45,7 +45,7 @@ class AdapterStore:
         self._place = place
         self._capacity = capacity
         self._max_rank = max_rank
-        self._dtype = dtype
+        self.dtype = dtype
         self._known: dict[str, tuple[LoRARequest, AdapterRef]] = {}  # by name
         self._sources: dict[str, LoRARequest] = {}  # by content, of all adapters ever opened
         self._loaded: dict[str, Any] = {}  # by content, the least recently used first
@@ -131,7 +131,7 @@ class AdapterStore:
 
     def _read(self, request: LoRARequest) -> Adapter:
         self.num_reads += 1
-        return read_adapter(request, self._targets, max_rank=self._max_rank, dtype=self._dtype)
+        return read_adapter(request, self._targets, max_rank=self._max_rank, dtype=self.dtype)
 
     def _read_again(self, adapter: AdapterRef) -> None:
         request = self._sources[adapter.content_hash]
