@@ -3,7 +3,6 @@
 #include "adapters.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 
 #include "rows.h"
@@ -12,32 +11,32 @@ namespace hetero {
 namespace {
 
 constexpr int64_t kShrinkDepth = 1024;  // columns of a block of A
-constexpr int64_t kRowsTogether = 64;   // of a call of either product
+constexpr int64_t kRowsTogether = 64;   // tokens whose sums a thread holds at a time
 constexpr int64_t kMostRanks = 512;     // of a part
+constexpr int64_t kMostAhead = 8192;    // bytes to prefetch
+constexpr int64_t kStripBytes = 64;     // of a strip in each step of a panel
+constexpr int64_t kPerPanel = kPanel / kStrip;
 
-// Rows of B are short: a panel's depth is as long as `multiply` needs it, not a multiple of kDepth.
-int64_t rank_step(Format format, Isa isa) {
-    if (format == Format::kFloat) return 4;
-    return isa == kAmx ? 32 : 8;  // a tile's depth; kUnroll steps of two
-}
+// -- slots ----------------------------------------------------------------------------------------
 
 int64_t bytes_of(const Matrix& m) {
     return m.padded_outputs * m.padded_depth * element_bytes(m.format);
 }
 
-Matrix matrix_of(Format format, int64_t outputs, int64_t depth, int64_t step) {
-    return {format, outputs, depth, round_up(outputs, kPanel), round_up(depth, step),
+Matrix matrix_of(Format format, int64_t outputs, int64_t depth, int64_t padded_depth) {
+    return {format, outputs, depth, round_up(outputs, kPanel), padded_depth,
             nullptr, nullptr, nullptr, {}};
 }
+
+int64_t strips_of(int64_t outputs) { return round_up(outputs, kStrip) / kStrip; }
 
 struct Shape {
     int64_t outputs, depth;
 };
 
-Shape shape_of(const Model& model, int64_t product) {
-    const HeteroModel& s = model.sizes;
+Shape shape_of(const HeteroModel& s, int64_t product) {
     switch (product) {
-        case kQkvProduct: return {model.all_heads() * s.dim, s.hidden};
+        case kQkvProduct: return {(s.heads + 2 * s.kv_heads) * s.dim, s.hidden};
         case kOutProduct: return {s.hidden, s.heads * s.dim};
         case kGateUpProduct: return {2 * s.inner, s.hidden};
         default: return {s.hidden, s.inner};
@@ -46,6 +45,7 @@ Shape shape_of(const Model& model, int64_t product) {
 
 bool fits(const HeteroAdapterProduct& from, const HeteroAdapterPart* parts, Shape shape) {
     if (from.ranks < 1 || from.columns != shape.depth || from.num_parts < 1) return false;
+    const int64_t inner = shape.outputs / 2;
     int64_t row = 0;
     for (int64_t i = 0; i < from.num_parts; ++i) {
         const HeteroAdapterPart& p = parts[i];
@@ -54,28 +54,47 @@ bool fits(const HeteroAdapterProduct& from, const HeteroAdapterPart* parts, Shap
             return false;
         if (p.rows < 1 || p.first_row < row || p.first_row + p.rows > shape.outputs) return false;
         row = p.first_row + p.rows;
+        if (from.product == kGateUpProduct && p.rows != inner && p.rows != shape.outputs)
+            return false;
     }
     return true;
 }
 
-// Lays out one product without memory. cut: the output at which parts are cut, 0 for none.
+ShrinkBlock block_of(Format format, int64_t ranks, int64_t columns, Isa isa) {
+    const int64_t strips = strips_of(ranks), padded = round_up(columns, kDepth);
+    const int64_t folds = isa == kAmx || strips > 2 ? 1 : kPerPanel / strips;
+    const int64_t depth = padded / folds;
+    return {matrix_of(format, folds * strips * kStrip, depth, depth), folds};
+}
+
+// Lays out one product without memory.
 AdapterProduct lay_out(const HeteroAdapterProduct& from, const HeteroAdapterPart* parts,
-                       Format format, int64_t cut, Isa isa) {
+                       Shape shape, Format format, Isa isa) {
     AdapterProduct to;
     to.ranks = from.ranks;
     for (int64_t k = 0; k < from.columns; k += kShrinkDepth)
-        to.a.push_back(matrix_of(format, from.ranks, std::min(kShrinkDepth, from.columns - k),
-                                 kDepth));
-    const int64_t step = rank_step(format, isa);
+        to.blocks.push_back(
+            block_of(format, from.ranks, std::min(kShrinkDepth, from.columns - k), isa));
+    const bool paired = from.product == kGateUpProduct;
+    const int64_t step = strip_depth(format, isa);
+    int64_t deepest = 0;
     for (int64_t i = 0; i < from.num_parts; ++i) {
         const HeteroAdapterPart& p = parts[i];
-        const int64_t end = p.first_row + p.rows;
-        const int64_t middle = p.first_row < cut && cut < end ? cut : end;
-        for (int64_t first = p.first_row, last = middle; first < end; first = last, last = end) {
-            to.parts.push_back({first, to.width, matrix_of(format, last - first, p.rank, step)});
-            to.first_ranks.push_back(p.first_rank);
+        const int64_t depth = round_up(p.rank, step);
+        deepest = std::max(deepest, depth);
+        to.shrunk.push_back({p.first_rank, to.width, matrix_of(format, 0, p.rank, depth)});
+        if (!paired) {
+            const int64_t end = p.first_row + p.rows, panel = p.first_row / kPanel * kPanel;
+            to.parts.push_back({p.first_row / kStrip, strips_of(end), to.width, to.width,
+                                matrix_of(format, end - panel, p.rank, depth)});
         }
-        to.width += round_up(p.rank, step);
+        to.width += depth;
+    }
+    if (paired) {
+        const int64_t strips = 2 * strips_of(shape.outputs / 2), last = to.shrunk.back().at;
+        to.parts.push_back(
+            {0, strips, 0, last, matrix_of(format, strips * kStrip, deepest, deepest)});
+        to.width = last + deepest;
     }
     return to;
 }
@@ -83,10 +102,41 @@ AdapterProduct lay_out(const HeteroAdapterProduct& from, const HeteroAdapterPart
 // Calls see(pointer, bytes) for each piece of a product's memory, in the order of its use.
 template <typename See>
 void for_pieces(AdapterProduct& product, See see) {
-    for (Matrix& a : product.a) see(&a.data, bytes_of(a));
+    for (ShrinkBlock& block : product.blocks) see(&block.a.data, bytes_of(block.a));
     see((void**)&product.scales, round_up(product.ranks * 4, kLine));
     for (AdapterPart& part : product.parts) see(&part.b.data, bytes_of(part.b));
 }
+
+void pack_a(const AdapterProduct& to, const HeteroAdapterProduct& from, bool is_bf16) {
+    const int64_t width = strips_of(from.ranks) * kStrip;
+    int64_t begin = 0;
+    for (const ShrinkBlock& block : to.blocks) {
+        const int64_t end = std::min(begin + kShrinkDepth, from.columns);
+        for (int64_t fold = 0; fold < block.folds; ++fold) {
+            const int64_t first = begin + fold * block.a.depth;
+            if (first >= end) break;
+            Matrix piece = block.a;
+            piece.depth = std::min(piece.depth, end - first);
+            pack(piece, (const char*)from.a + first * element_bytes(piece.format), is_bf16,
+                 from.columns, 0, from.ranks, fold * width);
+        }
+        begin = end;
+    }
+}
+
+// Rows of gate, up or both to their strips.
+void pack_pair(const AdapterPart& to, const HeteroAdapterPart& from, int64_t inner, bool is_bf16) {
+    Matrix b = to.b;
+    b.depth = from.rank;
+    for (int64_t row = 0, more; row < from.rows; row += more) {
+        const int64_t output = from.first_row + row, up = output >= inner;
+        const int64_t within = output - up * inner;
+        more = std::min(kStrip, inner - within);
+        pack(b, from.b, is_bf16, from.rank, row, row + more, (2 * (within / kStrip) + up) * kStrip);
+    }
+}
+
+// -- products -------------------------------------------------------------------------------------
 
 const AdapterProduct* product_of(const AdapterGroup& group, int64_t layer, Product product) {
     const AdapterProduct& found = group.slot->products[layer * kProducts + product];
@@ -95,76 +145,92 @@ const AdapterProduct* product_of(const AdapterGroup& group, int64_t layer, Produ
 
 int64_t blocks_of(int64_t rows) { return (rows + kRowsTogether - 1) / kRowsTogether; }
 
-// Scratch of a thread: gathered inputs, two blocks of sums, outputs of a part.
+// Scratch of a thread: gathered inputs, sums of two blocks of columns.
 struct Scratch {
-    float *gathered, *sums, *more, *outputs;
+    float *gathered, *sums, *more;
 };
 
 Scratch scratch_of(const Adapters& s, int thread) {
     Scratch found;
     found.gathered = s.scratch + thread * s.scratch_size;
     found.sums = found.gathered + kRowsTogether * kShrinkDepth;
-    found.more = found.sums + kRowsTogether * s.ranks;
-    found.outputs = found.more + kRowsTogether * s.ranks;
+    found.more = found.sums + kRowsTogether * s.sums_width;
     return found;
-}
-
-// Block `block` of the columns of tokens order[first .. last), as `multiply` takes them.
-Rows rows_of(const Adapters& s, const AdapterRows& in, int64_t first, int64_t last,
-             const Matrix& a, int64_t block, float* gathered) {
-    const int64_t bytes = element_bytes(s.format);
-    const char* data = (const char*)in.data + block * kShrinkDepth * bytes;
-    const int64_t begin = in.sorted ? first : s.order[first];
-    const int64_t end = in.sorted ? last : s.order[last - 1] + 1;
-    if (end - begin == last - first) return {data + begin * in.stride * bytes, in.stride, nullptr};
-    const int64_t size = a.padded_depth * bytes;
-    for (int64_t i = first; i < last; ++i)
-        std::memcpy((char*)gathered + (i - first) * size, data + s.order[i] * in.stride * bytes,
-                    size);
-    return {gathered, a.padded_depth, nullptr};
-}
-
-// sums [tokens][ranks, in whole strips] of one block of columns.
-void shrink_block(const Adapters& s, const AdapterProduct& p, const AdapterRows& in, int64_t first,
-                  int64_t last, int64_t block, float* gathered, float* sums, Isa isa) {
-    const Matrix& a = p.a[block];
-    const Rows rows = rows_of(s, in, first, last, a, block, gathered);
-    multiply(a, rows, last - first, 0, round_up(p.ranks, kStrip) / kStrip, sums, s.ranks, isa);
-}
-
-// Scales a token's sums and rounds them to the format of B.
-void place_shrunk(const AdapterProduct& p, float* sums, Format format, char* to, Isa isa) {
-    for (int64_t i = 0; i < p.ranks; ++i) sums[i] *= p.scales[i];
-    int64_t at = -1;
-    for (size_t i = 0; i < p.parts.size(); ++i) {
-        const AdapterPart& part = p.parts[i];
-        if (part.at == at) continue;  // a part that was cut
-        at = part.at;
-        prepare_row(part.b, sums + p.first_ranks[i], to + at * element_bytes(format), nullptr, isa);
-    }
 }
 
 char* shrunk_row(const Adapters& s, int64_t i) {
     return s.shrunk + i * s.width * element_bytes(s.format);
 }
 
+// Block `index` of the columns of tokens order[first .. last).
+Rows rows_of(const Adapters& s, const AdapterRows& in, int64_t first, int64_t last, int64_t index,
+             int64_t columns, float* gathered) {
+    const int64_t bytes = element_bytes(s.format);
+    const char* data = (const char*)in.data + index * kShrinkDepth * bytes;
+    const int64_t begin = in.sorted ? first : s.order[first];
+    const int64_t end = in.sorted ? last : s.order[last - 1] + 1;
+    if (end - begin == last - first) return {data + begin * in.stride * bytes, in.stride, nullptr};
+    const int64_t size = columns * bytes;
+    for (int64_t i = first; i < last; ++i)
+        std::memcpy((char*)gathered + (i - first) * size, data + s.order[i] * in.stride * bytes,
+                    size);
+    return {gathered, columns, nullptr};
+}
+
+// Sums [tokens][ranks] of one block of columns; rows are sums_width apart.
+void shrink_block(const Adapters& s, const AdapterProduct& p, const AdapterRows& in, int64_t first,
+                  int64_t last, int64_t index, float* gathered, float* sums, Isa isa) {
+    const ShrinkBlock& block = p.blocks[index];
+    const int64_t depth = block.a.padded_depth, strips = strips_of(p.ranks);
+    const int64_t all = block.folds * strips, width = strips * kStrip;
+    const Rows rows = rows_of(s, in, first, last, index, block.folds * depth, gathered);
+    StripProduct product{};
+    product.format = s.format;
+    product.depth = depth;
+    product.x = rows.data;
+    product.x_stride = rows.stride;
+    product.rows = last - first;
+    product.out_stride = s.sums_width;
+    product.fetch = true;
+    for (int64_t strip = 0; strip < all; strip += kPerPanel) {
+        product.panel =
+            (const char*)block.a.data + strip * kStrip * depth * element_bytes(s.format);
+        product.strips = std::min(kPerPanel, all - strip);
+        for (int64_t i = 0; i < product.strips; ++i)
+            product.offsets[i] = (strip + i) / strips * depth;
+        product.out = sums + strip * kStrip;
+        multiply_strips(product, isa);
+    }
+    for (int64_t i = 0; i < product.rows && block.folds > 1; ++i, sums += s.sums_width)
+        for (int64_t fold = 1; fold < block.folds; ++fold)
+            add(sums, sums + fold * width, width, isa);
+}
+
+// Scales a token's sums and rounds them to the format of B.
+void place_shrunk(const Adapters& s, const AdapterProduct& p, float* sums, int64_t i, Isa isa) {
+    char* to = shrunk_row(s, i);
+    for (int64_t rank = 0; rank < p.ranks; ++rank) sums[rank] *= p.scales[rank];
+    for (const ShrunkPart& part : p.shrunk)
+        prepare_row(part.like, sums + part.first_rank, to + part.at * element_bytes(s.format),
+                    nullptr, isa);
+}
+
 // Calls body(product, first, last, block) for this thread's share of the step's units of work: some
-// tokens of a group and, if `split`, one block of columns. block: -1 for all.
+// tokens of a group and, if `split`, one block of columns, else -1 for all.
 template <typename Body>
 void for_units(const Adapters& s, int64_t layer, Product product, bool split, int thread,
                int threads, Body body) {
-    int64_t units = 0;
+    int64_t units = 0, unit = 0;
     for (const AdapterGroup& group : s.groups)
         if (const AdapterProduct* p = product_of(group, layer, product))
-            units += blocks_of(group.last - group.first) * (split ? p->a.size() : 1);
-    int64_t unit = 0;
+            units += blocks_of(group.last - group.first) * (split ? p->blocks.size() : 1);
     const int64_t begin = units * thread / threads, end = units * (thread + 1) / threads;
     for (const AdapterGroup& group : s.groups) {
         const AdapterProduct* p = product_of(group, layer, product);
         if (!p) continue;
+        const int64_t blocks = split ? p->blocks.size() : 1;
         for (int64_t first = group.first; first < group.last; first += kRowsTogether) {
             const int64_t last = std::min(first + kRowsTogether, group.last);
-            const int64_t blocks = split ? p->a.size() : 1;
             for (int64_t block = 0; block < blocks; ++block, ++unit)
                 if (begin <= unit && unit < end) body(*p, first, last, split ? block : -1);
         }
@@ -173,60 +239,53 @@ void for_units(const Adapters& s, int64_t layer, Product product, bool split, in
 
 // Whether there are too few tokens for all threads, so that they share the columns, too.
 bool shares_columns(const Adapters& s, int64_t layer, Product product, int threads) {
-    int64_t units = 0;
-    size_t blocks = 0;
+    int64_t units = 0, blocks = 0;
     for (const AdapterGroup& group : s.groups)
         if (const AdapterProduct* p = product_of(group, layer, product)) {
             units += blocks_of(group.last - group.first);
-            blocks = p->a.size();
+            blocks = p->blocks.size();
         }
     return blocks > 1 && units < threads;
 }
 
-// Where outputs [begin, end) of a part that begins at `first` lie in a tile.
-struct Overlap {
-    int64_t begin, end;
-};
-
-Overlap overlap_of(int64_t first, int64_t count, const AdaptedTile& tile) {
-    return {std::max(first, tile.first), std::min(first + count, tile.first + tile.count)};
-}
-
-// Adds one part to tokens order[first .. last) of a tile. offset: added to the part's outputs; half:
-// -1, or 0 for gate and 1 for up.
+// Adds one part to tokens order[first .. last) of a tile.
 void expand_part(const Adapters& s, const AdapterPart& part, int64_t first, int64_t last,
-                 const char* shrunk, const AdaptedTile& tile, int64_t offset, int half,
-                 float* outputs, Isa isa) {
-    const int64_t begin = part.first + offset;
-    const Overlap own = overlap_of(begin, part.b.outputs, tile);
-    if (own.begin >= own.end) return;
-    const int64_t strip = (own.begin - begin) / kStrip;
-    const int64_t strips = (own.end - begin + kStrip - 1) / kStrip - strip;
-    const int64_t stride = strips * kStrip, skipped = own.begin - begin - strip * kStrip;
-    const int64_t bytes = element_bytes(s.format);
-    const Rows rows{shrunk + part.at * bytes, s.width, nullptr};
-    multiply(part.b, rows, last - first, strip, strips, outputs - strip * kStrip, stride, isa);
-    for (int64_t i = first; i < last; ++i) {
-        const float* from = outputs + (i - first) * stride + skipped;
-        float* to = tile.data + (s.order[i] - tile.row) * tile.stride;
-        if (half < 0) {
-            add(to + own.begin - tile.first, from, own.end - own.begin, isa);
-            continue;
-        }
-        for (int64_t n = own.begin - tile.first, size; n < own.end - tile.first; n += size) {
-            size = std::min(kStrip - n % kStrip, own.end - tile.first - n);
-            float* strip_at = to + n / kStrip * 2 * kStrip + half * kStrip + n % kStrip;
-            for (int64_t j = 0; j < size; ++j) strip_at[j] += from[j];
-            from += size;
-        }
+                 const AdaptedTile& tile, Isa isa) {
+    const int64_t begin = std::max(part.first, tile.first);
+    const int64_t end = std::min(part.last, tile.first + tile.strips);
+    if (begin >= end) return;
+    const int64_t depth = part.b.padded_depth;
+    const int64_t panel_bytes = depth * kPanel * element_bytes(s.format);
+    const auto panel_of = [&](int64_t strip) {
+        return (const char*)part.b.data +
+               (strip / kPerPanel - part.first / kPerPanel) * panel_bytes;
+    };
+    StripProduct product{};
+    product.format = s.format;
+    product.depth = depth;
+    product.x_stride = s.width;
+    product.out_stride = tile.stride;
+    product.add = true;
+    product.x = shrunk_row(s, first);
+    product.rows = last - first;
+    product.places = s.order.data() + first;
+    for (int64_t strip = begin, next; strip < end; strip = next) {
+        next = std::min(end, (strip / kPerPanel + 1) * kPerPanel);
+        product.panel = panel_of(strip) + strip % kPerPanel * kStripBytes;
+        product.strips = next - strip;
+        for (int64_t i = 0; i < product.strips; ++i)
+            product.offsets[i] = (strip + i) % 2 ? part.odd : part.even;
+        product.out = tile.data + (s.order[first] - tile.row) * tile.stride +
+                      (strip - tile.first) * kStrip;
+        multiply_strips(product, isa);
     }
+    if (end == part.last) return;
+    const char* ahead = panel_of(end + kPerPanel - 1);  // most often this thread's next tile
+    for (int64_t i = 0; i < std::min(panel_bytes, kMostAhead); i += kLine)
+        __builtin_prefetch(ahead + i, 0, 2);
 }
 
 }  // namespace
-
-Adapters::~Adapters() {
-    for (AdapterSlot& slot : slots) std::free(slot.memory);
-}
 
 void make_slots(Adapters& adapters, int64_t count, Format format) {
     adapters.format = format;
@@ -234,72 +293,55 @@ void make_slots(Adapters& adapters, int64_t count, Format format) {
     adapters.counts.resize(count + 1);
 }
 
-int64_t lay_out_slot(Adapters& adapters, const Model& model, int64_t slot,
+int64_t lay_out_slot(Adapters& adapters, const HeteroModel& model, int64_t slot,
                      const HeteroAdapter& adapter, Isa isa) {
     if (slot < 0 || slot >= (int64_t)adapters.slots.size()) return -1;
-    const int64_t layers = model.sizes.layers;
-    std::vector<AdapterProduct> products(layers * kProducts);
+    AdapterSlot& to = adapters.slots[slot];
+    to.products.clear();
+    std::vector<AdapterProduct> products(model.layers * kProducts);
     const HeteroAdapterPart* parts = adapter.parts;
     int64_t bytes = 0;
     for (int64_t i = 0; i < adapter.num_products; ++i) {
         const HeteroAdapterProduct& from = adapter.products[i];
-        if (from.layer < 0 || from.layer >= layers || from.product < 0 ||
-            from.product >= kProducts || !fits(from, parts, shape_of(model, from.product)))
+        if (from.layer < 0 || from.layer >= model.layers || from.product < 0 ||
+            from.product >= kProducts)
             return -1;
-        AdapterProduct& to = products[from.layer * kProducts + from.product];
-        if (to.ranks) return -1;
-        const int64_t cut = from.product == kGateUpProduct ? model.sizes.inner : 0;
-        to = lay_out(from, parts, adapters.format, cut, isa);
-        for_pieces(to, [&](void**, int64_t size) { bytes += size; });
+        AdapterProduct& product = products[from.layer * kProducts + from.product];
+        const Shape shape = shape_of(model, from.product);
+        if (product.ranks || !fits(from, parts, shape)) return -1;
+        product = lay_out(from, parts, shape, adapters.format, isa);
+        for_pieces(product, [&](void**, int64_t size) { bytes += size; });
         parts += from.num_parts;
     }
-    AdapterSlot& to = adapters.slots[slot];
-    to.products.clear();
-    if (bytes > to.bytes) {
-        std::free(to.memory);
-        to.memory = (char*)std::aligned_alloc(kLine, bytes);
-        to.bytes = to.memory ? bytes : 0;
-        if (!to.memory) return -2;
-    }
-    std::memset(to.memory, 0, bytes);  // padding
-    char* next = to.memory;
+    to.memory = std::make_unique<Arena>();  // zeros, which padding has to be
+    if (!to.memory->reserve(bytes)) return -2;
     for (AdapterProduct& product : products)
-        for_pieces(product, [&](void** at, int64_t size) {
-            *at = next;
-            next += size;
-        });
+        for_pieces(product, [&](void** at, int64_t size) { *at = to.memory->take(size); });
     to.products = std::move(products);
     return 0;
 }
 
-void pack_slot(Adapters& adapters, int64_t slot, const HeteroAdapter& adapter, int64_t part,
-               int64_t parts) {
+void pack_slot(Adapters& adapters, const HeteroModel& model, int64_t slot,
+               const HeteroAdapter& adapter, int64_t part, int64_t parts) {
     const bool is_bf16 = adapters.format == Format::kBf16;
-    const int64_t bytes = element_bytes(adapters.format);
     const HeteroAdapterPart* given = adapter.parts;
     for (int64_t i = 0; i < adapter.num_products; given += adapter.products[i].num_parts, ++i) {
         if (i % parts != part) continue;
         const HeteroAdapterProduct& from = adapter.products[i];
-        AdapterProduct& to =
-            adapters.slots[slot].products[from.layer * kProducts + from.product];
-        for (size_t block = 0; block < to.a.size(); ++block)
-            pack(to.a[block], (const char*)from.a + block * kShrinkDepth * bytes, is_bf16,
-                 from.columns, 0, from.ranks, 0);
+        AdapterProduct& to = adapters.slots[slot].products[from.layer * kProducts + from.product];
+        pack_a(to, from, is_bf16);
         std::memcpy(to.scales, from.scales, from.ranks * 4);
-        size_t own = 0;
         for (int64_t p = 0; p < from.num_parts; ++p) {
-            const int64_t end = given[p].first_row + given[p].rows;
-            for (; own < to.parts.size() && to.parts[own].first < end; ++own) {
-                const int64_t first = to.parts[own].first - given[p].first_row;
-                Matrix& b = to.parts[own].b;
-                pack(b, given[p].b, is_bf16, given[p].rank, first, first + b.outputs, 0);
-            }
+            if (from.product == kGateUpProduct)
+                pack_pair(to.parts[0], given[p], model.inner, is_bf16);
+            else
+                pack(to.parts[p].b, given[p].b, is_bf16, given[p].rank, 0, given[p].rows,
+                     given[p].first_row % kPanel);
         }
     }
 }
 
-bool plan_adapters(Adapters& s, const HeteroStep& step, int threads, int64_t tile_width,
-                   int64_t padded_inputs) {
+bool plan_adapters(Adapters& s, const HeteroStep& step, int threads, int64_t padded_inputs) {
     s.groups.clear();
     if (!step.adapter_slots) return false;
     std::fill(s.counts.begin(), s.counts.end(), 0);
@@ -311,16 +353,16 @@ bool plan_adapters(Adapters& s, const HeteroStep& step, int threads, int64_t til
         }
     if (!total) return false;
     int64_t depth_blocks = 0;
-    s.ranks = s.width = 0;
+    s.sums_width = s.width = 0;
     for (size_t i = 0; i < s.slots.size(); ++i) {
         const int64_t first = s.counts[i], last = first + s.counts[i + 1];
         s.counts[i + 1] = last;
         if (first == last) continue;
         s.groups.push_back({&s.slots[i], first, last});
         for (const AdapterProduct& p : s.slots[i].products) {
-            s.ranks = std::max(s.ranks, round_up(p.ranks, kStrip));
+            s.sums_width = std::max(s.sums_width, round_up(p.ranks, kPanel));
             s.width = std::max(s.width, p.width);
-            depth_blocks = std::max(depth_blocks, (int64_t)p.a.size());
+            depth_blocks = std::max(depth_blocks, (int64_t)p.blocks.size());
         }
     }
     s.order.resize(total);
@@ -329,13 +371,13 @@ bool plan_adapters(Adapters& s, const HeteroStep& step, int threads, int64_t til
         if (step.adapter_slots[i] >= 0)
             for (int64_t k = 0; k < step.num_scheduled[i]; ++k)
                 s.order[s.counts[step.adapter_slots[i]]++] = (int32_t)(token + k);
-    s.width = round_up(s.width * element_bytes(s.format), kLine) / element_bytes(s.format);
-    s.scratch_size = kRowsTogether * (kShrinkDepth + 2 * s.ranks + round_up(tile_width, kPanel) +
-                                      kPanel);
+    const int64_t bytes = element_bytes(s.format);
+    s.width = round_up(s.width * bytes, kLine) / bytes;
+    s.scratch_size = kRowsTogether * (kShrinkDepth + 2 * s.sums_width);
     s.scratch = s.scratch_buffer.of<float>(threads * s.scratch_size);
-    s.rows = s.rows_buffer.of<char>(total * padded_inputs * element_bytes(s.format));
-    s.shrunk = s.shrunk_buffer.of<char>(total * s.width * element_bytes(s.format));
-    s.sums = s.sums_buffer.of<float>(depth_blocks * total * s.ranks);
+    s.rows = s.rows_buffer.of<char>(total * padded_inputs * bytes);
+    s.shrunk = s.shrunk_buffer.of<char>(total * s.width * bytes);
+    s.sums = s.sums_buffer.of<float>(depth_blocks * total * s.sums_width);
     return true;
 }
 
@@ -354,17 +396,16 @@ bool shrink(Adapters& s, int64_t layer, Product product, const AdapterRows& in, 
               [&](const AdapterProduct& p, int64_t first, int64_t last, int64_t block) {
         if (split) {
             shrink_block(s, p, in, first, last, block, own.gathered,
-                         s.sums + (block * total + first) * s.ranks, isa);
+                         s.sums + (block * total + first) * s.sums_width, isa);
             return;
         }
-        for (size_t b = 0; b < p.a.size(); ++b) {
-            float* to = b ? own.more : own.sums;
-            shrink_block(s, p, in, first, last, b, own.gathered, to, isa);
-            if (b) add(own.sums, own.more, (last - first) * s.ranks, isa);
+        for (size_t b = 0; b < p.blocks.size(); ++b) {
+            shrink_block(s, p, in, first, last, b, own.gathered, b ? own.more : own.sums, isa);
+            for (int64_t i = 0; b && i < last - first; ++i)
+                add(own.sums + i * s.sums_width, own.more + i * s.sums_width, p.ranks, isa);
         }
         for (int64_t i = first; i < last; ++i)
-            place_shrunk(p, own.sums + (i - first) * s.ranks, s.format, shrunk_row(s, i),
-                         isa);
+            place_shrunk(s, p, own.sums + (i - first) * s.sums_width, i, isa);
     });
     return split;
 }
@@ -377,32 +418,25 @@ void add_sums(Adapters& s, int64_t layer, Product product, int thread, int threa
         if (!p) continue;
         const int64_t last = std::min(group.last, end);
         for (int64_t i = std::max(group.first, begin); i < last; ++i) {
-            float* to = s.sums + i * s.ranks;
-            for (size_t b = 1; b < p->a.size(); ++b)
-                add(to, s.sums + (b * total + i) * s.ranks, p->ranks, isa);
-            place_shrunk(*p, to, s.format, shrunk_row(s, i), isa);
+            float* to = s.sums + i * s.sums_width;
+            for (size_t b = 1; b < p->blocks.size(); ++b)
+                add(to, s.sums + (b * total + i) * s.sums_width, p->ranks, isa);
+            place_shrunk(s, *p, to, i, isa);
         }
     }
 }
 
-void expand(const Adapters& s, int64_t layer, Product product, int64_t inner,
-            const AdaptedTile& tile, int thread, Isa isa) {
-    float* outputs = scratch_of(s, thread).outputs;
+void expand(const Adapters& s, int64_t layer, Product product, const AdaptedTile& tile, Isa isa) {
     const auto begin = s.order.begin();
     for (const AdapterGroup& group : s.groups) {
         const AdapterProduct* p = product_of(group, layer, product);
         if (!p) continue;
-        const int64_t end =
-            std::lower_bound(begin + group.first, begin + group.last, tile.row + tile.rows) - begin;
-        int64_t first = std::lower_bound(begin + group.first, begin + end, tile.row) - begin;
-        for (int64_t last; first < end; first = last) {
-            last = std::min(first + kRowsTogether, end);
-            for (const AdapterPart& part : p->parts) {
-                const bool paired = product == kGateUpProduct, up = paired && part.first >= inner;
-                expand_part(s, part, first, last, shrunk_row(s, first), tile,
-                            up ? -inner : 0, paired ? up : -1, outputs, isa);
-            }
-        }
+        const auto end = begin + group.last;
+        const auto first = std::lower_bound(begin + group.first, end, tile.row);
+        const auto last = std::lower_bound(first, end, tile.row + tile.rows);
+        if (first == last) continue;
+        for (const AdapterPart& part : p->parts)
+            expand_part(s, part, first - begin, last - begin, tile, isa);
     }
 }
 

@@ -270,9 +270,8 @@ void shrink_inputs(const Run& r, int64_t layer, Product product, const Matrix& m
     r.e.team->barrier(thread);
 }
 
-void expand_tile(const Run& r, int64_t layer, Product product, const AdaptedTile& tile,
-                 int thread) {
-    if (r.adapters) expand(*r.adapters, layer, product, r.m.inner, tile, thread, r.isa);
+void expand_tile(const Run& r, int64_t layer, Product product, const AdaptedTile& tile) {
+    if (r.adapters) expand(*r.adapters, layer, product, tile, r.isa);
 }
 
 // -- queries, keys, values ------------------------------------------------------------------------
@@ -326,7 +325,7 @@ void project_heads(const Run& r, const Layer& layer, int64_t index, const Rows& 
         const Rows rows = from_row(in, row, layer.qkv.format);
         multiply_to_tile(r, layer.qkv, rows, count, unit * width / kStrip, width / kStrip, tile,
                          width);
-        expand_tile(r, index, kQkvProduct, {tile, width, row, count, unit * width, width}, thread);
+        expand_tile(r, index, kQkvProduct, {tile, width, row, count, unit * width / kStrip, width / kStrip});
         for (int64_t i = 0; i < count; ++i)
             for (int64_t h = 0; h < together && unit * together + h < heads; ++h)
                 place_head(r, layer, index, row + i, unit * together + h,
@@ -348,7 +347,7 @@ void add_product(const Run& r, int64_t index, Product product, const Matrix& mat
         const int64_t first = strip * kStrip;
         const int64_t left = hidden - first, width = count * kStrip;
         const int64_t size = width < left ? width : left;
-        expand_tile(r, index, product, {tile, stride, row, rows, first, size}, thread);
+        expand_tile(r, index, product, {tile, stride, row, rows, strip, count});
         add_block(r.x + row * hidden + first, hidden, {tile, stride, rows, size}, bias + first,
                   r.isa);
     };
@@ -361,7 +360,7 @@ void gate_product(const Run& r, const Layer& layer, int64_t index, const Rows& i
     const auto gate_tile = [&](int64_t row, int64_t rows, int64_t strip, int64_t count,
                                float* tile, int64_t stride) {
         const int64_t size = count / 2 * kStrip, first = strip / 2 * kStrip;
-        expand_tile(r, index, kGateUpProduct, {tile, stride, row, rows, first, size}, thread);
+        expand_tile(r, index, kGateUpProduct, {tile, stride, row, rows, strip, count});
         // In place: a pair's result lies before what is still to be read.
         gated({tile, stride, rows, size}, (int)r.m.activation, tile, stride, r.isa);
         char* to = r.gate + (row * r.gate_stride + first) * bytes;
@@ -571,7 +570,7 @@ Run make_run(Executor& e, const HeteroStep& step) {
     const int64_t across = 2 * m.dim > r.panels * kPanel ? 2 * m.dim : r.panels * kPanel;
     r.tile_size = round_up((most < kRowBlock ? most : kRowBlock) * across, kPanel);
     if (r.tile_size < r.shared_stride) r.tile_size = r.shared_stride;  // a normed row
-    if (plan_adapters(e.adapters, step, r.threads, across, r.shared_stride))
+    if (plan_adapters(e.adapters, step, r.threads, r.shared_stride))
         r.adapters = &e.adapters;
     r.x = e.x.of<float>(r.tokens * m.hidden);
     r.attended = e.attended.of<float>(r.tokens * head_width);
@@ -631,7 +630,7 @@ struct Filling {
 
 void pack_part(void* context, int thread) {
     const Filling& f = *(const Filling*)context;
-    pack_slot(f.e->adapters, f.slot, *f.adapter, thread, f.e->team->size());
+    pack_slot(f.e->adapters, f.e->model.sizes, f.slot, *f.adapter, thread, f.e->team->size());
 }
 
 int64_t set(void* executor, int64_t layer, int64_t which, const GivenWeight& weight) {
@@ -699,7 +698,7 @@ void hetero_executor_make_slots(void* executor, int64_t slots, int64_t dtype) {
 int64_t hetero_executor_fill_slot(void* executor, int64_t slot, const HeteroAdapter* adapter) {
     using namespace hetero;
     Executor& e = *(Executor*)executor;
-    const int64_t failed = lay_out_slot(e.adapters, e.model, slot, *adapter, e.isa);
+    const int64_t failed = lay_out_slot(e.adapters, e.model.sizes, slot, *adapter, e.isa);
     if (failed) return failed;
     Filling filling{&e, slot, adapter};
     e.team->run(pack_part, &filling);

@@ -95,15 +95,15 @@ struct HeteroAdapterPart {
 };
 
 // What an adapter adds to a product of a layer. product: 0 qkv, 1 output, 2 gate and up, 3 down.
-// The scales of all modules, by rank.
 struct HeteroAdapterProduct {
     int64_t layer, product, ranks, columns, num_parts;
-    const void* a;  // [ranks][columns]
-    const float* scales;
+    const void* a;        // [ranks][columns], of all modules
+    const float* scales;  // [ranks]
 };
 
 // An adapter, row-major, in the executor's adapter type. parts: of all products, one product after
-// the other, each by first_row.
+// the other, each by first_row. Of gate and up, which are one product, there is one part each, or
+// one of both.
 struct HeteroAdapter {
     int64_t num_products;
     const HeteroAdapterProduct* products;
