@@ -13,7 +13,6 @@ namespace {
 constexpr int64_t kShrinkDepth = 1024;  // columns of a block of A
 constexpr int64_t kRowsTogether = 64;   // tokens whose sums a thread holds at a time
 constexpr int64_t kMostRanks = 512;     // of a part
-constexpr int64_t kMostAhead = 8192;    // bytes to prefetch
 constexpr int64_t kStripBytes = 64;     // of a strip in each step of a panel
 constexpr int64_t kPerPanel = kPanel / kStrip;
 
@@ -191,7 +190,6 @@ void shrink_block(const Adapters& s, const AdapterProduct& p, const AdapterRows&
     product.x_stride = rows.stride;
     product.rows = last - first;
     product.out_stride = s.sums_width;
-    product.fetch = true;
     for (int64_t strip = 0; strip < all; strip += kPerPanel) {
         product.panel =
             (const char*)block.a.data + strip * kStrip * depth * element_bytes(s.format);
@@ -256,10 +254,6 @@ void expand_part(const Adapters& s, const AdapterPart& part, int64_t first, int6
     if (begin >= end) return;
     const int64_t depth = part.b.padded_depth;
     const int64_t panel_bytes = depth * kPanel * element_bytes(s.format);
-    const auto panel_of = [&](int64_t strip) {
-        return (const char*)part.b.data +
-               (strip / kPerPanel - part.first / kPerPanel) * panel_bytes;
-    };
     StripProduct product{};
     product.format = s.format;
     product.depth = depth;
@@ -271,7 +265,9 @@ void expand_part(const Adapters& s, const AdapterPart& part, int64_t first, int6
     product.places = s.order.data() + first;
     for (int64_t strip = begin, next; strip < end; strip = next) {
         next = std::min(end, (strip / kPerPanel + 1) * kPerPanel);
-        product.panel = panel_of(strip) + strip % kPerPanel * kStripBytes;
+        product.panel = (const char*)part.b.data +
+                        (strip / kPerPanel - part.first / kPerPanel) * panel_bytes +
+                        strip % kPerPanel * kStripBytes;
         product.strips = next - strip;
         for (int64_t i = 0; i < product.strips; ++i)
             product.offsets[i] = (strip + i) % 2 ? part.odd : part.even;
@@ -279,10 +275,6 @@ void expand_part(const Adapters& s, const AdapterPart& part, int64_t first, int6
                       (strip - tile.first) * kStrip;
         multiply_strips(product, isa);
     }
-    if (end == part.last) return;
-    const char* ahead = panel_of(end + kPerPanel - 1);  // most often this thread's next tile
-    for (int64_t i = 0; i < std::min(panel_bytes, kMostAhead); i += kLine)
-        __builtin_prefetch(ahead + i, 0, 2);
 }
 
 }  // namespace

@@ -419,8 +419,7 @@ void multiply_strips(const StripProduct& p, Isa isa) {
         const int64_t count = least(tiles.rows, p.rows - r), width = tiles.strips[count - 1];
         for (int64_t i = 0; i < count; ++i) rows[i] = out_of(r + i);
         c.x = (const char*)p.x + r * c.x_stride;
-        c.lines = r == 0 && p.fetch ? p.strips : 0;
-        for (int64_t s = 0, wide; s < p.strips; s += wide, c.lines = 0) {
+        for (int64_t s = 0, wide; s < p.strips; s += wide) {
             wide = least(width, p.strips - s);
             c.weights = (const char*)p.panel + s * 64;
             c.out = p.out + s * kStrip;

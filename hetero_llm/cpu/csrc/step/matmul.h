@@ -125,7 +125,6 @@ struct StripProduct {
     int64_t out_stride;
     const int32_t* places;  // row r of `out` is places[r] - places[0]; null: r
     bool add;               // to what `out` holds
-    bool fetch;             // the panel is in no cache near: fetch it ahead
 };
 
 // Overwrites `out` or adds to it. A result does not depend on other rows or strips.

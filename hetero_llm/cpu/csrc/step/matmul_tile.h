@@ -123,10 +123,6 @@ TILE inline void finish_rows(const TileCall& c, const Vector (&sums)[R][N]) {
             std::memcpy(c.out + c.rows[r] + n * kWidth, &sums[r][n], sizeof(Vector));
 }
 
-TILE inline void fetch_lines(const TileCall& c, const char* w) {
-    for (int64_t i = 0; i < c.lines; ++i) __builtin_prefetch(w + kAheadBytes + i * 64, 0, 3);
-}
-
 template <int R, int S>
 TILE void float_strips(const TileCall& c) {
     constexpr int N = S * kParts;
@@ -134,7 +130,6 @@ TILE void float_strips(const TileCall& c) {
     begin_rows<R, N>(c, sums);
     const char *w = c.weights, *x = c.x;
     for (int64_t step = 0; step < c.steps; ++step, w += kStepBytes, x += 4) {
-        fetch_lines(c, w);
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) {
             const Vector b = load_vector(w + n * sizeof(Vector));
@@ -171,7 +166,6 @@ TILE void bf16_strips(const TileCall& c) {
     begin_rows<R, N>(c, sums);
     const char *w = c.weights, *x = c.x;
     for (int64_t step = 0; step < c.steps; ++step, w += kStepBytes, x += 4) {
-        fetch_lines(c, w);
         add_half_strips<R, N, false>(c, w, x, sums);
         add_half_strips<R, N, true>(c, w, x, sums);
     }

@@ -7,10 +7,6 @@
 #include "matmul_kernels.h"
 
 namespace hetero {
-
-constexpr int64_t kAheadBytes = 2048;  // strip tiles, whose panels are too short for processors
-                                       // to prefetch in time
-
 namespace base {
 constexpr int kWidth = 4;
 typedef float Vector __attribute__((vector_size(16)));
@@ -88,7 +84,6 @@ DOT void dot_strips(const TileCall& c) {
                                : _mm512_setzero_ps();
     const char *w = c.weights, *x = c.x;
     for (int64_t step = 0; step < c.steps; ++step, w += kStepBytes, x += 4) {
-        for (int64_t i = 0; i < c.lines; ++i) __builtin_prefetch(w + kAheadBytes + i * 64, 0, 3);
 #pragma GCC unroll 4
         for (int s = 0; s < S; ++s) {
             const __m512bh b = (__m512bh)_mm512_loadu_si512(w + s * 64);
