@@ -71,10 +71,11 @@ class Base:
         ]
 
     def start(self, **options: Any) -> LLM:
-        options = {"max_loras": 2, "max_lora_rank": 64, "block_size": 8, **options}
+        options = {
+            "dtype": "float32", "max_loras": 2, "max_lora_rank": 64, "block_size": 8, **options,
+        }  # fmt: skip
         return LLM(
-            str(self.folder), dtype="float32", device="cpu", skip_tokenizer_init=True,
-            enable_lora=True, **options,
+            str(self.folder), device="cpu", skip_tokenizer_init=True, enable_lora=True, **options
         )  # fmt: skip
 
     def check(self, output: RequestOutput, which: int) -> None:

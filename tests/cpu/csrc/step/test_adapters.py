@@ -3,6 +3,7 @@ every instruction set, weight format and mix of tokens; and what must not change
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,7 +21,7 @@ from hetero_llm.lora.adapter import Adapter, read_adapter
 from hetero_llm.lora.targets import adapter_targets
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
-from tests.cpu.csrc.step.test_executor import BEST, LEVELS, VOCAB, Part, Served, path_to, text
+from tests.cpu.csrc.step.test_executor import BEST, VOCAB, Part, Served, path_to, text
 from tests.helpers.adapters import TinyAdapter, merge, write_adapter
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="needs the compiled library")
@@ -94,7 +95,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
         tmp_path_factory.mktemp("adapters"),
         [
             {"rank": 8, "strength": 0.2},
-            {"rank": 1, "strength": 0.5, "modules": r".*(q_proj|v_proj|gate_proj)"},
+            {"rank": 1, "alpha": 3.0, "strength": 0.5, "modules": r".*(q_proj|v_proj|gate_proj)"},
             {"rank": 128, "strength": 0.05, "rslora": True, "alpha": 4.0},
             {"rank": 20, "strength": 0.2, "modules": r".*1\..*(k_proj|o_proj|up_proj|down_proj)",
              "rank_pattern": {"k_proj": 3, "up_proj": 33}},
@@ -114,8 +115,9 @@ class Adapted(Served):
         dtype: torch.dtype,
         *,
         filled: Sequence[int] = (0, 1, 2, 3),
+        library: ctypes.CDLL | None = None,
     ) -> None:
-        super().__init__(written.folder, weight_format, isa, threads, blocks=16)
+        super().__init__(written.folder, weight_format, isa, threads, 16, library)
         self._written, self._dtype = written, dtype
         self.executor.make_adapter_slots(max(len(filled), 4), dtype)
         for slot, which in enumerate(filled):
@@ -159,7 +161,6 @@ def check(written: Written, served: Adapted, tolerance: float) -> None:
                 row += 1
 
 
-@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(
     ("weight_format", "dtype"),
     [
@@ -170,9 +171,12 @@ def check(written: Written, served: Adapted, tolerance: float) -> None:
         ("int8", torch.bfloat16),
     ],
 )
-def test_merged_weights(written: Written, weight_format: str, dtype: torch.dtype, isa: int) -> None:
+def test_merged_weights(
+    written: Written, weight_format: str, dtype: torch.dtype, library: ctypes.CDLL, isa: int
+) -> None:
     of_both = max(TOLERANCE[weight_format], TOLERANCE["bf16" if dtype.itemsize == 2 else "float"])
-    check(written, Adapted(written, weight_format, isa, 2, dtype), of_both)
+    served = Adapted(written, weight_format, isa, 2, dtype, library=library)
+    check(written, served, of_both)
 
 
 def test_adapters_are_told_apart(written: Written) -> None:
@@ -189,10 +193,9 @@ def test_any_number_of_threads(written: Written, threads: int) -> None:
     check(written, Adapted(written, "float", BEST, threads, torch.float32), TOLERANCE["float"])
 
 
-@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_columns_are_shared_and_summed_in_one_order(
-    dtype: torch.dtype, isa: int, tmp_path: Path
+    dtype: torch.dtype, library: ctypes.CDLL, isa: int, tmp_path: Path
 ) -> None:
     """Inputs longer than a block of A's columns: few tokens share the blocks among threads, many do
     not; a token's result is the same to the bit."""
@@ -200,8 +203,8 @@ def test_many_columns_are_shared_and_summed_in_one_order(
     long = make(tmp_path, ranks, hidden_size=1096, intermediate_size=2120, num_hidden_layers=1,
                 num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
     tokens = text(3, 70)
-    one = Adapted(long, "float", isa, 1, dtype, filled=(0, 1))
-    many = Adapted(long, "float", isa, 5, dtype, filled=(0, 1))
+    one = Adapted(long, "float", isa, 1, dtype, filled=(0, 1), library=library)
+    many = Adapted(long, "float", isa, 5, dtype, filled=(0, 1), library=library)
     for slot in (0, 1):
         alone = [one.adapted([Part(0, 0, tokens[:2])], [slot])]
         alone += [one.adapted([Part(0, at, [tokens[at]])], [slot]) for at in range(2, 6)]
@@ -213,14 +216,13 @@ def test_many_columns_are_shared_and_summed_in_one_order(
         assert (torch.cat(alone) - expected).abs().max() < tolerance
 
 
-@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("weight_format", ["float", "bf16"])
 def test_a_tokens_result_does_not_depend_on_its_neighbours(
-    written: Written, weight_format: str, isa: int
+    written: Written, weight_format: str, library: ctypes.CDLL, isa: int
 ) -> None:
     """First tokens of sequences, so that attention sees one token each."""
     dtype = torch.float32 if weight_format == "float" else torch.bfloat16
-    served = Adapted(written, weight_format, isa, 2, dtype)
+    served = Adapted(written, weight_format, isa, 2, dtype, library=library)
     tokens = text(7, 8)
     slots = [2, 0, NO_ADAPTER, 2, 1, 3, 0, 2]
     together = served.adapted([Part(i, 0, [tokens[i]]) for i in range(8)], slots)
@@ -278,15 +280,14 @@ def test_a_poisoned_slot_reaches_its_own_tokens_alone(written: Written) -> None:
     assert torch.equal(after[6:], before[6:])
 
 
-@pytest.mark.parametrize("isa", LEVELS)
-def test_heads_that_end_within_a_strip(isa: int, tmp_path: Path) -> None:
+def test_heads_that_end_within_a_strip(library: ctypes.CDLL, isa: int, tmp_path: Path) -> None:
     """Queries end, and keys begin and end, in the middle of 16 outputs; a gate of 40."""
     odd = make(
         tmp_path, [{"rank": 4, "strength": 0.3}, {"rank": 40, "strength": 0.1}],
         hidden_size=24, intermediate_size=40, num_attention_heads=3, num_key_value_heads=1,
         head_dim=8,
     )  # fmt: skip
-    served = Adapted(odd, "float", isa, 2, torch.float32, filled=(0, 1))
+    served = Adapted(odd, "float", isa, 2, torch.float32, filled=(0, 1), library=library)
     tokens = text(2, 25)
     ours = served.adapted([Part(0, 0, tokens), Part(1, 0, tokens)], [0, 1])
     for which in (0, 1):
