@@ -256,9 +256,7 @@ def _join(
         show_progress=inputs.show_progress,
         backend=backend,
         loaded=lambda model: served.append(
-            prepare_adapters(
-                *(config.lora, model, model_config, dtype), backend=backend
-            )
+            prepare_adapters(*(config.lora, model, model_config, dtype), backend=backend)
         ),
     )
     adapters = None if served[0] is None else served[0].store
