@@ -129,7 +129,7 @@ def mean_error(base: Base, output: RequestOutput, which: int) -> float:
     ("options", "limit"),
     [
         ({"cpu_weight_dtype": "int8"}, 0.08),
-        ({"cpu_weight_dtype": "int4"}, 0.5),
+        ({"cpu_weight_dtype": "int4"}, 0.9),
         ({"quantization": "ifq"}, 0.2),
         ({"lora_dtype": "bfloat16"}, 0.02),
         ({"lora_dtype": "float16"}, 0.003),
