@@ -1,6 +1,6 @@
 """Decoding with LoRA adapters on a CPU: the demo target, native executor and torch.
 
-    python -m bench.engine.lora_decode [--backends native,torch] [--batches 1,8] [--rank 16]
+    OMP_WAIT_POLICY=PASSIVE python -m bench.engine.lora_decode [--backends native,torch] [--batches 1,8] [--rank 16]
 
 tokens/s = batch * STEPS / (T(1 + STEPS tokens) - T(1 token)) through `LLM.generate`, greedy. The
 random adapters change all linear layers. All engines live in one process and all arms take turns;
@@ -95,7 +95,9 @@ def main() -> None:
         for round_number in range(args.rounds + 1):  # the first one warms up
             for backend, (plain, adapted) in engines.items():
                 for batch in args.batches:
-                    for arm, count in ADAPTERS.items():
+                    turn = round_number % len(ADAPTERS)  # what ran before may still use cores
+                    arms = list(ADAPTERS.items())
+                    for arm, count in arms[turn:] + arms[:turn]:
                         if count > batch:
                             continue
                         llm = plain if arm == "off" else adapted
