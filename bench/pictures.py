@@ -561,6 +561,7 @@ NOT_DRAWN = {
     "clients": "a table of yes and no: docs/clients.md",
     "closed_batch.llama-3.1-8b": "two numbers, in docs/benchmarks.md",
     "perplexity.c": "a table: docs/quantization.md",
+    "lora_decode.c": "a table: docs/lora.md",
     "any_prompt.c": "a table: docs/history/log.md",
     "offload.stores.g": "one number, in docs/benchmarks.md",
     "scaled_target.g": "a check that a scale-up model is built and served",

@@ -67,7 +67,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "lora": ("core", "models"),
     "runner": ("core", "lora", "models", "sampling", "spec_decode.verify"),
     "pooling": ("core", "config", "utils", "models", "runner"),
-    "cpu": _DEVICE,
+    "cpu": (*_DEVICE, "lora"),
     "cpu.draft_worker": (*_DEVICE, "cpu", "spec_decode", "bridge.ipc"),
     "gpu": (*_DEVICE, "bridge.kv_offload", "lora"),
     "gpu.kernels": ("models", "quantization.matrix", "sampling"),

@@ -467,7 +467,8 @@ ADAPTERS = grouped(
         "lora_dtype",
         _STR,
         "auto",
-        "Type of the adapters' weights; 'auto' is float32 on a CPU, which is the fastest there.",
+        "Type of the adapters' weights; 'auto' is the model's (float32 where torch serves on a "
+        "CPU).",
         choices=("auto", "float16", "bfloat16", "float32"),
     ),
     not_yet(

@@ -24,7 +24,7 @@ class LoraConfig:
         max_loras: adapters on the device.
         max_cpu_loras: adapters in host memory.
         max_rank: largest rank of a module.
-        dtype: of the adapters' tensors: "auto" is float32 on a CPU.
+        dtype: of the adapters' tensors; "auto": the model's, float32 where torch serves on a CPU.
         merge: folder of an adapter that is added to the weights; None: none is.
     """
 

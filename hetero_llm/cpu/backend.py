@@ -51,13 +51,11 @@ def choose_backend(
     dtype: torch.dtype,
     *,
     batch_invariant: bool,
-    adapters: bool = False,
     prompt_adapters: bool = False,
 ) -> NativeBackend | None:
     """Checks the CPU's arguments and chooses.
 
     Args:
-        adapters: requests may have LoRA adapters.
         prompt_adapters: prompts may begin with the virtual tokens of prompt adapters.
 
     Returns:
@@ -72,9 +70,6 @@ def choose_backend(
         _prepare_ipex(wanted, dtype, batch_invariant=batch_invariant)
         return None
     reason = _why_torch(wanted, config, dtype, batch_invariant=batch_invariant)
-    if reason is None and adapters:
-        logger.info("enable_lora: torch serves instead of the native executor")
-        reason = "adapters are served by torch"
     if reason is None and prompt_adapters:
         logger.info("enable_prompt_adapter: torch serves instead of the native executor")
         reason = "prompt adapters are served by torch"

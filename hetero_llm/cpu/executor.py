@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hetero_llm.core.lora import NO_ADAPTER
 from hetero_llm.cpu.core_watch import CoreWatch
 from hetero_llm.cpu.weight_forms import (
     HEAD_FORMATS,
@@ -27,6 +28,7 @@ from hetero_llm.cpu.weight_forms import (
     form_of,
     keep,
 )
+from hetero_llm.lora.adapter import Adapter
 from hetero_llm.models.blocks import Attention
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM, Linear
@@ -53,6 +55,8 @@ _OUTSIDE_LAYERS = -1
     _GATE_UP, _DOWN, _Q_NORM, _K_NORM,
 ) = range(13)  # fmt: skip
 _MATRICES = (_QKV, _OUT, _GATE_UP, _DOWN, _HEAD)
+_ADAPTED = (_QKV, _OUT, _GATE_UP, _DOWN)  # in the order of `HeteroAdapterProduct.product`
+_NO_MEMORY = -2
 
 
 class _Model(ctypes.Structure):
@@ -80,6 +84,31 @@ class _Quantized(ctypes.Structure):
         *((name, _LONG) for name in ("rows", "columns")),
         *((name, _POINTER) for name in ("data", "scales", "points", "offsets")),
     ]
+
+
+class _AdapterPart(ctypes.Structure):
+    """`HeteroAdapterPart`."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("first_row", "rows", "first_rank", "rank")),
+        ("b", _POINTER),
+    ]
+
+
+class _AdapterProduct(ctypes.Structure):
+    """`HeteroAdapterProduct`."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("layer", "product", "ranks", "columns", "num_parts")),
+        ("a", _POINTER),
+        ("scales", _POINTER),
+    ]
+
+
+class _Adapter(ctypes.Structure):
+    """`HeteroAdapter`."""
+
+    _fields_ = [("num_products", _LONG), ("products", _POINTER), ("parts", _POINTER)]
 
 
 _INPUT = (
@@ -111,6 +140,7 @@ class _Step(ctypes.Structure):
         *((name, _LONG) for name in ("num_tokens", "num_sequences", "num_samples")),
         *((name, _LONG) for name in ("table_columns", "num_candidates", "mask_words")),
         *((name, _POINTER) for name, _ in _INPUT),
+        ("adapter_slots", _POINTER),
         *((f"sample_{name}", _POINTER) for name, _ in _SAMPLES),
         *((name, _POINTER) for name in ("mask_rows", "masks")),
         *((name, _POINTER) for name in ("tokens", "candidates", "log_probs", "logits", "hidden")),
@@ -134,6 +164,8 @@ class StepInput:
         ancestors: [T] uint64, read for trees alone: bit i says whether the token sees KV index
             base + i: its ancestors', which lie before it, and its own.
         block_tables: [request slots, columns] int32 block ids.
+        adapter_slots: [S] int32 slot of each sequence's adapter, `NO_ADAPTER`: it has none; None:
+            no sequence has one.
     """
 
     token_ids: np.ndarray
@@ -146,6 +178,7 @@ class StepInput:
     is_tree: np.ndarray
     ancestors: np.ndarray
     block_tables: np.ndarray
+    adapter_slots: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         _check(self, _INPUT)
@@ -157,6 +190,10 @@ class StepInput:
         assert len({len(array) for array in of_tokens}) == 1
         assert len({len(array) for array in of_sequences}) == 1
         assert self.block_tables.ndim == 2
+        slots = self.adapter_slots
+        if slots is not None:
+            assert slots.dtype == np.int32 and slots.flags.c_contiguous, slots.dtype
+            assert len(slots) == len(self.request_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,10 +384,59 @@ class Executor:
         if not handle:
             raise MemoryError("no memory for the packed weights")
         self._handle = handle
+        self._library = library
+        self._places = _adapter_places(model)
+        self._adapter_dtype = torch.float32
+        self._filled = np.zeros(0, bool)  # by adapter slot
         self._cache = cache  # the library reads and writes its memory
         self._free = weakref.finalize(self, library.hetero_executor_free, handle)
         self._watch = CoreWatch(partial(library.hetero_executor_slept, handle), threads)
         _hand_over(library, handle, model)
+
+    def make_adapter_slots(self, count: int, dtype: torch.dtype) -> None:
+        """Makes empty slots for adapters; once, before steps name any.
+
+        Args:
+            dtype: of A and B in the slots and of their inputs, bfloat16 or float32.
+        """
+        assert len(self._filled) == 0 and count > 0
+        self._adapter_dtype, self._filled = dtype, np.zeros(count, bool)
+        self._library.hetero_executor_make_slots(self._handle, count, _DTYPES[dtype])
+
+    def fill_adapter_slot(self, slot: int, adapter: Adapter) -> None:
+        """Packs an adapter into a slot, in the place of what it had, for the steps that follow.
+
+        Raises:
+            MemoryError: the library cannot allocate its packed form; the slot is empty then.
+        """
+        products: list[_AdapterProduct] = []
+        parts: list[_AdapterPart] = []
+        tensors: list[torch.Tensor] = []  # kept while the library reads them
+
+        def address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+            tensors.append(tensor.to(dtype).contiguous())
+            return tensors[-1].data_ptr()
+
+        own = self._adapter_dtype
+        for name, linear in adapter.linears.items():
+            layer, product = self._places[name]
+            sizes = (layer, product, *linear.a.shape, len(linear.parts))
+            scales = address(linear.scales, torch.float32)
+            products.append(_AdapterProduct(*sizes, address(linear.a, own), scales))
+            for part in linear.parts:
+                where = (part.first_row, len(part.b), part.first_rank, part.rank)
+                parts.append(_AdapterPart(*where, address(part.b, own)))
+        product_array = (_AdapterProduct * len(products))(*products)
+        part_array = (_AdapterPart * len(parts))(*parts)
+        given = _Adapter(
+            len(products), ctypes.addressof(product_array), ctypes.addressof(part_array)
+        )
+        self._filled[slot] = False
+        failed = self._library.hetero_executor_fill_slot(self._handle, slot, ctypes.byref(given))
+        if failed == _NO_MEMORY:
+            raise MemoryError(f"no memory for the packed form of adapter {adapter.ref.name!r}")
+        assert not failed, (slot, adapter.ref.name)
+        self._filled[slot] = True
 
     def step(self, inputs: StepInput, samples: StepSamples) -> np.ndarray:
         """Runs a step: K and V of its tokens go to the cache.
@@ -398,10 +484,21 @@ class Executor:
         return PreparedStep(step, (inputs, samples, tokens, candidates))
 
     def run(
-        self, step: PreparedStep, num_tokens: int, num_sequences: int, num_samples: int
+        self,
+        step: PreparedStep,
+        num_tokens: int,
+        num_sequences: int,
+        num_samples: int,
+        *,
+        adapter_slots: np.ndarray | None = None,
     ) -> None:
-        """Runs a step of the first entries of the prepared arrays; writes its results to them."""
+        """Runs a step of the first entries of the prepared arrays; writes its results to them.
+
+        Args:
+            adapter_slots: see `StepInput`; those of the prepared arrays are not read.
+        """
         struct = step.struct
+        struct.adapter_slots = self._slots_address(adapter_slots)
         struct.num_tokens, struct.num_sequences = num_tokens, num_sequences
         struct.num_samples = num_samples
         self._watched(struct)
@@ -449,9 +546,17 @@ class Executor:
         step = _step(inputs, samples, tokens, candidates)
         step.num_tokens, step.num_sequences = len(inputs.token_ids), len(inputs.request_slots)
         step.num_samples = len(samples.modes)
+        step.adapter_slots = self._slots_address(inputs.adapter_slots)
         if logits is not None:
             step.logits = logits.data_ptr()
         self._watched(step)
+
+    def _slots_address(self, slots: np.ndarray | None) -> int | None:
+        """For the C struct; the caller keeps the array."""
+        if slots is None:
+            return None
+        assert self._filled[slots[slots != NO_ADAPTER]].all(), "a step uses an empty slot"
+        return int(slots.ctypes.data)
 
     def _check_masks(self, masks: SampleMasks | None) -> None:
         assert masks is None or masks.words.shape[1] == -(-self._vocab_size // 32)
@@ -481,6 +586,7 @@ def _step(
     return _Step(
         *(0, 0, 0, inputs.block_tables.shape[1], found[0], words),
         *(getattr(inputs, name).ctypes.data for name, _ in _INPUT),
+        None,
         *(getattr(samples, name).ctypes.data for name, _ in _SAMPLES),
         *pointers,
         tokens.ctypes.data,
@@ -503,6 +609,10 @@ def _declare(library: ctypes.CDLL) -> None:
     ]
     library.hetero_executor_set_quantized.restype = _LONG
     library.hetero_executor_set_quantized.argtypes = [_POINTER, _LONG, _LONG, _POINTER]
+    library.hetero_executor_make_slots.restype = None
+    library.hetero_executor_make_slots.argtypes = [_POINTER, _LONG, _LONG]
+    library.hetero_executor_fill_slot.restype = _LONG
+    library.hetero_executor_fill_slot.argtypes = [_POINTER, _LONG, _POINTER]
     library.hetero_executor_step.restype = None
     library.hetero_executor_step.argtypes = [_POINTER, _POINTER]
 
@@ -623,6 +733,20 @@ def _weights(model: LlamaForCausalLM) -> Iterator[tuple[int, int, nn.Parameter |
         yield index, _DOWN, layer.mlp.down_proj.weight
     yield _OUTSIDE_LAYERS, _FINAL_NORM, model.norm.weight
     yield _OUTSIDE_LAYERS, _HEAD, model.lm_head.weight
+
+
+def _adapter_places(model: LlamaForCausalLM) -> dict[str, tuple[int, int]]:
+    """Layer and `HeteroAdapterProduct.product` of each `Linear` that adapters may name."""
+    own = {
+        id(weight): (layer, _ADAPTED.index(which))
+        for layer, which, weight in _weights(model)
+        if which in _ADAPTED
+    }
+    return {
+        name: own[id(module.weight)]
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and id(module.weight) in own
+    }
 
 
 def _linear(

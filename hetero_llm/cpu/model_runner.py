@@ -24,6 +24,7 @@ from hetero_llm.core.step import (
     SampleLogprobs,
     SchedulerOutput,
 )
+from hetero_llm.cpu.adapters import HeldAdapters, NativeAdapters, NoNativeAdapters
 from hetero_llm.cpu.executor import LOGITS_ONLY, Executor, SampleMasks, StepInput, StepSamples
 from hetero_llm.cpu.step_buffers import SlotSampling, StepBuffers
 from hetero_llm.cpu.step_profile import profile_executor
@@ -86,6 +87,17 @@ class NativeModelRunner:
         buffers = self._buffers
         self._prepared = executor.prepare(buffers.inputs, buffers.samples, buffers.tokens)
         self._prompts: dict[int, AdmittedSequence] = {}  # by slots that want prompt_logprobs
+        self._adapters: NativeAdapters | NoNativeAdapters = NoNativeAdapters()
+
+    def serve_adapters(self, memory: HeldAdapters, num_slots: int, dtype: torch.dtype) -> None:
+        """Lets steps have adapters; call it before the first step. See `NativeAdapters`."""
+        self._adapters = NativeAdapters(
+            self._executor,
+            memory,
+            num_slots=num_slots,
+            max_num_seqs=len(self._block_tables),
+            dtype=dtype,
+        )
 
     def set_open_matcher(self, open_matcher: OpenMatcher) -> None:
         """Sets what opens the grammars of admitted sequences; call it before one has any."""
@@ -96,6 +108,7 @@ class NativeModelRunner:
         """Runs a step to its end: the CPU computes it."""
         assert LAST_SAMPLED not in step.token_ids, "no step overlaps another, so tokens are known"
         self._apply_changes(step)
+        adapter_slots = self._adapters.begin(step)
         if self._sampler.has_history:
             observe_inputs(self._sampler, step)
         plain = not step.prompt_logprob_spans and not self._sampler.has_processors
@@ -105,9 +118,9 @@ class NativeModelRunner:
         if plain and (step.drafts is None or self.typical is None):
             num_samples = self._buffers.fill(step, self._sampling, self._cache.shape.block_size)
             if num_samples is not None:
-                return self._run_plain(step, num_samples, planned)
+                return self._run_plain(step, num_samples, planned, adapter_slots)
         trees = tree_tokens(step, step.drafts)
-        inputs = self._step_input(step, trees)
+        inputs = self._step_input(step, trees, adapter_slots)
         if step.drafts is not None:
             return self._run_drafted(step, inputs, trees, planned)
         sequences = np.flatnonzero(step.num_samples)
@@ -129,7 +142,11 @@ class NativeModelRunner:
         return pending
 
     def _run_plain(
-        self, step: SchedulerOutput, num_samples: int, planned: PlannedMasks | None
+        self,
+        step: SchedulerOutput,
+        num_samples: int,
+        planned: PlannedMasks | None,
+        adapter_slots: np.ndarray | None,
     ) -> ModelRunnerOutput:
         """Runs the step that the buffers hold, and verifies its drafts."""
         drafts, buffers = step.drafts, self._buffers
@@ -139,7 +156,8 @@ class NativeModelRunner:
             errors = self._masks.fill(planned, buffers.mask_words)
         num_nodes = 0 if drafts is None else len(drafts.token_ids)
         num_tokens = len(step.token_ids) + num_nodes
-        self._executor.run(self._prepared, num_tokens, len(step.request_slots), num_samples)
+        sizes = num_tokens, len(step.request_slots), num_samples
+        self._executor.run(self._prepared, *sizes, adapter_slots=adapter_slots)
         if drafts is None:
             tokens = buffers.tokens[:num_samples].tolist()
             output = ModelRunnerOutput(tokens, None, {}, errors)
@@ -171,7 +189,9 @@ class NativeModelRunner:
 
     # -- inputs and sampling ----------------------------------------------------------------
 
-    def _step_input(self, step: SchedulerOutput, trees: TreeTokens) -> StepInput:
+    def _step_input(
+        self, step: SchedulerOutput, trees: TreeTokens, adapter_slots: np.ndarray | None
+    ) -> StepInput:
         size = np.int32(self._cache.shape.block_size)
         owners = np.repeat(step.request_slots, step.num_scheduled_tokens)
         indices = trees.kv_indices
@@ -186,6 +206,7 @@ class NativeModelRunner:
             is_tree=trees.is_tree,
             ancestors=trees.ancestors,
             block_tables=self._block_tables,
+            adapter_slots=adapter_slots,
         )
 
     def _needs_logits(self, step: SchedulerOutput) -> bool:
@@ -386,4 +407,5 @@ def _part_of(inputs: StepInput, low: int, high: int) -> StepInput:
         is_tree=inputs.is_tree[chosen],
         ancestors=inputs.ancestors[low:high],
         block_tables=inputs.block_tables,
+        adapter_slots=None if inputs.adapter_slots is None else inputs.adapter_slots[chosen],
     )

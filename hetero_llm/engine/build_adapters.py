@@ -40,7 +40,7 @@ def prepare_adapters(
     model_config: ModelConfig,
     dtype: torch.dtype,
     *,
-    on_gpu: bool,
+    backend: str,
     download_dir: str | None = None,
 ) -> ServedAdapters | None:
     """Merges the adapter that is to be merged, and opens the host memory of the others.
@@ -48,7 +48,7 @@ def prepare_adapters(
     Args:
         model: just loaded, its layers not replaced yet.
         dtype: of the model.
-        on_gpu: kernels on a GPU apply the adapters.
+        backend: see `BuiltEngine`; on "cuda" kernels of our own apply the adapters.
         download_dir: cache folder of adapters from the hub.
 
     Returns:
@@ -70,7 +70,8 @@ def prepare_adapters(
     from hetero_llm.lora.targets import adapter_targets
 
     # On a CPU torch multiplies a few rows with a small float32 matrix faster than with bfloat16.
-    auto = dtype if on_gpu else torch.float32
+    on_gpu = backend == "cuda"
+    auto = dtype if on_gpu or backend == "native" else torch.float32
     wanted = auto if config.dtype == "auto" else getattr(torch, config.dtype)
     targets, layout, place = adapter_targets(model, model_config), None, None
     if on_gpu:
@@ -119,11 +120,16 @@ def device_adapters(
 def apply_adapters(
     runner: Any, store: AdapterStore, config: EngineConfig, device: torch.device
 ) -> None:
-    """Lets a runner on torch apply the adapters of its steps.
+    """Lets a runner on a CPU apply the adapters of its steps.
 
     Args:
         runner: whose model is ready to serve.
     """
+    from hetero_llm.cpu.model_runner import NativeModelRunner
+
+    if isinstance(runner, NativeModelRunner):
+        runner.serve_adapters(store, config.lora.max_loras, _native_dtype(store.dtype))
+        return
     import torch.nn.functional as F
 
     from hetero_llm.lora.products import AdaptedProducts
@@ -135,3 +141,11 @@ def apply_adapters(
     product = product_of_rows if config.batch_invariant else F.linear
     products = AdaptedProducts(runner.model, store.linears(), config.lora.max_loras, product)
     runner.adapters = StepAdapters(products, store, max_num_seqs=config.max_num_seqs, device=device)
+
+
+def _native_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which the native executor has A and B: that of the adapters in host memory, or
+    float32, which holds all that it has no products for."""
+    import torch
+
+    return dtype if dtype == torch.bfloat16 else torch.float32

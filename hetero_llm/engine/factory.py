@@ -260,7 +260,7 @@ def _join(
         loaded=lambda model: served.append(
             prepare_adapters(
                 *(config.lora, model, model_config, dtype),
-                on_gpu=device.type == "cuda",
+                backend=backend,
                 download_dir=config.load.download_dir,
             )
         ),
@@ -553,7 +553,6 @@ def _native_backend(
             model_config,
             dtype,
             batch_invariant=config.batch_invariant,
-            adapters=config.lora.enabled,
             prompt_adapters=config.prompt_adapters.enabled,
         )
     given = {

@@ -52,7 +52,7 @@ class AdapterStore:
         self._place = place
         self._capacity = capacity
         self._max_rank = max_rank
-        self._dtype = dtype
+        self.dtype = dtype
         self._download_dir = download_dir
         self._known: dict[str, tuple[LoRARequest, AdapterRef]] = {}  # by name
         self._sources: dict[str, LoRARequest] = {}  # by content
@@ -172,7 +172,7 @@ class AdapterStore:
             request,
             self._targets,
             max_rank=self._max_rank,
-            dtype=self._dtype,
+            dtype=self.dtype,
             download_dir=self._download_dir,
         )
 

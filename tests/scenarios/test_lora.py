@@ -23,6 +23,9 @@ from hetero_llm import (
     RequestOutput,
     SamplingParams,
 )
+from hetero_llm.cpu import native
+from hetero_llm.cpu.executor import unsupported_reason
+from hetero_llm.models.read_config import load_model_config
 from tests.helpers.adapters import (
     TinyAdapter,
     change_config,
@@ -36,6 +39,7 @@ ATTENTION = r".*(attn|attention|self_attention)\..*"
 FAMILIES = dict(reversed(VARIANTS))
 """The first variant of each family."""
 SUBSETS = (".*", ATTENTION, r"(?!.*(attn|attention)\.).*")
+NATIVE = native.load() is not None
 PARAMS = SamplingParams(
     temperature=1.0, seed=1, max_tokens=5, ignore_eos=True, logprobs=20, prompt_logprobs=20,
     detokenize=False,
@@ -67,10 +71,11 @@ class Base:
         ]
 
     def start(self, **options: Any) -> LLM:
-        options = {"max_loras": 2, "max_lora_rank": 64, "block_size": 8, **options}
+        options = {
+            "dtype": "float32", "max_loras": 2, "max_lora_rank": 64, "block_size": 8, **options,
+        }  # fmt: skip
         return LLM(
-            str(self.folder), dtype="float32", device="cpu", skip_tokenizer_init=True,
-            enable_lora=True, **options,
+            str(self.folder), device="cpu", skip_tokenizer_init=True, enable_lora=True, **options
         )  # fmt: skip
 
     def check(self, output: RequestOutput, which: int) -> None:
@@ -138,14 +143,17 @@ def run(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
-    """Two adapters and the base in one batch, prompts cut at odd places."""
+    """Two adapters and the base in one batch, prompts cut at odd places; on the native executor
+    where it runs the family."""
     number = list(FAMILIES).index(family)
     modules = ATTENTION if family in tiny_moe.FAMILIES else SUBSETS[number % len(SUBSETS)]
     base = make_base(tmp_path, family, 2, modules)
     which = [1, 0, 2, 1, 2, 0]
     requests = base.requests
+    config = load_model_config(base.folder)
+    runs_native = NATIVE and unsupported_reason(config, torch.float32) is None
     with base.start(max_num_batched_tokens=7, max_num_seqs=6) as llm:
-        assert llm.backend == "torch"
+        assert llm.backend == ("native" if runs_native else "torch")
         outputs = run(llm, prompts_of(6, number), PARAMS, [requests[w] for w in which])
     for output, w in zip(outputs, which, strict=True):
         base.check(output, w)
@@ -429,8 +437,6 @@ def test_where_adapters_cannot_be_served_yet(llama: Base, monkeypatch: pytest.Mo
     options: dict[str, Any] = {"skip_tokenizer_init": True, "enable_lora": True}
     with pytest.raises(ConfigError, match=r"enable_lora=True: a model that pools"):
         LLM(str(llama.folder), runner="pooling", device="cpu", **options)
-    with pytest.raises(ConfigError, match=r"cpu_weight_dtype='int8': needs the native backend"):
-        LLM(str(llama.folder), device="cpu", cpu_weight_dtype="int8", **options)
     device = torch.device("cuda")
     monkeypatch.setattr("hetero_llm.engine.factory.resolve_device", lambda _: device)
     monkeypatch.setattr("hetero_llm.engine.factory.read_pooling_model", lambda *_: None)

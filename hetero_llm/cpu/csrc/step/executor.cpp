@@ -16,6 +16,7 @@
 #include <cmath>
 #include <new>
 
+#include "adapters.h"
 #include "attention.h"
 #include "candidates.h"
 #include "model.h"
@@ -62,6 +63,7 @@ struct Executor {
     Team* team = nullptr;
     Buffer x, attended, gate, queries, shared, shared_scales, privates, private_scales, tiles, best,
         found, final_rows;
+    Adapters adapters;
     Rest rests[2];
     int64_t widest_row = 0;               // bytes of a prepared row of any product
 
@@ -92,6 +94,7 @@ struct Run {
     float* final_rows = nullptr;           // [samples][hidden]
     Best* best = nullptr;                  // [threads][samples]
     Candidates* found = nullptr;           // [threads][samples], null if no candidates are wanted
+    Adapters* adapters = nullptr;          // null if no token of the step has one
 };
 
 inline int64_t share(int64_t count, int thread, int threads) { return count * thread / threads; }
@@ -218,6 +221,59 @@ void share_product(const Run& r, int64_t phase, const Matrix& matrix, const Rows
     });
 }
 
+// -- adapters -------------------------------------------------------------------------------------
+
+// What a product's inputs are prepared from; norm as of `prepare`.
+struct Inputs {
+    const void* data;
+    bool is_bf16;
+    int64_t stride, size;
+    const float* norm;
+};
+
+// The inputs of the tokens that have adapters, in the adapters' format. Contains a barrier.
+AdapterRows prepare_adapted(const Run& r, const Inputs& from, int thread) {
+    Adapters& s = *r.adapters;
+    const int64_t padded = round_up(from.size, kDepth), bytes = padded * element_bytes(s.format);
+    const Matrix like{s.format, 0, from.size, 0, padded, nullptr, nullptr, nullptr, {}};
+    const int64_t count = s.order.size(), last = share(count, thread + 1, r.threads);
+    float* values = tile_of(r, thread);
+    for (int64_t i = share(count, thread, r.threads); i < last; ++i) {
+        const int64_t at = s.order[i] * from.stride;
+        const float* row = (const float*)from.data + at;
+        if (from.is_bf16) {
+            widen((const uint16_t*)from.data + at, from.size, values, r.isa);
+            row = values;
+        }
+        if (from.norm) {
+            rms_norm(row, from.norm, (float)r.m.eps, from.size, values, r.isa);
+            row = values;
+        }
+        prepare_row(like, row, s.rows + i * bytes, nullptr, r.isa);
+    }
+    r.e.team->barrier(thread);
+    return {s.rows, padded, true};
+}
+
+// The shrink of a product whose prepared inputs are `in`: `expand_tile` may follow. All threads
+// call it; it contains barriers if a token of the step has an adapter of the product.
+void shrink_inputs(const Run& r, int64_t layer, Product product, const Matrix& matrix,
+                   const Rows& in, const Inputs& from, int thread) {
+    if (!r.adapters || !adapts(*r.adapters, layer, product)) return;
+    const AdapterRows rows = matrix.format == r.adapters->format
+                                 ? AdapterRows{in.data, in.stride, false}
+                                 : prepare_adapted(r, from, thread);
+    const bool split = shrink(*r.adapters, layer, product, rows, thread, r.threads, r.isa);
+    r.e.team->barrier(thread);
+    if (!split) return;
+    add_sums(*r.adapters, layer, product, thread, r.threads, r.isa);
+    r.e.team->barrier(thread);
+}
+
+void expand_tile(const Run& r, int64_t layer, Product product, const AdaptedTile& tile) {
+    if (r.adapters) expand(*r.adapters, layer, product, tile, r.isa);
+}
+
 // -- queries, keys, values ------------------------------------------------------------------------
 
 // kind: 0 K, 1 V.
@@ -236,7 +292,7 @@ void put(const Run& r, const float* from, void* to) {
         std::memcpy(to, from, r.m.dim * 4);
 }
 
-constexpr int64_t kPhases = 4;  // that share a layer's products
+constexpr int64_t kPhases = kProducts;  // that share a layer's products
 
 // One head of one token as the product left it: adds the bias, norms and rotates it, and stores it.
 void place_head(const Run& r, const Layer& layer, int64_t index, int64_t token, int64_t head,
@@ -269,12 +325,13 @@ void project_heads(const Run& r, const Layer& layer, int64_t index, const Rows& 
         const Rows rows = from_row(in, row, layer.qkv.format);
         multiply_to_tile(r, layer.qkv, rows, count, unit * width / kStrip, width / kStrip, tile,
                          width);
+        expand_tile(r, index, kQkvProduct, {tile, width, row, count, unit * width / kStrip, width / kStrip});
         for (int64_t i = 0; i < count; ++i)
             for (int64_t h = 0; h < together && unit * together + h < heads; ++h)
                 place_head(r, layer, index, row + i, unit * together + h,
                            tile + i * width + h * dim);
     };
-    share_units(r, kPhases * index, units * blocks, thread, [&](int64_t first, int64_t last) {
+    share_units(r, kPhases * index + kQkvProduct, units * blocks, thread, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) project(i / blocks, i % blocks * block);
     });
 }
@@ -282,36 +339,38 @@ void project_heads(const Run& r, const Layer& layer, int64_t index, const Rows& 
 // -- one layer ------------------------------------------------------------------------------------
 
 // x += a product with `matrix` + bias.
-void add_product(const Run& r, int64_t phase, const Matrix& matrix, const float* bias,
-                 const Rows& in, int thread) {
+void add_product(const Run& r, int64_t index, Product product, const Matrix& matrix,
+                 const float* bias, const Rows& in, int thread) {
     const int64_t strips = round_up(r.m.hidden, kStrip) / kStrip, hidden = r.m.hidden;
     const auto add_tile = [&](int64_t row, int64_t rows, int64_t strip, int64_t count, float* tile,
                               int64_t stride) {
         const int64_t first = strip * kStrip;
         const int64_t left = hidden - first, width = count * kStrip;
         const int64_t size = width < left ? width : left;
+        expand_tile(r, index, product, {tile, stride, row, rows, strip, count});
         add_block(r.x + row * hidden + first, hidden, {tile, stride, rows, size}, bias + first,
                   r.isa);
     };
-    share_product(r, phase, matrix, in, r.tokens, strips, 1, thread, add_tile);
+    share_product(r, kPhases * index + product, matrix, in, r.tokens, strips, 1, thread, add_tile);
 }
 
 // gate = act(gate) * up; strips of both take turns in the weights.
-void gate_product(const Run& r, int64_t phase, const Layer& layer, const Rows& in, int thread) {
+void gate_product(const Run& r, const Layer& layer, int64_t index, const Rows& in, int thread) {
     const int64_t bytes = layer.down.format == Format::kBf16 ? 2 : 4;
     const auto gate_tile = [&](int64_t row, int64_t rows, int64_t strip, int64_t count,
                                float* tile, int64_t stride) {
-        const int64_t size = count / 2 * kStrip;
+        const int64_t size = count / 2 * kStrip, first = strip / 2 * kStrip;
+        expand_tile(r, index, kGateUpProduct, {tile, stride, row, rows, strip, count});
         // In place: a pair's result lies before what is still to be read.
         gated({tile, stride, rows, size}, (int)r.m.activation, tile, stride, r.isa);
-        char* to = r.gate + (row * r.gate_stride + strip / 2 * kStrip) * bytes;
+        char* to = r.gate + (row * r.gate_stride + first) * bytes;
         for (int64_t i = 0; i < rows; ++i, to += r.gate_stride * bytes) {
             if (bytes == 2) narrow(tile + i * stride, size, (uint16_t*)to, r.isa);
             else std::memcpy(to, tile + i * stride, size * 4);
         }
     };
-    share_product(r, phase, layer.gate_up, in, r.tokens, 2 * (r.gate_width / kStrip), 2, thread,
-                  gate_tile);
+    share_product(r, kPhases * index + kGateUpProduct, layer.gate_up, in, r.tokens,
+                  2 * (r.gate_width / kStrip), 2, thread, gate_tile);
 }
 
 // The output of `gate_product` as the next product's input. With few rows every thread makes a
@@ -334,6 +393,8 @@ void run_layer(const Run& r, int64_t index, int thread) {
     const HeteroModel& m = r.m;
     if (thread == 0) begin_layer(plan);  // the last layer's attention has ended on all threads
     const Rows in = prepare(r, r.x, m.hidden, r.tokens, m.hidden, layer.norm, layer.qkv, thread);
+    shrink_inputs(r, index, kQkvProduct, layer.qkv, in,
+                  {r.x, false, m.hidden, m.hidden, layer.norm}, thread);
     project_heads(r, layer, index, in, thread);
     team.barrier(thread);
     attend(plan, index, r.queries, r.head_width, r.attended, r.head_width, thread);
@@ -344,14 +405,21 @@ void run_layer(const Run& r, int64_t index, int thread) {
     }
     const Rows heads =
         prepare(r, r.attended, r.head_width, r.tokens, r.head_width, nullptr, layer.out, thread);
-    add_product(r, kPhases * index + 1, layer.out, layer.out_bias, heads, thread);
+    shrink_inputs(r, index, kOutProduct, layer.out, heads,
+                  {r.attended, false, r.head_width, r.head_width, nullptr}, thread);
+    add_product(r, index, kOutProduct, layer.out, layer.out_bias, heads, thread);
     team.barrier(thread);
     const Rows second =
         prepare(r, r.x, m.hidden, r.tokens, m.hidden, layer.second_norm, layer.gate_up, thread);
-    gate_product(r, kPhases * index + 2, layer, second, thread);
+    shrink_inputs(r, index, kGateUpProduct, layer.gate_up, second,
+                  {r.x, false, m.hidden, m.hidden, layer.second_norm}, thread);
+    gate_product(r, layer, index, second, thread);
     team.barrier(thread);
     const Rows inner = gated_rows(r, layer.down, thread);
-    add_product(r, kPhases * index + 3, layer.down, layer.down_bias, inner, thread);
+    shrink_inputs(r, index, kDownProduct, layer.down, inner,
+                  {r.gate, layer.down.format == Format::kBf16, r.gate_stride, m.inner, nullptr},
+                  thread);
+    add_product(r, index, kDownProduct, layer.down, layer.down_bias, inner, thread);
     team.barrier(thread);
 }
 
@@ -502,6 +570,8 @@ Run make_run(Executor& e, const HeteroStep& step) {
     const int64_t across = 2 * m.dim > r.panels * kPanel ? 2 * m.dim : r.panels * kPanel;
     r.tile_size = round_up((most < kRowBlock ? most : kRowBlock) * across, kPanel);
     if (r.tile_size < r.shared_stride) r.tile_size = r.shared_stride;  // a normed row
+    if (plan_adapters(e.adapters, step, r.threads, r.shared_stride))
+        r.adapters = &e.adapters;
     r.x = e.x.of<float>(r.tokens * m.hidden);
     r.attended = e.attended.of<float>(r.tokens * head_width);
     r.gate = e.gate.of<char>(r.tokens * r.gate_stride * 4);
@@ -550,6 +620,17 @@ int64_t widest_row(const Model& model) {
     for (const Layer& layer : model.layers)
         for (const Matrix* each : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) see(*each);
     return widest;
+}
+
+struct Filling {
+    Executor* e;
+    int64_t slot;
+    const HeteroAdapter* adapter;
+};
+
+void pack_part(void* context, int thread) {
+    const Filling& f = *(const Filling*)context;
+    pack_slot(f.e->adapters, f.e->model.sizes, f.slot, *f.adapter, thread, f.e->team->size());
 }
 
 int64_t set(void* executor, int64_t layer, int64_t which, const GivenWeight& weight) {
@@ -607,6 +688,21 @@ int64_t hetero_executor_set_quantized(void* executor, int64_t layer, int64_t whi
     const hetero::Quantized from{weight->data, weight->scales, weight->points, weight->offsets};
     return hetero::set(executor, layer, which,
                        {nullptr, weight->rows, weight->columns, false, &from});
+}
+
+void hetero_executor_make_slots(void* executor, int64_t slots, int64_t dtype) {
+    using namespace hetero;
+    make_slots(((Executor*)executor)->adapters, slots, dtype == 0 ? Format::kBf16 : Format::kFloat);
+}
+
+int64_t hetero_executor_fill_slot(void* executor, int64_t slot, const HeteroAdapter* adapter) {
+    using namespace hetero;
+    Executor& e = *(Executor*)executor;
+    const int64_t failed = lay_out_slot(e.adapters, e.model.sizes, slot, *adapter, e.isa);
+    if (failed) return failed;
+    Filling filling{&e, slot, adapter};
+    e.team->run(pack_part, &filling);
+    return 0;
 }
 
 void hetero_executor_step(void* executor, const HeteroStep* step) {

@@ -36,6 +36,9 @@ struct HeteroQuantized {
 // token masks (rows.h); mask_rows [samples]: the row of each sample, -1 for none. Both may be null.
 // A forbidden token is neither sampled nor a candidate; where every token is, token 0 is sampled.
 //
+// adapter_slots [sequences]: the slot of each one's adapter, filled before, -1 for none; null: no
+// sequence has one.
+//
 // Outputs: sampled [samples], of modes 0 and 1; candidates and log_probs [samples][num_candidates],
 // of mode 3, null without it (candidates.h: merge_candidates); logits [samples][vocab] or null,
 // those of forbidden tokens included; hidden [tokens][hidden] after the final norm, or null.
@@ -46,6 +49,7 @@ struct HeteroStep {
     const uint8_t* is_tree;
     const uint64_t* ancestors;
     const int32_t* block_tables;
+    const int32_t* adapter_slots;
     const int32_t* sampled_after;
     const uint8_t* modes;
     const float* temperatures;
@@ -82,6 +86,36 @@ int64_t hetero_executor_set(void* executor, int64_t layer, int64_t which, const 
 // The same for a matrix that was quantized before, in the format of its form.
 int64_t hetero_executor_set_quantized(void* executor, int64_t layer, int64_t which,
                                       const HeteroQuantized* weight);
+
+// B of one module that a LoRA adapter changes: rows first_row .. first_row + rows - 1 of a product
+// get the product of its rank columns with ranks first_rank .. first_rank + rank - 1 of A's.
+struct HeteroAdapterPart {
+    int64_t first_row, rows, first_rank, rank;
+    const void* b;  // [rows][rank]
+};
+
+// What an adapter adds to a product of a layer. product: 0 qkv, 1 output, 2 gate and up, 3 down.
+struct HeteroAdapterProduct {
+    int64_t layer, product, ranks, columns, num_parts;
+    const void* a;        // [ranks][columns], of all modules
+    const float* scales;  // [ranks]
+};
+
+// An adapter, row-major, in the executor's adapter type. parts: of all products, one product after
+// the other, each by first_row. Of gate and up, which are one product, there is one part each, or
+// one of both.
+struct HeteroAdapter {
+    int64_t num_products;
+    const HeteroAdapterProduct* products;
+    const HeteroAdapterPart* parts;
+};
+
+// Makes empty slots for adapters; once, before any is filled. dtype: 0 bf16, 1 float.
+void hetero_executor_make_slots(void* executor, int64_t slots, int64_t dtype);
+
+// Copies and packs an adapter; it replaces what the slot had. Returns 0, -1 if the adapter does not
+// fit the model, or -2 if there is no memory; the slot is empty then.
+int64_t hetero_executor_fill_slot(void* executor, int64_t slot, const HeteroAdapter* adapter);
 
 void hetero_executor_step(void* executor, const HeteroStep* step);
 

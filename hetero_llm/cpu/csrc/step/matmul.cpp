@@ -7,6 +7,7 @@
 #include <cfloat>
 #include <cstring>
 
+#include "amx.h"
 #include "matmul_groups.h"
 #include "matmul_kernels.h"
 
@@ -14,6 +15,7 @@ namespace hetero {
 namespace {
 
 constexpr int64_t kAmxRowsInt8 = 8;         // with fewer rows, int8 is faster on vectors
+constexpr int64_t kAmxRows = 32;            // of a call of multiply_tiles
 constexpr int64_t kBlockBytes = 128 << 10;  // of a panel, for several tiles of rows: stays in L2
 constexpr int64_t kSplitBytes = 32 << 10;   // the same if tiles are narrower than a panel: L1
 constexpr int64_t kAll = (int64_t)1 << 40;  // a single tile of rows takes all of k at once
@@ -382,6 +384,47 @@ void multiply(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first, 
                                 : c.last    ? nullptr
                                             : weights_at(first, begin + blocks.block);
             multiply_block(tiles, matrix, x, rows, strip, next - strip, c, blocks, ahead, out);
+        }
+    }
+}
+
+void multiply_strips(const StripProduct& p, Isa isa) {
+    const int64_t bytes = element_bytes(p.format);
+    int64_t offsets[kTileStrips], rows[kTileRows];
+    for (int64_t s = 0; s < p.strips; ++s) offsets[s] = p.offsets[s] * bytes;
+    const auto out_of = [&](int64_t r) {
+        return (p.places ? p.places[r] - p.places[0] : r) * p.out_stride;
+    };
+    if (isa == kAmx && p.format == Format::kBf16) {
+        for (int64_t r = 0, end; r < p.rows; r = end) {
+            end = p.places ? r + 1 : least(r + kAmxRows, p.rows);
+            while (p.places && end < least(r + kAmxRows, p.rows) &&
+                   p.places[end] == p.places[end - 1] + 1)
+                ++end;
+            for (int64_t s = 0; s < p.strips; ++s)
+                multiply_tiles((const char*)p.x + r * p.x_stride * bytes + offsets[s],
+                               p.x_stride * bytes, end - r, (const char*)p.panel + s * 64,
+                               p.depth * bytes / 4, 1, p.out + out_of(r) + s * kStrip,
+                               p.out_stride, p.add);
+        }
+        return;
+    }
+    const Tiles& tiles = strip_tiles(p.format, isa);
+    TileCall c{};
+    c.x_stride = p.x_stride * bytes;
+    c.steps = p.depth * bytes / 4;
+    c.add = p.add;
+    c.rows = rows;
+    for (int64_t r = 0; r < p.rows; r += tiles.rows) {
+        const int64_t count = least(tiles.rows, p.rows - r), width = tiles.strips[count - 1];
+        for (int64_t i = 0; i < count; ++i) rows[i] = out_of(r + i);
+        c.x = (const char*)p.x + r * c.x_stride;
+        for (int64_t s = 0, wide; s < p.strips; s += wide) {
+            wide = least(width, p.strips - s);
+            c.weights = (const char*)p.panel + s * 64;
+            c.out = p.out + s * kStrip;
+            c.offsets = offsets + s;
+            tiles.tile[count - 1][wide - 1](c);
         }
     }
 }

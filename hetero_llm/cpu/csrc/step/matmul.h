@@ -110,6 +110,31 @@ void prepare_row(const Matrix& matrix, const float* x, void* out, float* scale, 
 void multiply(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first, int64_t strips,
               float* out, int64_t out_stride, Isa isa);
 
+// A product with strips of one panel, each with inputs of its own: out[r][16 * s + i] = sum over k of
+// x[r * x_stride + offsets[s] + k] * w[strip s][i][k], for strips [0, strips).
+struct StripProduct {
+    Format format;          // kBf16 or kFloat
+    const void* panel;      // packed, from its first strip on
+    int64_t depth;          // padded: a multiple of strip_depth
+    int64_t strips;
+    const void* x;          // prepared
+    int64_t x_stride;       // elements
+    int64_t offsets[kPanel / kStrip];  // elements
+    int64_t rows;
+    float* out;
+    int64_t out_stride;
+    const int32_t* places;  // row r of `out` is places[r] - places[0]; null: r
+    bool add;               // to what `out` holds
+};
+
+// Overwrites `out` or adds to it. A result does not depend on other rows or strips.
+void multiply_strips(const StripProduct& product, Isa isa);
+
+// What the depth of a StripProduct is a multiple of.
+constexpr int64_t strip_depth(Format format, Isa isa) {
+    return format == Format::kFloat ? 4 : isa == kAmx ? 32 : 8;
+}
+
 // Releases the calling thread's AMX tiles, whose state slows down context switches; `multiply`
 // configures them again.
 void release_tiles();

@@ -26,6 +26,8 @@ struct TileCall {
     int64_t lines;       // cache lines of them to fetch for each kUnroll steps
     const float *x_scales, *scales;  // int8
     const int32_t* sums;             // int8
+    // strip_tiles: bytes to the inputs of each strip, elements to the outputs of each row.
+    const int64_t *offsets, *rows;
 };
 using Tile = void (*)(const TileCall& call);
 
@@ -40,6 +42,7 @@ struct Tiles {
 const Tiles& float_tiles(Isa isa);
 const Tiles& bf16_tiles(Isa isa);
 const Tiles& int8_tiles(Isa isa);
+const Tiles& strip_tiles(Format format, Isa isa);  // bf16 or float
 
 // Products of weights with groups; arguments as of `multiply`.
 void multiply_groups(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first,

@@ -103,3 +103,71 @@ TILE void bf16_tile(const TileCall& c) {
     }
     finish<R, N>(c, sums);
 }
+
+// The same with an input of its own for each strip, see multiply_strips.
+template <int R, int N>
+TILE inline void begin_rows(const TileCall& c, Vector (&sums)[R][N]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n)
+            sums[r][n] = c.add ? load_vector(c.out + c.rows[r] + n * kWidth) : Vector{};
+}
+
+template <int R, int N>
+TILE inline void finish_rows(const TileCall& c, const Vector (&sums)[R][N]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n)
+            std::memcpy(c.out + c.rows[r] + n * kWidth, &sums[r][n], sizeof(Vector));
+}
+
+template <int R, int S>
+TILE void float_strips(const TileCall& c) {
+    constexpr int N = S * kParts;
+    Vector sums[R][N];
+    begin_rows<R, N>(c, sums);
+    const char *w = c.weights, *x = c.x;
+    for (int64_t step = 0; step < c.steps; ++step, w += kStepBytes, x += 4) {
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) {
+            const Vector b = load_vector(w + n * sizeof(Vector));
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                float value;
+                std::memcpy(&value, x + r * c.x_stride + c.offsets[n / kParts], sizeof value);
+                sums[r][n] = fma(Vector{} + value, b, sums[r][n]);
+            }
+        }
+    }
+    finish_rows<R, N>(c, sums);
+}
+
+template <int R, int N, bool kSecond>
+TILE inline void add_half_strips(const TileCall& c, const char* w, const char* x,
+                                 Vector (&sums)[R][N]) {
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) {
+        const Vector b = half<kSecond>(load_bits(w + n * sizeof(Vector)));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            uint32_t pair;
+            std::memcpy(&pair, x + r * c.x_stride + c.offsets[n / kParts], sizeof pair);
+            sums[r][n] = fma(half<kSecond>(Bits{} + pair), b, sums[r][n]);
+        }
+    }
+}
+
+template <int R, int S>
+TILE void bf16_strips(const TileCall& c) {
+    constexpr int N = S * kParts;
+    Vector sums[R][N];
+    begin_rows<R, N>(c, sums);
+    const char *w = c.weights, *x = c.x;
+    for (int64_t step = 0; step < c.steps; ++step, w += kStepBytes, x += 4) {
+        add_half_strips<R, N, false>(c, w, x, sums);
+        add_half_strips<R, N, true>(c, w, x, sums);
+    }
+    finish_rows<R, N>(c, sums);
+}

@@ -73,6 +73,35 @@ DOT void dot_tile(const TileCall& c) {
             _mm512_storeu_ps(c.out + r * c.out_stride + s * kStrip, sums[r][s]);
 }
 
+template <int R, int S>
+DOT void dot_strips(const TileCall& c) {
+    __m512 sums[R][S];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int s = 0; s < S; ++s)
+            sums[r][s] = c.add ? _mm512_loadu_ps(c.out + c.rows[r] + s * kStrip)
+                               : _mm512_setzero_ps();
+    const char *w = c.weights, *x = c.x;
+    for (int64_t step = 0; step < c.steps; ++step, w += kStepBytes, x += 4) {
+#pragma GCC unroll 4
+        for (int s = 0; s < S; ++s) {
+            const __m512bh b = (__m512bh)_mm512_loadu_si512(w + s * 64);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                int32_t pair;
+                std::memcpy(&pair, x + r * c.x_stride + c.offsets[s], sizeof pair);
+                sums[r][s] = _mm512_dpbf16_ps(sums[r][s], b, (__m512bh)_mm512_set1_epi32(pair));
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int s = 0; s < S; ++s)
+            _mm512_storeu_ps(c.out + c.rows[r] + s * kStrip, sums[r][s]);
+}
+
 #define ROW_OF_4(tile, R) {tile<R, 1>, tile<R, 2>, tile<R, 3>, tile<R, 4>}
 #define ROW_OF_2(tile, R) {tile<R, 1>, tile<R, 2>, nullptr, nullptr}
 #define ROW_OF_1(tile, R) {tile<R, 1>, nullptr, nullptr, nullptr}
@@ -94,8 +123,17 @@ const Tiles kFloatTiles[] = {NARROW_TILES(base::float_tile), MIDDLE_TILES(avx2::
 const Tiles kBf16Tiles[] = {NARROW_TILES(base::bf16_tile), MIDDLE_TILES(avx2::bf16_tile),
                             WIDE_TILES(avx512::bf16_tile), WIDE_TILES(dot_tile)};
 
+const Tiles kFloatStrips[] = {NARROW_TILES(base::float_strips), MIDDLE_TILES(avx2::float_strips),
+                              WIDE_TILES(avx512::float_strips)};
+const Tiles kBf16Strips[] = {NARROW_TILES(base::bf16_strips), MIDDLE_TILES(avx2::bf16_strips),
+                             WIDE_TILES(avx512::bf16_strips), WIDE_TILES(dot_strips)};
+
 }  // namespace
 
+const Tiles& strip_tiles(Format format, Isa isa) {
+    if (format == Format::kFloat) return kFloatStrips[isa < kAvx512 ? isa : kAvx512];
+    return kBf16Strips[isa < kAvx512Bf16 ? isa : kAvx512Bf16];
+}
 const Tiles& float_tiles(Isa isa) { return kFloatTiles[isa < kAvx512 ? isa : kAvx512]; }
 const Tiles& bf16_tiles(Isa isa) { return kBf16Tiles[isa < kAvx512Bf16 ? isa : kAvx512Bf16]; }
 

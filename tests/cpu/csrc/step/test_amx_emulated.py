@@ -1,4 +1,4 @@
-"""The tests of products and attention on AMX tiles, where the machine has none, by an emulation.
+"""The tests of products, attention and adapters on AMX tiles, by an emulation where there are none.
 
 The two sources that use tiles are compiled once more with `amx_emulation.h` ahead of them. A copy
 of the library then finds their functions instead of its own, because globally loaded symbols
@@ -18,6 +18,14 @@ from pathlib import Path
 import pytest
 
 from hetero_llm.cpu import native
+from tests.cpu.csrc.step.test_adapters import (
+    test_a_tokens_result_does_not_depend_on_its_neighbours as test_adapters_of_neighbours,
+)
+from tests.cpu.csrc.step.test_adapters import (
+    test_many_columns_are_shared_and_summed_in_one_order,
+    test_merged_weights,
+    written,
+)
 from tests.cpu.csrc.step.test_attention import (
     test_a_long_chunk,
     test_a_rows_result_does_not_depend_on_threads_or_neighbours,

@@ -3,6 +3,7 @@ rows; what int8 weights cost in perplexity."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -75,7 +76,13 @@ class Served:
     """An executor with blocks of its own for each of eight sequences."""
 
     def __init__(
-        self, folder: Path, weight_format: str, isa: int, threads: int, blocks: int = 34
+        self,
+        folder: Path,
+        weight_format: str,
+        isa: int,
+        threads: int,
+        blocks: int = 34,
+        library: ctypes.CDLL | None = None,
     ) -> None:
         config = load_model_config(folder)
         dtype = torch.float32 if weight_format == "float" else torch.bfloat16
@@ -84,7 +91,7 @@ class Served:
         order = np.random.default_rng(1).permutation(8 * blocks)
         self.tables = np.ascontiguousarray(order.reshape(8, blocks), dtype=np.int32)
         cache = PagedKVCache(shape, 8 * blocks, torch.device("cpu"))
-        library = native.load()
+        library = library or native.load()
         assert library is not None
         self.executor = Executor(
             model, config, cache, library=library, threads=threads, cpus=None,
