@@ -451,7 +451,7 @@ LOOKAHEAD_CACHE = grouped(
 
 ADAPTERS = grouped(
     "Adapters",
-    effective("enable_lora", _BOOL, False, "Accept LoRA adapters (on a CPU so far)."),
+    effective("enable_lora", _BOOL, False, "Accept LoRA adapters (PEFT)."),
     effective("max_loras", _INT, 1, "Most adapters in one batch.", minimum=1, maximum=_MOST_LORAS),
     effective(
         "max_lora_rank", _INT, 16, "Highest rank of an adapter.", minimum=1, maximum=_MOST_RANK
