@@ -1,7 +1,6 @@
-r"""Decoding with LoRA adapters on a CPU: the demo target, native executor and torch.
+"""Decoding with LoRA adapters on a CPU: the demo target, native executor and torch.
 
-    OMP_WAIT_POLICY=PASSIVE python -m bench.engine.lora_decode \
-        [--backends native,torch] [--batches 1,8] [--rank 16]
+    python -m bench.engine.lora_decode [--backends native,torch] [--batches 1,8] [--rank 16]
 
 tokens/s = batch * STEPS / (T(1 + STEPS tokens) - T(1 token)) through `LLM.generate`, greedy. The
 random adapters change all linear layers. All engines live in one process and all arms take turns;
@@ -110,7 +109,10 @@ def main() -> None:
                             rate = batch * STEPS / (long - short)
                             rates.setdefault((backend, batch, arm), []).append(rate)
     rows = []
-    for (backend, batch, arm), found in rates.items():
+    order = list(ADAPTERS)
+    for (backend, batch, arm), found in sorted(
+        rates.items(), key=lambda item: (*item[0][:2], order.index(item[0][2]))
+    ):
         median, best = statistics.median(found), max(found)
         off = rates[backend, batch, "off"]
         rows.append({

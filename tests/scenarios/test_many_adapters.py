@@ -76,7 +76,7 @@ def test_a_thousand_adapters(tmp_path: Path) -> None:
         files, alive = num_files(), num_alive()
         assert alive <= IN_MEMORY + SLOTS
         generate(requests[20:])
-        assert num_files() == files
+        assert num_files() <= files
         assert num_alive() <= IN_MEMORY + SLOTS
         assert store.num_loaded == IN_MEMORY
         assert len(store.names()) == store.num_sources == COUNT
