@@ -11,7 +11,7 @@ three parts, in one grid:
 - When such a program has summed up its tile, it reads the sums, again until none is `NOT_YET`,
   multiplies them with B, and adds them before its result is rounded.
 
-A sum is one word, so whoever reads it needs no fence and no counter. Programs start in the order of
+A sum is one word, so its reader needs no fence and no counter. Programs start in the order of
 their numbers, so those that are waited for run before those that wait (as in CUTLASS's serial
 split K); should they never arrive, readers give up after `MOST_LOOKS` and the row becomes NaN.
 
@@ -99,7 +99,7 @@ class Shrinking:
 
     Attributes:
         lines: of A in a program, of several rows lines of different adapters.
-        tiles: of so many lines.
+        tiles: into which all lines fall.
         shares: of the columns.
         columns: of a share, a multiple of `block_k`.
         block_k: columns read at a time.
@@ -300,7 +300,7 @@ def _row_sums(lora, prepared, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: t
 
 @triton.jit
 def look_for_row(lora, prepared, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr):
-    """Reads the row's sums for the first time: for `add_to_row`, while other work goes on."""
+    """Reads the row's sums for the first time: for `add_to_row`, while weights are summed up."""
     pointers, mask = _row_sums(lora, prepared, RANK, PARTS, SHARES)
     return tl.load(pointers, mask=mask, other=0, volatile=True)
 

@@ -270,7 +270,7 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     transformers' converter of SentencePiece models orders them.
 
     Raises:
-        ModelLoadError: a token is so long, or there are so many pairs, that it is no vocabulary.
+        ModelLoadError: a token, or the list of merges, is longer than that of any vocabulary.
     """
     scores, ids = vocabulary.scores(), vocabulary.ids
     pairs: list[tuple[float, int, int, str, str]] = []
