@@ -54,8 +54,6 @@ class GpuAdapters:
         memory: holds the adapter of every load of a step until the slot is used for another.
         num_slots: adapters on the device.
         max_num_seqs: request slots.
-        inside: products of few rows add the adapters themselves (`kernels.fused_lora`). Off until a
-            GPU has run them: an engine takes the kernels around each product, which one has.
     """
 
     def __init__(
@@ -67,7 +65,6 @@ class GpuAdapters:
         num_slots: int,
         max_num_seqs: int,
         device: torch.device,
-        inside: bool = False,
     ) -> None:
         self._memory = memory
         self._slots = torch.zeros(num_slots, layout.num_bytes, dtype=torch.uint8, device=device)
@@ -77,7 +74,6 @@ class GpuAdapters:
         )
         self._uploads = Uploads(max_num_seqs, device)
         self._rows: StepRows | None = None  # of the forward pass that is made
-        self._inside = inside
         self._layers: list[tuple[Product, LoraSlots]] = []
         self._words: dict[int, int] = {}  # by number of rows: see `StepRows`
         modules = dict(model.named_modules())
@@ -129,8 +125,7 @@ class GpuAdapters:
     def _num_words(self, num_rows: int) -> int:
         words = self._words.get(num_rows)
         if words is None:
-            layers = self._layers if self._inside else []
-            words = sum(sums_of_product(product, num_rows, own) for product, own in layers)
+            words = sum(sums_of_product(product, num_rows, own) for product, own in self._layers)
             self._words[num_rows] = words
         return words
 

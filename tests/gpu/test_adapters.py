@@ -17,7 +17,7 @@ from hetero_llm.core.lora import NO_ADAPTER, AdapterLoad, AdapterRef, LoRAReques
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.gpu.adapters import GpuAdapters
 from hetero_llm.gpu.fused import speed_up
-from hetero_llm.gpu.kernels import lora_product
+from hetero_llm.gpu.kernels import fused_lora, lora_product
 from hetero_llm.gpu.kernels.skinny_gemm import linear
 from hetero_llm.gpu.model_runner import GpuModelRunner
 from hetero_llm.lora.adapter import Adapter, read_adapter
@@ -189,6 +189,7 @@ def test_few_rows_in_16_bits_have_the_adapters_inside_of_the_products(
     monkeypatch.setattr(lora_product, "lora_shrink", counted)
     results = {}
     for inside in (True, False):
+        monkeypatch.setattr(fused_lora, "MAX_ROWS", fused_lora.MAX_ROWS if inside else 0)
         model = load_model(folder, config, dtype=torch.bfloat16, device=device, show_progress=False)
         targets = adapter_targets(model, config)
         found = []
@@ -203,7 +204,7 @@ def test_few_rows_in_16_bits_have_the_adapters_inside_of_the_products(
         layout = SlotLayout.of(targets, RANK, torch.bfloat16)
         served = GpuAdapters(
             model, layout, Memory(found, layout),
-            num_slots=2, max_num_seqs=SLOTS, device=device, inside=inside,
+            num_slots=2, max_num_seqs=SLOTS, device=device,
         )  # fmt: skip
         served.prepare(with_adapters(steps()[0], [1, NO_ADAPTER, 0], list(enumerate(found))))
         for slots in ([0], [2, 0, 1, 1, 2]):

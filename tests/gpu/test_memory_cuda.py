@@ -95,12 +95,13 @@ def test_offloaded_weights_give_the_same_results(dtype: str, enforce_eager: bool
 def test_a_staged_product_can_be_captured() -> None:
     folder = demo_folder("demo")
     config = load_model_config(folder)
-    with weights_on_host(plan_offload(config, torch.float32, 1)) as moved:
+    plan = plan_offload(config, torch.float32, 1)
+    with weights_on_host(plan) as moved:
         model = load_model(folder, config, dtype=torch.float32, device=CUDA, show_progress=False)
     assert all(layer.weight.is_pinned() for layer in moved)
     inside = [m for m in model.layers.modules() if isinstance(m, Linear)]
     assert {id(m) for m in inside} == {id(m) for m in moved}
-    stage_products(moved, CUDA)
+    stage_products(moved, CUDA, plan)
     layers = [m for m in moved if m.weight.shape[1] == config.hidden_size]
     x = torch.randn(3, config.hidden_size, device=CUDA)
     expected = [torch.nn.functional.linear(x, m.weight.to(CUDA), m.bias) for m in layers]
