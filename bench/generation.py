@@ -55,12 +55,18 @@ def first_token_ms(
 
 
 def add_requests(
-    engine: Engine, name: str, prompts: list[list[int]], params: SamplingParams
+    engine: Engine,
+    name: str,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    *,
+    adapter: LoRARequest | None = None,
 ) -> list[str]:
     """Adds one request per prompt; returns their ids, `name`-0, `name`-1, ..."""
     ids = [f"{name}-{index}" for index in range(len(prompts))]
     for request_id, prompt in zip(ids, prompts, strict=True):
-        engine.add_request(engine.make_request(request_id, Prompt(token_ids=prompt), params))
+        request = engine.make_request(request_id, Prompt(token_ids=prompt), params, adapter)
+        engine.add_request(request)
     return ids
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 
 from bench.common import numbers
 from bench.generation import add_requests, greedy, step_outputs
+from hetero_llm import LoRARequest
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.draft_tree import DraftBatch
@@ -161,16 +163,24 @@ class Bench:
     Args:
         args: of `add_arguments`, with model, device, dtype and temperature.
         gpu_draft: the engine gets the draft model on its device, too.
+        engine_args: further arguments of the engine.
     """
 
-    def __init__(self, args: argparse.Namespace, *, gpu_draft: bool = False) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        *,
+        gpu_draft: bool = False,
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> None:
         self._given = {
             "model": args.model, "device": args.device, "dtype": args.dtype,
             "max_num_seqs": max(args.batches),
-            "max_model_len": args.prompt + args.tokens + 16,
+            "max_model_len": args.prompt + args.tokens + 16, **(engine_args or {}),
         }  # fmt: skip
         self._tokens, self._temperature = args.tokens, args.temperature
         self._sizes = args.batches
+        self._adapter: LoRARequest | None = None
         self.switch = SwitchedDrafter()
         folder = demo_folder(args.model) if args.model in ALIASES else Path(args.model)
         self._model = load_model_config(folder)
@@ -187,6 +197,10 @@ class Bench:
     def set_temperature(self, temperature: float) -> None:
         """Of the runs from now on."""
         self._temperature = temperature
+
+    def set_adapter(self, adapter: LoRARequest | None) -> None:
+        """Of all requests from now on."""
+        self._adapter = adapter
 
     def start_draft(self, args: argparse.Namespace, folder: str | Path) -> EngineConfig:
         """Starts the worker of a draft model, in the place of the one before. Returns the engine's
@@ -327,7 +341,8 @@ class Bench:
         ids = []
         for index, prompt in enumerate(prompts):
             params = greedy(count, temperature=self._temperature, seed=index)
-            ids += add_requests(engine, f"{self._runs}-{index}", [prompt], params)
+            name = f"{self._runs}-{index}"
+            ids += add_requests(engine, name, [prompt], params, adapter=self._adapter)
         done: dict[str, list[int]] = {}
         enough = stats.generation_tokens + len(prompts) * (count + 1) // 2
         begin, half = time.perf_counter(), 0.0
