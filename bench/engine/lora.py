@@ -285,8 +285,8 @@ def main() -> None:
     args = parser.parse_args()
     results = run(args, shapes[args.shape])
     machine = "c" if args.device == "cpu" else "g"
-    about = {"shape": args.shape, "dtype": args.dtype, "rank": args.rank, "different": args.different,
-             "device": args.device}  # fmt: skip
+    about = {"shape": args.shape, "dtype": args.dtype, "rank": args.rank, "device": args.device}
+    about |= {"different": args.different}
     write_results(f"lora.{args.shape}.{machine}", {**about, **results}, args.out)
 
 
