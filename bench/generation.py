@@ -42,11 +42,11 @@ def seconds(
 
 
 def first_token_ms(
-    llm: LLM, prompt: list[int], *, adapter: LoRARequest | None = None, **more: Any
+    llm: LLM, prompt: list[int], *, adapter: LoRARequest | None = None
 ) -> tuple[float, int]:
     """Milliseconds of `LLM.generate` for one token, and the prompt's tokens found in the prefix
-    cache. `more`: of `greedy`."""
-    params = greedy(1, **more)
+    cache."""
+    params = greedy(1)
     begin = time.perf_counter()
     (output,) = llm.generate(
         prompt_token_ids=[prompt], sampling_params=params, use_tqdm=False, lora_request=adapter

@@ -3,37 +3,37 @@
     python -m bench.engine.guided_requests --model FOLDER --device cuda --parts fields
     python -m bench.engine.guided_requests --shape llama-3.1-8b --device cuda --parts first
 
-One request at a time through `LLM.generate`, greedy, no detokenization, prompts that share nothing.
-The model is a folder with its tokenizer (a scale-up of the demo model, or "demo"), or a shape with
-random weights and the made-up vocabulary of `guided_decode`. Parts:
+One request at a time, greedy, no detokenization, prompts that share nothing. The model is a folder
+with its tokenizer (a scale-up of the demo model, or "demo"), or a shape with random weights and the
+made-up vocabulary of `guided_decode`. Parts:
 
-- first: ms until the first token of a prompt of `--prompt` tokens: without a schema, with one of
-  10 KB that the engine has seen, and with one that it has not. The three take turns; differences
-  are medians over the rounds of a round's difference.
-- fields: tokens a second behind the first one of an object with fifty fields of short strings,
-  numbers, dates and enumerations, whose names are forced: without a schema and without drafts
-  ("plain", as many tokens), with the schema and without drafts, and with drafts of forced tokens,
-  which are the default. Medians of the rounds, and of a round's ratio to "plain".
+- first: ms until `AsyncLLMEngine` has the first token of a prompt of `--prompt` tokens: without a
+  schema, with one of 10 KB that the engine has seen, and with one that it has not. The three take
+  turns; differences are medians over the rounds of a round's difference.
+- fields: through `LLM.generate`, tokens a second behind the first one of an object with fifty
+  fields of short strings, numbers, dates and enumerations, whose names are forced: without a schema
+  and without drafts ("plain", as many tokens), with the schema and without drafts, and with drafts
+  of forced tokens, which are the default. Medians of the rounds, and of a round's ratio to "plain".
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import tempfile
 import time
-from contextlib import ExitStack
-from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from bench.common import bench_parser, names_of, print_table, write_results
 from bench.engine.guided_decode import write_tokenizer
-from bench.generation import first_token_ms, greedy
+from bench.generation import greedy
 from bench.shapes import CPU_SHAPES, SHAPES, Prompts, write_config
-from hetero_llm import LLM, SamplingParams, StructuredOutputsParams
+from hetero_llm import LLM, AsyncLLMEngine, SamplingParams, StructuredOutputsParams
 from hetero_llm.demo_models import ALIASES, demo_folder
+from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.models.read_config import load_model_config
 
 PARTS = ("first", "fields")
@@ -86,19 +86,21 @@ def guided(wanted: dict[str, Any]) -> StructuredOutputsParams:
     return StructuredOutputsParams(json=wanted, disable_any_whitespace=True)
 
 
-def first(llm: LLM, prompts: Prompts, length: int, rounds: int) -> list[dict[str, Any]]:
-    numbers = count(1)
+async def first(
+    engine: AsyncLLMEngine, prompts: Prompts, length: int, rounds: int
+) -> list[dict[str, Any]]:
     seen = schema(at_least=SCHEMA_BYTES)
     times: dict[str, list[float]] = {"unguided": [], "seen": [], "new": []}
     for turn in range(rounds + 2):
-        wanted = {"unguided": None, "seen": seen}
-        wanted["new"] = schema(next(numbers), at_least=SCHEMA_BYTES)
-        for arm, own in wanted.items():
-            structured = None if own is None else guided(own)
-            ms, cached = first_token_ms(llm, prompts.one(length), structured_outputs=structured)
-            assert not cached
-            if turn > 1:
-                times[arm].append(ms)
+        new = schema(turn + 1, at_least=SCHEMA_BYTES)
+        for arm, own in (("unguided", None), ("seen", seen), ("new", new)):
+            prompt = Prompt(token_ids=prompts.one(length))
+            params = greedy(1, structured_outputs=None if own is None else guided(own))
+            begin = time.perf_counter()
+            async for output in engine.generate(prompt, params, f"{turn} {arm}"):
+                if turn > 1:
+                    times[arm].append((time.perf_counter() - begin) * 1e3)
+                assert len(output.outputs[0].token_ids) == 1 and not output.num_cached_tokens
     row: dict[str, Any] = {"prompt": length, "schema_bytes": len(json.dumps(seen))}
     for arm, values in times.items():
         row[f"{arm}_ms"] = median(values)
@@ -106,6 +108,14 @@ def first(llm: LLM, prompts: Prompts, length: int, rounds: int) -> list[dict[str
         pairs = zip(times[arm], times["unguided"], strict=True)
         row[f"{arm}_adds_ms"] = median(a - b for a, b in pairs)
     return [row]
+
+
+async def first_of_an_engine(arguments: dict[str, Any], *given: Any) -> list[dict[str, Any]]:
+    engine = await asyncio.to_thread(AsyncLLMEngine, arguments)
+    try:
+        return await first(engine, *given)
+    finally:
+        await engine.shutdown(0)
 
 
 def fields(llm: LLM, prompts: Prompts, length: int, rounds: int) -> list[dict[str, Any]]:
@@ -157,19 +167,23 @@ def _rate(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[int, flo
     return number, (number - 1) / (whole - short)
 
 
-def start(args: argparse.Namespace) -> tuple[LLM, int]:
-    """The engine and its vocabulary's size."""
-    on_cpu = {"cpu_threads": args.threads} if args.device == "cpu" else {}
-    more = {"device": args.device, "max_num_seqs": 4, "enable_prefix_caching": False, **on_cpu}
+def arguments_of(args: argparse.Namespace, place: Path) -> tuple[dict[str, Any], int]:
+    """The engine's arguments, and its vocabulary's size.
+
+    Args:
+        place: an empty folder for a shape's files.
+    """
+    more = {"device": args.device, "max_num_seqs": 4, "enable_prefix_caching": False}
     more |= {"max_model_len": args.prompt + MOST_TOKENS + 16, "disable_log_stats": True}
+    if args.device == "cpu":
+        more["cpu_threads"] = args.threads
     if args.model:
         folder = demo_folder(args.model) if args.model in ALIASES else Path(args.model)
-        return LLM(str(folder), **more), load_model_config(folder).vocab_size
+        return {"model": str(folder), **more}, load_model_config(folder).vocab_size
     config = {**(SHAPES | CPU_SHAPES)[args.shape], "bos_token_id": 1, "eos_token_id": 2}
-    with tempfile.TemporaryDirectory() as name:
-        made = write_config(config, Path(name))
-        write_tokenizer(made, config["vocab_size"])
-        return LLM(str(made), load_format="dummy", **more), config["vocab_size"]
+    made = write_config(config, place)
+    write_tokenizer(made, config["vocab_size"])
+    return {"model": str(made), "load_format": "dummy", **more}, config["vocab_size"]
 
 
 def main() -> None:
@@ -183,14 +197,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     results: dict[str, Any] = {}
-    with ExitStack() as stack:
-        llm, vocab = start(args)
-        stack.enter_context(llm)
-        prompts = Prompts(vocab)
-        for part, run in (("first", first), ("fields", fields)):
-            if part in args.parts:
-                results[part] = run(llm, prompts, args.prompt, args.rounds)
-                print_table(results[part])
+    with tempfile.TemporaryDirectory() as place:
+        arguments, vocab = arguments_of(args, Path(place))
+        given = (Prompts(vocab), args.prompt, args.rounds)
+        if "first" in args.parts:
+            results["first"] = asyncio.run(first_of_an_engine(arguments, *given))
+            print_table(results["first"])
+        if "fields" in args.parts:
+            with LLM(**arguments) as llm:
+                results["fields"] = fields(llm, *given)
+            print_table(results["fields"])
     name = Path(args.model).name if args.model else args.shape
     about = {"model": name, "device": args.device, "prompt": args.prompt, "rounds": args.rounds}
     machine = "c" if args.device == "cpu" else "g"
