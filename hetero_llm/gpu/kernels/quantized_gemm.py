@@ -95,22 +95,24 @@ _EIGHT_BITS = {
     16: (64, 4, 4, 700),
     32: (64, 4, 3, 700),
     64: (128, 8, 3, 700),
-    128: (128, 8, 2, 700),
 }
 _INT4 = {
     8: (32, 1, 4, 700),
     16: (64, 2, 3, 700),
     32: (64, 4, 3, 1000),
     64: (64, 4, 3, 700),
-    128: (128, 8, 2, 700),
 }
 _TABLES = {
     8: (64, 2, 3, 2500),
     16: (64, 4, 3, 2500),
     32: (64, 4, 3, 2500),
     64: (64, 4, 2, 700),
-    128: (128, 8, 2, 700),
 }
+# For tiles of 128 rows: columns of a program at most (or one chunk), its features and warps, and
+# warps of all programs. The tensor cores are the limit here, and next to them reads of x from L2,
+# once for each tile of features. By estimate, not yet by measurement.
+_LARGE = ((128, 256, 8, 700), (256, 128, 8, 700))
+_SHARED_BYTES = 227 << 10  # of a multiprocessor from sm_90 on
 _FULL_TILE = 64  # rows, from which on there may be several tiles of rows
 _WARPS_AT_ONCE = 8  # of a multiprocessor, by estimate
 _LINES, _LORA_K = 32, 128  # of A, lines and columns: as much shared memory as any product takes
@@ -787,6 +789,23 @@ def folds(matrix: PreparedMatrix, block_m: int) -> bool:
     return 0 < matrix.group <= block_m and matrix.offset is None
 
 
+def shared_bytes(config: SkinnyConfig, matrix: PreparedMatrix) -> int:
+    """Shared memory of a program of the matrix kernel with at least two stages, as Triton 3.6
+    allocates it: what goes from there to registers has one stage less than the inputs."""
+    inputs = 2 * config.block_k * config.block_m
+    words = [(1, 0 if matrix.zero is None else max(matrix.group, matrix.chunk))]
+    in_word = max(1, 4 // matrix.scale_dtype.itemsize)
+    for tensor in (matrix.scale, matrix.offset):
+        words.append((in_word, 0 if tensor is None else matrix.group))
+    loaded = sum(
+        max(config.block_k // matrix.chunk, config.block_k // (groups * columns))
+        for groups, columns in words
+        if columns > 0
+    )
+    codes = config.block_n * (config.block_k // matrix.parts * 2 + 4 * loaded)
+    return inputs * config.num_stages + codes * (config.num_stages - 1)
+
+
 def plan_launch(
     x: Tensor,
     matrix: PreparedMatrix,
@@ -947,13 +966,23 @@ def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
         warps = next(w for w in (4, 2, 1) if w <= most and (w == 1 or columns % (tile * w) == 0))
         return SkinnyConfig(1, 4, tile * warps, num_warps=warps)
     block_m = next((size for size in (8, 16, 32, 64) if m <= size), 128)
-    of_kind = _EIGHT_BITS if matrix.parts == 2 else (_INT4 if matrix.kind == "int4" else _TABLES)
-    block_n, warps, stages, enough = of_kind[block_m]
-    block_k = max(matrix.chunk, min(_CHUNK, columns) // matrix.chunk * matrix.chunk)
-    if matrix.lanes * block_m < 64 * warps:  # x's tiles are copied 4 bytes a thread at least
-        block_n, warps = 32, 2
-    config = SkinnyConfig(block_m, block_n, block_k, 1, warps, stages)
-    tiles = triton.cdiv(n, block_n)
+    if block_m == 128:
+        most, block_n, warps, enough = next(of for of in _LARGE if matrix.chunk <= of[0])
+        if matrix.rows > 1 or (matrix.group > 0 and not folds(matrix, block_m)):
+            block_n = 128  # two sets of sums; blocks of rows
+        block_k = most // matrix.chunk * matrix.chunk
+        config = SkinnyConfig(block_m, block_n, block_k, 1, warps, num_stages=4)
+        while config.num_stages > 2 and shared_bytes(config, matrix) > _SHARED_BYTES:
+            config = dataclasses.replace(config, num_stages=config.num_stages - 1)
+    else:
+        of_kind = _INT4 if matrix.kind == "int4" else _TABLES
+        of_kind = _EIGHT_BITS if matrix.parts == 2 else of_kind
+        block_n, warps, stages, enough = of_kind[block_m]
+        block_k = max(matrix.chunk, min(_CHUNK, columns) // matrix.chunk * matrix.chunk)
+        if matrix.lanes * block_m < 64 * warps:  # x's tiles are copied 4 bytes a thread at least
+            block_n, warps = 32, 2
+        config = SkinnyConfig(block_m, block_n, block_k, 1, warps, stages)
+    tiles = triton.cdiv(n, block_n) * triton.cdiv(m, block_m)
     for split in (2, 4, 8):
         wider = dataclasses.replace(config, split_k=split)
         if tiles * config.split_k * warps >= enough or not fits(wider, m, matrix):
