@@ -151,8 +151,11 @@ def candidates(m: int, matrix: PreparedMatrix, *, quick: bool) -> list[SkinnyCon
             for split in (1, 2, 4, 8, 16):
                 programs = -(-matrix.shape[0] // block_n) * split
                 # Large tiles: one or two programs a multiprocessor; small ones by their warps.
-                enough = 90 <= programs * -(-m // 128) <= 264
-                if enough if m > 64 else 600 <= programs * warps <= 1600:
+                if m > 64:
+                    useful = 90 <= programs * -(-m // 128) <= 264
+                else:
+                    useful = 600 <= programs * warps <= 1600
+                if useful:
                     launch = SkinnyConfig(block_m, block_n, block_k, split, warps, stages)
                     configs.append(launch)
         return [c for c in dict.fromkeys(configs) if fits(c, m, matrix) and _in_memory(c, matrix)]
