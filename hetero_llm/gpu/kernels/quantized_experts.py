@@ -56,6 +56,7 @@ Weights = Tensor | PreparedMatrix
 """Of all experts: [experts, N, K], or a matrix of experts x N rows."""
 
 
+# large: half of it are arguments.
 @triton.jit(do_not_specialize=["num_rows", "num_pairs", "max_blocks", "steps"])
 def quantized_grouped_kernel(
     x,  # [num_rows, k], x_stride apart
