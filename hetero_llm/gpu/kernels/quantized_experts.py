@@ -43,6 +43,7 @@ from hetero_llm.gpu.kernels.quantized_elements import INT4, KIND_CODES
 from hetero_llm.gpu.kernels.quantized_gemm import (
     SCALE_TYPES,
     PreparedMatrix,
+    folds,
     multiply_chunk,
     scale_rows,
 )
@@ -55,6 +56,7 @@ Weights = Tensor | PreparedMatrix
 """Of all experts: [experts, N, K], or a matrix of experts x N rows."""
 
 
+# large: half of it are arguments.
 @triton.jit(do_not_specialize=["num_rows", "num_pairs", "max_blocks", "steps"])
 def quantized_grouped_kernel(
     x,  # [num_rows, k], x_stride apart
@@ -95,6 +97,7 @@ def quantized_grouped_kernel(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVICT: tl.constexpr,
+    FOLD: tl.constexpr,  # see quantized_gemm.multiply_chunk
     PDL: tl.constexpr,
 ):
     """y[pair] = x[pair // PER_ROW] @ matrix[expert]^T, perhaps gated; grid (blocks * tiles,
@@ -125,7 +128,7 @@ def quantized_grouped_kernel(
             sums = multiply_chunk(
                 *(sums, start + piece * CHUNK, x, data, scale, zero, offset, order, features, rows),
                 *(num_rows, total, k, width, x_stride, groups, scale_stride, zero_stride),
-                *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT),
+                *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT, FOLD),
             )
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
@@ -188,6 +191,7 @@ def plan_quantized_product(
         "EVEN_N": n % config.block_n == 0,
         "EVEN_K": k % config.block_k == 0 and k == matrix.padded_columns,
         "EVICT": "evict_first" if config.evict_first else "",
+        "FOLD": folds(matrix, config.block_m),
         "num_warps": config.num_warps,
         **pdl_options(x.device),
     }
