@@ -425,7 +425,7 @@ def _multiply_row(
     sums = tl.zeros((BLOCK_N, WORDS // 4), tl.float32)
     w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
     if RANK > 0:
-        prepared = prepare_row(lora, features, tile * BLOCK_N, n, RANK, PARTS)
+        prepared = prepare_row(lora, PARTS)
     wait_for_inputs(PDL)
     let_next_start(PDL)
     for _ in tl.range(place + WORDS, stop, WORDS, num_stages=1):
@@ -438,15 +438,22 @@ def _multiply_row(
         columns += WORDS
         w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
     if RANK > 0:
-        bits = look_for_row(lora, prepared, RANK, PARTS, SHARES)
+        found = look_for_row(
+            *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, WORDS // 4, EVEN_N)
+        )
     sums = _add_tile(
         *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
         *(groups, scale_stride, zero_stride),
         *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
     )
-    total = scale_rows(tl.sum(sums, axis=1)[:, None], row_scale, features, n)
-    if RANK > 0:
-        total = add_to_row(total, lora, prepared, bits, RANK, PARTS, SHARES)
+    if RANK == 0:
+        total = scale_rows(tl.sum(sums, axis=1)[:, None], row_scale, features, n)
+    elif row_scale is None:
+        total = tl.sum(add_to_row(sums, found), axis=1)[:, None]
+    else:
+        more = add_to_row(tl.zeros(sums.shape, tl.float32), found)
+        sums, more = tl.reduce((sums, more), 1, _add_both)
+        total = scale_rows(sums[:, None], row_scale, features, n) + more[:, None]
     rows = tl.arange(0, 1)
     finish_tile(
         *(total, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
@@ -520,6 +527,11 @@ def vector_quantized_kernel(
                 *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, SPLIT_K, EVEN_N, EVEN_K),
                 *(HAS_BIAS, EVICT, PDL, RANK, PARTS, SHARES),
             )
+
+
+@triton.jit
+def _add_both(one, other, more, still_more):
+    return one + more, other + still_more
 
 
 @triton.jit

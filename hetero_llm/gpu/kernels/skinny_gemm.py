@@ -66,6 +66,9 @@ MAX_ROWS = 64
 _DTYPES = (torch.bfloat16, torch.float16)
 MAX_TILES = 1 << 16  # tiles of a product with split K: the length of the counters
 _SHARED_BYTES = 227 << 10  # of a multiprocessor from sm_90 on
+# Of a thread of the vector kernel with adapters, by features: those that it takes without, so that
+# as many programs run at once. The compiler would take 79, but needs no local memory with 72.
+_MOST_REGISTERS = {8: 72}
 _GROUP = 8  # elements of 16 bits in one 16-byte load
 
 
@@ -259,24 +262,26 @@ def _multiply_row(
     sums = tl.zeros((BLOCK_N, PAIRS // 4), tl.float32)
     if STAGES == 1:
         w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+        if RANK > 0:
+            prepared = prepare_row(lora, PARTS)
         if PREFETCH > 0:
             _prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
         wait_for_inputs(PDL)
         let_next_start(PDL)
         row = load_row(x, columns, k_pairs, EVEN_K)
-        if RANK > 0:
-            prepared = prepare_row(lora, features, tile * BLOCK_N, n, RANK, PARTS)
         for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
             sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
             columns += PAIRS
             w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
             row = load_row(x, columns, k_pairs, EVEN_K)
         if RANK > 0:
-            bits = look_for_row(lora, prepared, RANK, PARTS, SHARES)
+            found = look_for_row(
+                *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, PAIRS // 4, EVEN_N)
+            )
         sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
     else:
         if RANK > 0:
-            prepared = prepare_row(lora, features, tile * BLOCK_N, n, RANK, PARTS)
+            prepared = prepare_row(lora, PARTS)
         if PREFETCH > 0:
             _prefetch_weight(weight, features, start, n, k_pairs, PIECES, PREFETCH // 2)
         wait_for_inputs(PDL)
@@ -287,10 +292,12 @@ def _multiply_row(
             row = load_row(x, inner, k_pairs, EVEN_K)
             sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
         if RANK > 0:
-            bits = look_for_row(lora, prepared, RANK, PARTS, SHARES)
-    sums = tl.sum(sums, axis=1)[:, None]
+            found = look_for_row(
+                *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, PAIRS // 4, EVEN_N)
+            )
     if RANK > 0:
-        sums = add_to_row(sums, lora, prepared, bits, RANK, PARTS, SHARES)
+        sums = add_to_row(sums, found)
+    sums = tl.sum(sums, axis=1)[:, None]
     rows = tl.arange(0, 1)
     finish_tile(
         *(sums, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
@@ -505,6 +512,8 @@ def plan_launch(
         more, lora, constants = kernel_arguments(x, adapters, shrinking, config.split_k)
         tiles += more
         options |= constants
+        if config.block_m == 1 and config.block_n in _MOST_REGISTERS and x.is_cuda:
+            options["maxnreg"] = _MOST_REGISTERS[config.block_n]
     if config.block_m == 1:
         pairs = x.view(torch.int32), weight.view(torch.int32)
         arguments: tuple[Any, ...] = (*pairs, bias, y, partials, counters, lora, n, k // 2, steps)
