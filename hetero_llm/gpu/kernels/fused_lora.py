@@ -217,6 +217,36 @@ def num_shrinking(lora):
 
 
 @triton.jit
+def store_words(pointers, sums):
+    """Float32 sums where `take_words` looks for them."""
+    bits = sums.to(tl.int32, bitcast=True)
+    tl.store(pointers, tl.where(bits == NOT_YET, _OTHER_NAN, bits))
+
+
+@triton.jit
+def take_words(pointers, stride, NUMBER: tl.constexpr):
+    """The sum of NUMBER tiles of float32 that other programs put there, `stride` words apart, in
+    their order, as soon as all are there; leaves `NOT_YET`."""
+    words = (tl.load(pointers, volatile=True),)
+    for i in tl.static_range(1, NUMBER):
+        words = words + (tl.load(pointers + i * stride, volatile=True),)
+    missing = (words[0] == NOT_YET).to(tl.int32)
+    for i in tl.static_range(1, NUMBER):
+        missing |= (words[i] == NOT_YET).to(tl.int32)
+    total = tl.zeros(missing.shape, tl.float32)
+    if tl.sum(missing) == 0:
+        for i in tl.static_range(NUMBER):
+            total += words[i].to(tl.float32, bitcast=True)
+    else:
+        for i in tl.static_range(NUMBER):
+            every = tl.full(missing.shape, 1, tl.int1)
+            total += _wait_for_sums(words[i], pointers + i * stride, every)
+    for i in tl.static_range(NUMBER):
+        tl.store(pointers + i * stride, tl.full(missing.shape, NOT_YET, tl.int32))
+    return total
+
+
+@triton.jit
 def _store_sums(pointers, sums, mask):
     bits = sums.to(tl.int32, bitcast=True)
     tl.store(pointers, tl.where(bits == NOT_YET, _OTHER_NAN, bits), mask=mask)
