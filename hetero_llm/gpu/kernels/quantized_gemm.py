@@ -840,9 +840,9 @@ def plan_launch(
     options["PREFETCH"] = config.prefetch if options["PDL"] else 0
     pieces = max(1, min(32 * config.num_warps // config.block_n, config.prefetch // 128))
     options["PIECES"] = 1 << (pieces.bit_length() - 1)
-    plain = matrix.group == 0 and matrix.parts == 2 and config.block_m * config.block_n <= 256
-    if plain and config.num_warps == 2 and x.is_cuda:
-        # Eight programs at once either way; asked for nothing, ptxas takes 96 and local memory.
+    small = matrix.parts == 2 and config.num_warps == 2 and config.block_m * config.block_n <= 256
+    if small and x.is_cuda:
+        # Eight programs at once. Asked for nothing, ptxas takes 72 or 96, and local memory.
         options["maxnreg"] = 128
     return Launch(matrix_quantized_kernel, (tiles, config.split_k), arguments, options)
 
