@@ -64,9 +64,10 @@ from hetero_llm.gpu.kernels.quantized_elements import (
 )
 from hetero_llm.gpu.kernels.skinny_gemm import (
     SkinnyConfig,
-    arrival_counters,
     finish_tile,
     fuses,
+    prefetch_weight,
+    room_for_partials,
     steps_per_split,
     unpack_pairs,
 )
@@ -439,8 +440,9 @@ def _multiply_row(
     columns = place + tl.arange(0, WORDS)
     sums = tl.zeros((BLOCK_N, WORDS // 4), tl.float32)
     w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
+    scales_of_rows = load_row_scale(row_scale, features, n)
     if RANK > 0:
-        prepared = prepare_row(lora, features, tile * BLOCK_N, n, RANK, PARTS)
+        prepared = prepare_row(lora, PARTS)
     wait_for_inputs(PDL)
     let_next_start(PDL)
     for _ in tl.range(place + WORDS, stop, WORDS, num_stages=1):
@@ -453,15 +455,22 @@ def _multiply_row(
         columns += WORDS
         w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
     if RANK > 0:
-        bits = look_for_row(lora, prepared, RANK, PARTS, SHARES)
+        found = look_for_row(
+            *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, WORDS // 4, EVEN_N)
+        )
     sums = _add_tile(
         *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
         *(groups, scale_stride, zero_stride),
         *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
     )
-    total = scale_rows(tl.sum(sums, axis=1)[:, None], row_scale, features, n)
-    if RANK > 0:
-        total = add_to_row(total, lora, prepared, bits, RANK, PARTS, SHARES)
+    if RANK == 0:
+        total = tl.sum(sums, axis=1)[:, None] * scales_of_rows
+    elif row_scale is None:
+        total = tl.sum(add_to_row(sums, found), axis=1)[:, None]
+    else:
+        more = add_to_row(tl.zeros(sums.shape, tl.float32), found)
+        sums, more = tl.reduce((sums, more), 1, _add_both)
+        total = sums[:, None] * scales_of_rows + more[:, None]
     rows = tl.arange(0, 1)
     finish_tile(
         *(total, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
@@ -535,6 +544,21 @@ def vector_quantized_kernel(
                 *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, SPLIT_K, EVEN_N, EVEN_K),
                 *(HAS_BIAS, EVICT, PDL, RANK, PARTS, SHARES),
             )
+
+
+@triton.jit
+def _add_both(one, other, more, still_more):
+    return one + more, other + still_more
+
+
+@triton.jit
+def load_row_scale(row_scale, features, n):
+    """[features, 1], or 1. Loaded before the wait: at the end of a program it would be waited for
+    as long as for the first weights."""
+    if row_scale is None:
+        return 1.0
+    else:
+        return tl.load(row_scale + features, mask=features < n, other=0.0)[:, None]
 
 
 @triton.jit
@@ -649,7 +673,8 @@ def _multiply_rows(
     KIND: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT_K: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PIECES: tl.constexpr, PREFETCH: tl.constexpr, EVICT: tl.constexpr,
+    PDL: tl.constexpr,
     RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr, TOGETHER: tl.constexpr,
     FOLD: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
@@ -663,6 +688,10 @@ def _multiply_rows(
     prepared = 0  # nothing
     if RANK > 0:
         prepared = prepare_rows(lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER)
+    scales_of_rows = load_row_scale(row_scale, features, n)
+    if PREFETCH > 0:
+        LANE: tl.constexpr = CHUNK // LANES
+        prefetch_weight(data, features, start // LANE, n, width, PIECES, PREFETCH // LANE)
     wait_for_inputs(PDL)
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for place in tl.range(0, stop - start, TILE, num_stages=STAGES):
@@ -675,7 +704,7 @@ def _multiply_rows(
             )
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
-    sums = scale_rows(sums, row_scale, features, n)
+    sums = sums * scales_of_rows
     finish_tile(
         *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared),
         *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, RANK, PARTS, SHARES, TOGETHER),
@@ -719,6 +748,8 @@ def matrix_quantized_kernel(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    PIECES: tl.constexpr,
+    PREFETCH: tl.constexpr,  # columns of each feature that are brought into L2 before the wait
     EVICT: tl.constexpr,
     FOLD: tl.constexpr,  # see multiply_chunk
     ROW_TILES: tl.constexpr,  # programs that share a tile of features; with adapters 1
@@ -737,7 +768,7 @@ def matrix_quantized_kernel(
             *(tl.program_id(0), x, data, scale, zero, offset, row_scale, order, bias, y, partials),
             *(counters, lora, m, n, k, width, padded, x_stride, groups, scale_stride, zero_stride),
             *(steps, KIND, LANES, CHUNKS, GROUP, ROWS, SCALE, BLOCK_M, BLOCK_N, SPLIT_K, STAGES),
-            *(EVEN_N, EVEN_K, HAS_BIAS, EVICT, PDL, 0, 0, 1, 1, FOLD, ROW_TILES),
+            *(EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH, EVICT, PDL, 0, 0, 1, 1, FOLD, ROW_TILES),
         )
     else:
         shrinking = num_shrinking(lora)
@@ -751,7 +782,8 @@ def matrix_quantized_kernel(
                 *(bias, y, partials, counters, lora, m, n, k, width, padded, x_stride, groups),
                 *(scale_stride, zero_stride, steps),
                 *(KIND, LANES, CHUNKS, GROUP, ROWS, SCALE, BLOCK_M, BLOCK_N, SPLIT_K, STAGES),
-                *(EVEN_N, EVEN_K, HAS_BIAS, EVICT, PDL, RANK, PARTS, SHARES, TOGETHER, FOLD, 1),
+                *(EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH, EVICT, PDL),
+                *(RANK, PARTS, SHARES, TOGETHER, FOLD, 1),
             )
 
 
@@ -759,20 +791,20 @@ def fits(config: SkinnyConfig, m: int, matrix: PreparedMatrix) -> bool:
     """Whether a product of m rows can be launched so.
 
     The vector kernel (`block_m` 1) takes 256 lanes a warp in `block_k`, which it counts in columns
-    as the other one does, and at most 16 features. Nothing is prefetched: with as many programs as
-    `choose` makes that gained nothing.
+    as the other one does, and at most 16 features; it prefetches nothing.
     """
     if config.block_m == 1:
         tile = 256 * matrix.parts * config.num_warps
         alike = config.block_k == tile and config.block_n <= _ALIGNED and config.num_stages == 1
+        alike &= config.prefetch == 0
     else:
-        alike = config.block_k % matrix.chunk == 0
+        alike = config.block_k % matrix.chunk == 0 and config.prefetch % (8 * matrix.parts) == 0
+        alike &= m <= config.block_m or not config.waits
     # One row of the vector kernel reads one scale for all features of a program.
     whole = BLOCK_ROWS % config.block_n == 0 or (config.block_m > 1 and matrix.rows == 1)
     rows = min(m, config.block_m) if config.block_m >= _FULL_TILE else m
     return (
         alike
-        and config.prefetch == 0
         and whole
         and m <= MAX_ROWS
         and config.fits(rows, matrix.shape[0], -(-matrix.padded_columns // 16) * 16)
@@ -825,11 +857,7 @@ def plan_launch(
     assert fits(config, m, matrix), f"{config} does not fit m={m}, n={n}, k={k}, {matrix.kind}"
     row_tiles = triton.cdiv(m, config.block_m)
     tiles = triton.cdiv(n, config.block_n) * row_tiles
-    partials = counters = None
-    if config.split_k > 1:
-        size = tiles * config.split_k * config.block_n * config.block_m
-        partials = torch.empty(size, dtype=torch.float32, device=x.device)
-        counters = arrival_counters(x.device)
+    partials, counters = room_for_partials(tiles * config.block_n, config, x.device)
     steps = steps_per_split(matrix.padded_columns, config)
     scales = (matrix.scale, matrix.zero, matrix.offset, matrix.row_scale, matrix.order)
     groups = matrix.groups
@@ -875,6 +903,14 @@ def plan_launch(
     options["STAGES"] = config.num_stages
     options["FOLD"] = folds(matrix, config.block_m) if fold is None else fold
     options["ROW_TILES"] = row_tiles
+    # As in `skinny_gemm`: useful before a wait only; one request of 128 bytes or more a thread.
+    options["PREFETCH"] = config.prefetch if options["PDL"] else 0
+    pieces = max(1, min(32 * config.num_warps // config.block_n, config.prefetch // 128))
+    options["PIECES"] = 1 << (pieces.bit_length() - 1)
+    small = matrix.parts == 2 and config.num_warps == 2 and config.block_m * config.block_n <= 256
+    if small and x.is_cuda:
+        # Eight programs at once. Asked for nothing, ptxas takes 72 or 96, and local memory.
+        options["maxnreg"] = 128
     return Launch(matrix_quantized_kernel, (tiles, config.split_k), arguments, options)
 
 

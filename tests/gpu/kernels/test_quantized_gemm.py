@@ -202,12 +202,28 @@ def test_chunks_within_a_group_have_a_word_for_each_scale(device, m, zeros):
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("m, k", [(1, 2048), (9, 640), (130, 640)])
-def test_split_products_repeat_exactly(device, m, k, kind):
-    """The first one leaves its arrival counters at zero: the next one starts with them."""
+@pytest.mark.parametrize(
+    "m, k, splits, waits",
+    [(1, 2048, 2, False), (1, 2048, 2, True), (9, 640, 2, True), (2, 1024, 4, False),
+     (2, 1024, 4, True), (130, 640, 2, False)],
+)  # fmt: skip
+def test_split_products_repeat_exactly(device, m, k, splits, kind, waits):
+    """The first one leaves counters of zero, or no sum: the next one starts with them."""
     matrix = random_matrix(kind, 16, k, group=64)
-    first = check(device, m, matrix, split_k=2)
-    assert torch.equal(check(device, m, matrix, split_k=2), first)
+    first = check(device, m, matrix, split_k=splits, waits=waits)
+    assert torch.equal(check(device, m, matrix, split_k=splits, waits=waits), first)
+    if waits:
+        assert torch.equal(check(device, m, matrix, split_k=splits), first)
+
+
+def test_sums_that_are_no_numbers_are_handed_over(device):
+    """Whatever the sums of a share are, none looks like one that is still missing."""
+    prepared = op.prepare(random_matrix("fp8", 16, 512, group=128, device=device))
+    x = torch.zeros(2, 512, dtype=torch.float16, device=device)
+    x[0, :256] = torch.nan
+    config = config_for(2, prepared, split_k=2, waits=True)
+    y = op.quantized_linear(x, prepared, config=config)
+    assert y[0].isnan().all() and (y[1] == 0).all()
 
 
 def test_a_tile_of_several_chunks(device):
@@ -312,7 +328,12 @@ def test_what_fits():
     tiles = SkinnyConfig(16, 32, 256, num_stages=3)
     assert op.fits(tiles, 9, matrix) and op.fits(replace(tiles, split_k=4), 9, matrix)
     assert not op.fits(replace(tiles, block_k=128), 9, matrix)  # no whole chunk
-    assert not op.fits(replace(tiles, prefetch=64), 9, matrix)
+    assert op.fits(replace(tiles, prefetch=256), 9, matrix)
+    assert not op.fits(replace(tiles, prefetch=2048), 9, matrix)  # more than there are
+    assert not op.fits(replace(vector, prefetch=64), 1, matrix)
+    large = on_meta("int4", 1 << 18, 1024, 64)
+    assert op.fits(replace(tiles, split_k=2), 9, large)
+    assert not op.fits(replace(tiles, split_k=4, waits=True), 9, large)  # no room for the sums
     with pytest.raises(AssertionError, match="does not fit m=17"):
         x = torch.zeros(17, 1024, dtype=torch.float16)
         op.plan_launch(x, matrix, None, y=torch.empty(17, 16), config=tiles)
