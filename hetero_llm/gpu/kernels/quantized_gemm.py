@@ -103,16 +103,22 @@ _INT4 = {
     32: (64, 4, 3, 1000),
     64: (64, 4, 3, 700),
 }
+_FP4 = {
+    8: (64, 2, 3, 760),
+    16: (64, 4, 3, 1000),
+    32: (64, 4, 3, 1000),
+    64: (128, 8, 3, 700),
+}
 _TABLES = {
     8: (64, 2, 3, 2500),
     16: (64, 4, 3, 2500),
     32: (64, 4, 3, 2500),
     64: (64, 4, 2, 700),
 }
-# For tiles of 128 rows: columns of a program at most (or one chunk), its features and warps, and
-# warps of all programs. The tensor cores are the limit here, and next to them reads of x from L2,
-# once for each tile of features. By estimate, not yet by measurement.
-_LARGE = ((128, 256, 8, 700), (256, 128, 8, 700))
+# For tiles of 128 rows: columns of a program at most (or one chunk), its features (128 where that
+# would be too few programs) and warps, and warps of all programs. The tensor cores are the limit
+# here, and next to them reads of x from L2, once for each tile of features.
+_LARGE = ((128, 256, 8, 760), (256, 128, 8, 760))
 _SHARED_BYTES = 227 << 10  # of a multiprocessor from sm_90 on
 _FULL_TILE = 64  # rows, from which on there may be several tiles of rows
 _WARPS_AT_ONCE = 8  # of a multiprocessor, by estimate
@@ -984,9 +990,8 @@ def serves(x: Tensor, matrix: PreparedMatrix, bias: Tensor | None) -> bool:
 
 
 def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
-    """A launch of a product of m rows that fits: on an H200 the best, or nearly, for fp8, int4 and
-    nf4 in the layers of an 8B shape (`bench.kernels.quantized_gemm`); int8 goes with fp8, fp4 with
-    nf4.
+    """A launch of a product of m rows that fits: on an H200 the best, or nearly, for fp8, int4,
+    nf4 and fp4 in the layers of an 8B shape (`bench.kernels.quantized_gemm`); int8 goes with fp8.
 
     What decides: with many small programs on each multiprocessor there are always some that wait
     for memory while others convert; elements of 4 bits are bound by the instructions that convert
@@ -1006,12 +1011,14 @@ def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
         most, block_n, warps, enough = next(of for of in _LARGE if matrix.chunk <= of[0])
         if matrix.rows > 1 or (matrix.group > 0 and not folds(matrix, block_m)):
             block_n = 128  # two sets of sums; blocks of rows
+        if triton.cdiv(n, block_n) * triton.cdiv(m, block_m) * warps < enough:
+            block_n = 128
         block_k = most // matrix.chunk * matrix.chunk
         config = SkinnyConfig(block_m, block_n, block_k, 1, warps, num_stages=4)
         while config.num_stages > 2 and shared_bytes(config, matrix) > _SHARED_BYTES:
             config = dataclasses.replace(config, num_stages=config.num_stages - 1)
     else:
-        of_kind = _INT4 if matrix.kind == "int4" else _TABLES
+        of_kind = {"int4": _INT4, "fp4": _FP4}.get(matrix.kind, _TABLES)
         of_kind = _EIGHT_BITS if matrix.parts == 2 else of_kind
         block_n, warps, stages, enough = of_kind[block_m]
         block_k = max(matrix.chunk, min(_CHUNK, columns) // matrix.chunk * matrix.chunk)
