@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +27,9 @@ def shrunk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     rows: list[int] = []
     shrink = op.lora_shrink
 
-    def counted(x: torch.Tensor, slots: torch.Tensor, weights: LoraSlots) -> torch.Tensor:
+    def counted(x: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
         rows.append(len(x))
-        return shrink(x, slots, weights)
+        return shrink(x, *others, **options)
 
     monkeypatch.setattr(op, "lora_shrink", counted)
     yield rows
@@ -52,7 +53,7 @@ def check(product: Product, weight: torch.Tensor, weights: LoraSlots, m: int) ->
     expected = lora_reference(x.float() @ weight.float().t(), x, slots, weights)
     for inputs, wanted in ((x, expected), (-x, -expected)):
         y = op.product_with_adapters(product, inputs, weight, None, rows=rows, weights=weights)
-        assert (y.float() - wanted).abs().max() < 1e-2 * wanted.abs().max()
+        assert (y.float() - wanted).abs().max() < 1.5e-2 * wanted.abs().max()
     return words
 
 
