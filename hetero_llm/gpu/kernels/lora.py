@@ -306,7 +306,6 @@ def lora_expand_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (tiles of the widest part's features, tiles of places, parts)."""
-    DTYPE: tl.constexpr = y.dtype.element_ty
     part = tl.program_id(2)
     first = tl.multiple_of(tl.load(bounds + part), ALIGNED) + tl.program_id(0) * (TILES * BLOCK_N)
     stop = tl.multiple_of(tl.load(bounds + part + 1), ALIGNED)
@@ -315,11 +314,14 @@ def lora_expand_kernel(
     wait_for_inputs(PDL)
     let_next_start(PDL)
     slot = tl.load(adapters + tl.program_id(1) * BLOCK_M // BLOCK).to(tl.int64) - 1
-    if (first < stop) & (slot >= 0):
+    if (first < stop) & (slot >= (0 if ADD else -1)):
         rows = tl.load(rows_ptr + places)
         there = rows < m
         row_pointers = y + rows.to(tl.int64)[:, None] * y_stride
         num_places = tl.num_programs(1).to(tl.int64) * BLOCK_M
+        # Without an adapter there are no sums: no split and no B are read.
+        adapted = slot >= 0
+        splits = tl.where(adapted, splits, 0)
         low = load_low(
             u, places, num_places, part, splits, b.dtype.element_ty, RANK, PARTS, BLOCK_M
         )
@@ -328,34 +330,21 @@ def lora_expand_kernel(
             features = offset + tl.arange(0, BLOCK_N)
             inside = features < stop
             mask = there[:, None] & inside[None, :]
-            right = tl.load(matrix + features[None, :] * RANK, mask=inside[None, :], other=0.0)
+            pointers = row_pointers + features[None, :]
+            if ADD:
+                base = tl.load(pointers, mask=mask, other=0.0)
+            right = tl.load(
+                matrix + features[None, :] * RANK, mask=(inside & adapted)[None, :], other=0.0
+            )
             left = low
             if IN_INTERPRETER:
                 left, right = left.to(tl.float32), right.to(tl.float32)
             sums = tl.dot(left, right, input_precision="ieee")
             if ADD:
-                sums += tl.load(row_pointers + features[None, :], mask=mask, other=0.0).to(
-                    tl.float32
-                )
+                sums += base.to(tl.float32)
             if HAS_BIAS:
                 sums += tl.load(bias + features, mask=inside, other=0.0).to(tl.float32)[None, :]
-            tl.store(row_pointers + features[None, :], sums.to(DTYPE), mask=mask)
-    if not ADD:
-        if (first < stop) & (slot == -1):
-            rows = tl.load(rows_ptr + places)
-            there = rows < m
-            row_pointers = y + rows.to(tl.int64)[:, None] * y_stride
-            for offset in tl.range(first, stop, BLOCK_N):
-                features = offset + tl.arange(0, BLOCK_N)
-                inside = features < stop
-                values = tl.zeros((BLOCK_N,), DTYPE)
-                if HAS_BIAS:
-                    values = tl.load(bias + features, mask=inside, other=0.0)
-                tl.store(
-                    row_pointers + features[None, :],
-                    tl.broadcast_to(values[None, :], (BLOCK_M, BLOCK_N)),
-                    mask=there[:, None] & inside[None, :],
-                )
+            tl.store(pointers, sums.to(y.dtype.element_ty), mask=mask)
 
 
 def _steps_of_split(tiles: int, k: int, config: ShrinkConfig, device: torch.device) -> int:

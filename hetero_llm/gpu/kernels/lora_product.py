@@ -66,8 +66,9 @@ class StepRows:
         begin, self._taken = self._taken, self._taken + words
         return self._sums[begin : self._taken] if self._taken <= len(self._sums) else None
 
-    def groups(self, block: int) -> RowGroups:
-        """The rows by adapter; made where the first product of the step asks for them."""
+    def groups_for(self, x: Tensor, weights: LoraSlots) -> RowGroups:
+        """The rows by adapter, for a product of x; made where the first product asks for them."""
+        block = block_of(choose(len(x), weights.rank, x.dtype))
         if block not in self._groups:
             self._groups[block] = group_rows(self.slots, num_slots=self._num_slots, block=block)
         return self._groups[block]
@@ -116,7 +117,7 @@ def product_with_adapters(
         return y
     if len(x) == 0:
         return product(x, weight, bias)
-    groups = rows.groups(block_of(choose(len(x), weights.rank, x.dtype)))
+    groups = rows.groups_for(x, weights)
     u = lora_shrink(x, groups, weights)
     if product is skinny_gemm.linear and len(x) > skinny_gemm.MAX_ROWS:
         y = x.new_empty(len(x), len(weight))
