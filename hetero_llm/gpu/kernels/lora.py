@@ -453,7 +453,7 @@ def lora_expand(
 def lora_reference(y: Tensor, x: Tensor, slots: Tensor, weights: LoraSlots) -> Tensor:
     """`lora_shrink` and `lora_expand` in plain torch, in float32; a new [M, N] tensor of y's
     dtype."""
-    out = y.float()
+    out = y.to(torch.float32, copy=True)
     for row, slot in enumerate(slots.tolist()):
         if slot == NO_SLOT:
             continue

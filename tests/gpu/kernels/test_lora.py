@@ -50,6 +50,7 @@ def check(weights: LoraSlots, slots: list[int], seed: int = 0) -> torch.Tensor:
     before, y = wide.clone(), wide[:, :n]
     where = torch.tensor(slots, dtype=torch.int32, device=device)
     expected = op.lora_reference(y, x, where, weights)
+    assert torch.equal(wide, before)
     block = op.block_of(op.choose(m, weights.rank, dtype))
     groups = group_rows(where, num_slots=len(weights.a), block=block)
     u = op.lora_shrink(x, groups, weights)
