@@ -246,11 +246,12 @@ WRITES = (
     ExpandConfig(64, 256, tiles=4, num_warps=8),
     ExpandConfig(32, 256, tiles=2),
 )
-ADDS = WRITES[:3]
+ADDS = (*WRITES[:3], ExpandConfig(64, 128, tiles=4, num_stages=3))
 GATES = (
     GateConfig(64, 64),
     GateConfig(64, 64, tiles=4),
-    GateConfig(64, 128, tiles=2, num_warps=8),
+    GateConfig(64, 64, tiles=7, num_stages=3),
+    GateConfig(64, 128, tiles=4, num_warps=8),
     GateConfig(128, 64, tiles=4, num_warps=8),
     GateConfig(32, 128, tiles=4),
 )

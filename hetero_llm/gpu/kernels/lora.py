@@ -78,12 +78,14 @@ class ExpandConfig:
         block_n: Features written at a time.
         tiles: Times `block_n`: features of a program, which reads its rows' sums once for all.
         num_warps: Warps of a program.
+        num_stages: Depth of the pipeline through shared memory, where there are several tiles.
     """
 
     block_m: int
     block_n: int
     tiles: int = 1
     num_warps: int = 4
+    num_stages: int = 2
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,9 @@ _EXACT = LoraConfig(ShrinkConfig(16, 32), ExpandConfig(16, 64), ExpandConfig(16,
 _FEW = LoraConfig(ShrinkConfig(16, 128), ExpandConfig(16, 128), ExpandConfig(16, 128))
 _FEW_WIDE = LoraConfig(ShrinkConfig(16, 64), ExpandConfig(16, 64), ExpandConfig(16, 64))
 _MANY = LoraConfig(
-    ShrinkConfig(64, 128, descending=True), ExpandConfig(64, 128), ExpandConfig(64, 128, tiles=4)
+    ShrinkConfig(64, 128, descending=True),
+    ExpandConfig(64, 128, tiles=4),
+    ExpandConfig(64, 128, tiles=4),
 )
 _MANY_WIDE = LoraConfig(ShrinkConfig(64, 64), ExpandConfig(64, 64), ExpandConfig(64, 64))
 _WIDE = 64  # ranks above it
@@ -300,6 +304,7 @@ def lora_expand_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILES: tl.constexpr,
+    STAGES: tl.constexpr,
     ALIGNED: tl.constexpr,  # divides all bounds: loads are as wide as that allows
     ADD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -326,7 +331,7 @@ def lora_expand_kernel(
             u, places, num_places, part, splits, b.dtype.element_ty, RANK, PARTS, BLOCK_M
         )
         matrix = b + slot * b_stride + tl.arange(0, RANK)[:, None]
-        for offset in tl.range(first, stop, BLOCK_N):
+        for offset in tl.range(first, stop, BLOCK_N, num_stages=STAGES):
             features = offset + tl.arange(0, BLOCK_N)
             inside = features < stop
             mask = there[:, None] & inside[None, :]
@@ -441,6 +446,7 @@ def lora_expand(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         TILES=config.tiles,
+        STAGES=config.num_stages if config.tiles > 1 else 1,
         ALIGNED=math.gcd(weights.alignment, 16),
         ADD=add,
         HAS_BIAS=bias is not None,

@@ -36,12 +36,14 @@ class GateConfig:
         block_n: Outputs computed at a time.
         tiles: Times `block_n`: outputs of a program.
         num_warps: Warps of a program.
+        num_stages: Depth of the pipeline through shared memory, where there are several tiles.
     """
 
     block_m: int
     block_n: int
     tiles: int = 1
     num_warps: int = 4
+    num_stages: int = 2
 
 
 _FEW_ROWS = 64
@@ -50,7 +52,7 @@ _FEW_ROWS = 64
 def choose(m: int, rank: int, dtype: torch.dtype) -> GateConfig:
     """The launch for m rows and adapters of a padded rank."""
     if m <= _FEW_ROWS or dtype == torch.float32:
-        return GateConfig(16, 32)
+        return GateConfig(16, 32 if rank <= 64 else 16)
     return GateConfig(64, 64, tiles=4) if rank <= 64 else GateConfig(64, 32)
 
 
@@ -83,6 +85,7 @@ def lora_gate_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILES: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (tiles of outputs, tiles of places)."""
@@ -105,7 +108,7 @@ def lora_gate_kernel(
         low_gate = load_low(u, places, num_places, 0, splits, b.dtype.element_ty, RANK, 2, BLOCK_M)
         low_up = load_low(u, places, num_places, 1, splits, b.dtype.element_ty, RANK, 2, BLOCK_M)
         matrix = b + slot * b_stride + tl.arange(0, RANK)[:, None]
-        for offset in tl.range(first, stop, BLOCK_N):
+        for offset in tl.range(first, stop, BLOCK_N, num_stages=STAGES):
             columns = offset + tl.arange(0, BLOCK_N)
             inside = columns < stop
             mask = there[:, None] & inside[None, :]
@@ -161,6 +164,7 @@ def lora_gate(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         TILES=config.tiles,
+        STAGES=config.num_stages if config.tiles > 1 else 1,
         num_warps=config.num_warps,
         **pdl_options(out.device),
     )
