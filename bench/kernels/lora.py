@@ -76,6 +76,7 @@ from hetero_llm.gpu.kernels.lora_gate import GateConfig, lora_gate
 from hetero_llm.gpu.kernels.lora_product import (
     StepRows,
     group_rows,
+    product_before_gate,
     product_with_adapters,
     sums_of_product,
 )
@@ -173,10 +174,9 @@ def run_layers(
     def gates(layer: Layer, x: Tensor) -> Tensor:
         if rows is None or way != "gate":
             return silu_mul(multiply(layer, "gate_up", x))
-        weight, adapters = layer["gate_up"]
-        groups = rows.groups_for(x, adapters)
-        u = lora_shrink(x, groups, adapters)
-        return lora_gate(linear(x, weight), u, groups, adapters, name="silu")
+        weight, own = layer["gate_up"]
+        y, missing = product_before_gate(linear, x, weight, None, rows=rows, weights=own)
+        return silu_mul(y) if missing is None else missing.gate(y, "silu")
 
     x, residual = start, torch.zeros_like(start)
     for layer in layers:

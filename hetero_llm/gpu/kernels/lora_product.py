@@ -5,6 +5,7 @@
 | up to `fused_lora.MAX_ROWS` rows, ranks up to `fused_lora.MAX_RANK`, bf16 or fp16, `skinny_gemm.linear` or a `QuantizedProduct` with few rows | one: the product with the adapters inside |
 | `skinny_gemm.linear` with more rows than `skinny_gemm.MAX_ROWS`: the library's product | three: `lora_shrink`, `lora_expand` into the new output, the product added to it |
 | all others | three: `lora_shrink`, the product, `lora_expand` added to its output |
+| gate and up of all but the first line (`product_before_gate`) | three: `lora_shrink`, the product, `lora_gate` in the place of its activation |
 
 An expand behind the product reads and writes the output once more. Before it, it only writes: the
 library's product reads the output under its arithmetic, which takes longer.
@@ -13,6 +14,8 @@ Sums of products with adapters inside lie in memory that a step has set up befor
 """  # noqa: E501
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,6 +31,7 @@ from hetero_llm.gpu.kernels.lora import (
     lora_expand,
     lora_shrink,
 )
+from hetero_llm.gpu.kernels.lora_gate import lora_gate
 from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct
 from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig
 from hetero_llm.models.layers import Product
@@ -124,6 +128,46 @@ def product_with_adapters(
         lora_expand(y, u, groups, weights, add=False, bias=bias)
         return y.addmm_(x, weight.t())
     return lora_expand(product(x, weight, bias), u, groups, weights)
+
+
+@dataclass(frozen=True)
+class GateAdapters:
+    """Adapters that a product of gate and up still lacks, for the activation behind it."""
+
+    u: Tensor
+    groups: RowGroups
+    weights: LoraSlots
+
+    def gate(self, gate_up: Tensor, name: str) -> Tensor:
+        """`activation.gated_activation` of the product with its adapters."""
+        return lora_gate(gate_up, self.u, self.groups, self.weights, name=name)
+
+
+def product_before_gate(
+    product: Product,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    rows: StepRows,
+    weights: LoraSlots,
+) -> tuple[Tensor, GateAdapters | None]:
+    """`product_with_adapters` of gate and up, whose activation may add the adapters.
+
+    Args:
+        weights: of two parts of one size.
+
+    Returns:
+        [M, N] in x's dtype, and what its activation must add; None: nothing.
+    """
+    y = None if rows.distinct is None else _fused(product, x, weight, bias, rows, weights)
+    if y is not None:
+        return y, None
+    if len(x) == 0:
+        return product(x, weight, bias), None
+    groups = rows.groups_for(x, weights)
+    u = lora_shrink(x, groups, weights)
+    return product(x, weight, bias), GateAdapters(u, groups, weights)
 
 
 def _fused(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from hetero_llm.gpu.kernels import lora_product as op
+from hetero_llm.gpu.kernels.activation import gated_activation, gated_activation_reference
 from hetero_llm.gpu.kernels.lora import NO_SLOT, LoraSlots, lora_reference
 from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct
 from hetero_llm.gpu.kernels.skinny_gemm import linear
@@ -126,3 +127,24 @@ def test_quantized_products(
     dense = dequantize(matrix, torch.bfloat16).to(device)
     assert (check(product, dense, weights, m) == 0) == bool(outside)
     assert shrunk == [m] * outside
+
+
+@pytest.mark.parametrize(("m", "deferred"), [(0, False), (2, False), (66, True)])
+def test_gate_and_up_get_theirs_in_the_activation(
+    device: torch.device, shrunk: list[int], m: int, deferred: bool
+) -> None:
+    weight, weights = layer(device, 8, torch.bfloat16)
+    x = torch.randn(m, K, generator=torch.Generator().manual_seed(m)).to(weight)
+    slots = (torch.arange(m, dtype=torch.int32, device=device) % 4 - 1).contiguous()
+    args = (linear, x, weight, None)
+    words = op.sums_of_product(linear, m, weights)
+    y, missing = op.product_before_gate(
+        *args, rows=step_rows(weights, slots, words), weights=weights
+    )
+    assert (missing is not None) == deferred == (shrunk == [m])
+    found = gated_activation(y, "silu") if missing is None else missing.gate(y, "silu")
+    expected = lora_reference(x.float() @ weight.float().t(), x, slots, weights)
+    expected = gated_activation_reference(expected, "silu")
+    assert found.shape == expected.shape
+    if m > 0:
+        assert (found.float() - expected).abs().max() < 4e-2 * expected.abs().max()
