@@ -88,6 +88,7 @@ def group_rows(slots: Tensor, *, num_slots: int, block: int) -> RowGroups:
     """
     assert slots.dtype == torch.int32 and slots.ndim == 1, (slots.dtype, slots.shape)
     groups = align((slots + 1)[:, None], num_slots + 1, block)
+    assert groups.pairs is not None
     return RowGroups(groups.pairs, groups.experts, len(slots), block)
 
 
