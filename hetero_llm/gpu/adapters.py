@@ -9,6 +9,7 @@ Which kernels a product with adapters takes: `kernels.lora_product`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -18,11 +19,19 @@ from torch import Tensor
 
 from hetero_llm.core.lora import NO_ADAPTER, AdapterRef
 from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.gpu.kernels.activation import gated_activation
 from hetero_llm.gpu.kernels.lora import NO_SLOT, LoraSlots
-from hetero_llm.gpu.kernels.lora_product import StepRows, product_with_adapters, sums_of_product
+from hetero_llm.gpu.kernels.lora_product import (
+    GateAdapters,
+    StepRows,
+    product_before_gate,
+    product_with_adapters,
+    sums_of_product,
+)
 from hetero_llm.gpu.uploads import Uploads
 from hetero_llm.lora.slot_layout import SlotLayout, widths
-from hetero_llm.models.layers import CausalLM, Linear, Product
+from hetero_llm.models.blocks import GatedMLP
+from hetero_llm.models.layers import CausalLM, GatedActivation, Linear, Product
 
 assert NO_SLOT == NO_ADAPTER
 
@@ -74,9 +83,15 @@ class GpuAdapters:
         )
         self._uploads = Uploads(max_num_seqs, device)
         self._rows: StepRows | None = None  # of the forward pass that is made
+        self._missing: GateAdapters | None = None  # of gate and up, until their activation runs
         self._layers: list[tuple[Product, LoraSlots]] = []
         self._words: dict[int, int] = {}  # by number of rows: see `StepRows`
         modules = dict(model.named_modules())
+        gates = {
+            module.gate_up_proj: module.activation
+            for module in modules.values()
+            if isinstance(module, GatedMLP) and _is_kernel(module.activation)
+        }
         for name, place in layout.places.items():
             linear = modules[name]
             assert isinstance(linear, Linear)
@@ -89,6 +104,11 @@ class GpuAdapters:
             )
             self._layers.append((linear.product, weights))
             linear.product = partial(self._multiply, linear.product, weights)
+            if linear in gates and weights.parts == 2:
+                product = self._layers[-1][0]
+                linear.product = partial(self._multiply_before_gate, product, weights)
+                activation = gates[linear]
+                activation.function = partial(self._gate, activation.name, activation.function)
 
     def prepare(self, step: SchedulerOutput) -> bool:
         """Fills the slots that a step needs and tells the device the slots of admitted sequences.
@@ -136,3 +156,24 @@ class GpuAdapters:
         if self._rows is None:
             return product(x, weight, bias)
         return product_with_adapters(product, x, weight, bias, rows=self._rows, weights=slots)
+
+    def _multiply_before_gate(
+        self, product: Product, slots: LoraSlots, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """`_multiply` of gate and up; `_gate`, which comes next, may add the adapters."""
+        if self._rows is None:
+            return product(x, weight, bias)
+        y, self._missing = product_before_gate(
+            product, x, weight, bias, rows=self._rows, weights=slots
+        )
+        return y
+
+    def _gate(self, name: str, plain: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+        missing, self._missing = self._missing, None
+        return plain(gate_up) if missing is None else missing.gate(gate_up, name)
+
+
+def _is_kernel(activation: GatedActivation) -> bool:
+    """Whether `lora_gate` computes what this activation does."""
+    function = activation.function
+    return isinstance(function, partial) and function.func is gated_activation
