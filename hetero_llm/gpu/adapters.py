@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -25,7 +25,7 @@ from hetero_llm.core.lora import NO_ADAPTER, AdapterRef
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.gpu.kernels.lora import NO_SLOT, LoraSlots
 from hetero_llm.gpu.kernels.lora_product import StepRows, product_with_adapters, sums_of_product
-from hetero_llm.gpu.slot_loads import LoadStream, SlotLoads, open_load_stream
+from hetero_llm.gpu.slot_loads import SlotLoads
 from hetero_llm.gpu.uploads import Uploads
 from hetero_llm.lora.slot_layout import SlotLayout, widths
 from hetero_llm.models.layers import CausalLM, Linear, Product
@@ -77,7 +77,7 @@ class GpuAdapters:
         memory: holds the adapter of every load of a step until its launch.
         num_slots: adapters on the device.
         max_num_seqs: request slots.
-        open_stream: see `SlotLoads`.
+        open_loads: of the slots and the bytes of their pieces.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class GpuAdapters:
         num_slots: int,
         max_num_seqs: int,
         device: torch.device,
-        open_stream: Callable[[Tensor], LoadStream] = open_load_stream,
+        open_loads: Callable[[Tensor, Sequence[int]], SlotLoads] = SlotLoads,
     ) -> None:
         self._memory = memory
         self._slots = torch.zeros(num_slots, layout.num_bytes, dtype=torch.uint8, device=device)
-        self._loads = SlotLoads(self._slots, layout.pieces, open_stream=open_stream)
+        self._loads = open_loads(self._slots, layout.pieces)
         self._next_piece = len(layout.pieces)  # that the forward pass has not waited for
         self._adapter_of = np.full(max_num_seqs, NO_ADAPTER, np.int32)  # by request slot
         self._device_adapter_of = torch.full(
