@@ -44,10 +44,13 @@ class CudaLoadStream:
 
     Args:
         flag: [1] int32 on the device.
+
+    Attributes:
+        stream: on which the copies run.
     """
 
     def __init__(self, flag: Tensor) -> None:
-        self._stream = torch.cuda.Stream(flag.device)
+        self.stream = torch.cuda.Stream(flag.device)
         self._launched = torch.cuda.Event()
         self._address = flag.data_ptr()
         # A copy of 4 bytes would be no flag: nothing orders what other streams see of two copies.
@@ -56,14 +59,14 @@ class CudaLoadStream:
 
     def load(self, pieces: Iterable[Copies], count: int) -> None:
         self._launched.record()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             self._launched.wait()
             for copies in pieces:
                 for target, source in copies:
                     # Torch keeps the source from being used anew while the copy runs.
                     target.copy_(source, non_blocking=True)
                 count += 1
-                error = self._write(self._stream.cuda_stream, self._address, count % 2**32, 0)
+                error = self._write(self.stream.cuda_stream, self._address, count % 2**32, 0)
                 if error:
                     raise RuntimeError(f"cuStreamWriteValue32 for an adapter: error {error}")
 
