@@ -14,7 +14,8 @@ the head; prompts are all distinct, greedy, no detokenization. Arms:
   ms/step = (T(1 + steps) - T(1)) / steps, prompts of 128 tokens.
 - prefill: first token of a prompt (`--prompt`, 4096) with an adapter that is on the device.
 - cold: first token of a prompt of 512 tokens with an adapter that is in host memory only, beside
-  one that is on the device.
+  one that is on the device, and (on a GPU) the copy of an adapter alone, at once (`copy_ms`): what
+  of it `cold_adds_ms` does not have is hidden.
 - zipf: `--streams` requests (64) at a time of `--requests` (256) with 256 tokens in and 128 out,
   each with one of `--adapters` (1,000) by Zipf's law with exponent 1.1: output tokens a second over
   those of the base model. Its engine has `--zipf-slots` slots.
@@ -43,6 +44,7 @@ from torch import Tensor
 
 from bench.common import bench_parser, names_of, numbers, print_table, write_results
 from bench.generation import Adapters, first_token_ms, greedy, seconds
+from bench.gpu_timing import event_ms
 from bench.shapes import CPU_SHAPES, SHAPES, Config, Prompts, start
 from hetero_llm import LLM, LoRARequest
 from hetero_llm.core.lora import AdapterRef
@@ -105,6 +107,12 @@ class MadeAdapters:
         key = sha256(request.lora_name.encode()).hexdigest()
         rank = max(linear.a.shape[0] for linear in linears.values())
         return Adapter(AdapterRef(request, key, rank), linears)
+
+    def copy_ms(self, device: str) -> float:
+        """Of one adapter's copy to the device while nothing else runs; there must be one."""
+        packed = next(iter(self._packed.values()))
+        slot = torch.empty_like(packed, device=device)
+        return event_ms(lambda: slot.copy_(packed, non_blocking=True))
 
     def _make(
         self, number: int, targets: AdapterTargets, dtype: torch.dtype
@@ -335,7 +343,10 @@ def run(args: argparse.Namespace, config: Config) -> dict[str, Any]:
                 if "prefill" in args.arms:
                     add("prefill", bench.prefill(args.prompt))
                 if "cold" in args.arms:
-                    add("cold", bench.cold(COLD_PROMPT))
+                    rows = bench.cold(COLD_PROMPT)
+                    if torch.device(args.device).type == "cuda":
+                        rows[0]["copy_ms"] = made.copy_ms(args.device)
+                    add("cold", rows)
         if "zipf" in args.arms:
             with adapted(args.zipf_slots, args.adapters) as llm, made.in_place():
                 bench = Bench(base, llm, prompts, args.rounds)

@@ -5,9 +5,10 @@ into it (a part); what an adapter lacks is zero. Parts are as wide as the larges
 served, so the place of everything is the same in all slots and kernels find it by the slot's
 number.
 
-Layers lie in a slot in the order in which they run, in *pieces*, each of which one copy fills: the
-first layer, the next two, the next four, and so on. A step that runs behind the copies waits before
-the first product of each piece; while one piece's layers run, a piece of twice as many arrives.
+Layers lie in a slot in the order in which they run, in *pieces*, each of which one copy fills. A
+step that runs behind the copies waits before the first product of each piece. A piece has half as
+many layers as lie before it: while those n layers run, at most 1.5 n are copied, so it is there in
+time if a layer takes 1.5 times as long as its copy.
 """
 
 from __future__ import annotations
@@ -129,13 +130,14 @@ class SlotLayout:
 
 
 def _pieces(names: Iterable[str]) -> list[list[str]]:
-    """The `Linear`s of 1, 2, 4, ... layers."""
+    """The `Linear`s of each piece, of 1, 1, 1, 2, 3, 4, 6, 9, ... layers."""
+    layers = [list(x) for _, x in groupby(sorted(names, key=_layer_number), _layer_number)]
     pieces: list[list[str]] = []
-    layers = groupby(sorted(names, key=_layer_number), _layer_number)
-    for position, (_, members) in enumerate(layers, 1):
-        if position.bit_length() > len(pieces):
-            pieces.append([])
-        pieces[-1] += members
+    begin = 0
+    while begin < len(layers):
+        end = begin + max(1, (begin + 1) // 2)
+        pieces.append([name for layer in layers[begin:end] for name in layer])
+        begin = end
     return pieces
 
 

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +30,7 @@ from hetero_llm.gpu.kernels import lora_product
 from hetero_llm.gpu.kernels.lora import lora_reference
 from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
 from hetero_llm.gpu.model_runner import GpuModelRunner
-from hetero_llm.gpu.slot_loads import Copies, HostLoadStream, LoadStream, SlotLoads
+from hetero_llm.gpu.slot_loads import Copies, CudaLoadStream, HostLoadStream, LoadStream, SlotLoads
 from hetero_llm.lora.adapter import Adapter, read_adapter
 from hetero_llm.lora.slot_layout import SlotLayout
 from hetero_llm.lora.targets import AdapterTargets, adapter_targets
@@ -115,6 +118,67 @@ def test_a_wait_ends_with_its_piece_of_all_slots(device: torch.device) -> None:
     assert missing(1)
     streams[0].bring(2)
     assert not missing(2) and slots[1].cpu().equal(contents[3])
+
+
+class Driver:
+    """In the place of a device's streams and driver: notes what goes to which stream."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.streams = ["steps"]
+        self.error = 0
+
+    def __call__(self, stream: int, address: int, value: int, flags: int) -> int:
+        """`cuStreamWriteValue32`."""
+        self.log.append(("write", stream, address, value, flags))
+        return self.error
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        self.streams.append(stream.name)
+        yield
+        self.streams.pop()
+
+    def note(self, what: str) -> None:
+        self.log.append((what, self.streams[-1]))
+
+
+@pytest.mark.parametrize("count", [0, 2**31 - 2, 2**32 - 2])
+def test_copies_wait_for_steps_and_flags_for_copies(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of what a stream gets, and a flag that passes the largest number."""
+    driver = Driver()
+    event = SimpleNamespace(
+        record=partial(driver.note, "record"), wait=partial(driver.note, "wait")
+    )
+    stream = SimpleNamespace(name="loads", cuda_stream=77)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "stream", driver.on)
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda name: SimpleNamespace(cuStreamWriteValue32_v2=driver)
+    )
+    flag = torch.zeros(1, dtype=torch.int32)
+
+    def copy(source: str, *, non_blocking: bool) -> None:
+        assert non_blocking
+        driver.note(f"copy {source}")
+
+    slot = SimpleNamespace(copy_=copy)
+    pieces: Any = [[(slot, "a0"), (slot, "b0")], [(slot, "a1")]]
+    loading = CudaLoadStream(flag)
+    loading.load(pieces, count)
+    wrapped = [(count + at) % 2**32 for at in (1, 2)]
+    address = flag.data_ptr()
+    assert driver.log == [
+        ("record", "steps"), ("wait", "loads"), ("copy a0", "loads"), ("copy b0", "loads"),
+        ("write", 77, address, wrapped[0], 0), ("copy a1", "loads"),
+        ("write", 77, address, wrapped[1], 0),
+    ]  # fmt: skip
+    driver.error = 700
+    with pytest.raises(RuntimeError, match="cuStreamWriteValue32 for an adapter: error 700"):
+        loading.load(pieces, count)
 
 
 # -- steps behind them ----------------------------------------------------------------------------

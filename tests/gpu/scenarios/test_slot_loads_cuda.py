@@ -77,7 +77,7 @@ late_loads = partial(SlotLoads, open_stream=LateStream)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of four layers: three pieces."""
+    """Of four layers, each of them a piece."""
     return make_tiny_checkpoint(tmp_path_factory.mktemp("llama"), "llama", "heads_of_16", layers=4)
 
 
