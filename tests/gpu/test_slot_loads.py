@@ -214,7 +214,7 @@ class LateStream:
                     self._changed.wait_for(lambda at=at: self._asked > count + at)  # type: ignore[misc]
                 self._stream.load([copies], count + at)
 
-        self._last = threading.Thread(target=bring)
+        self._last = threading.Thread(target=bring, daemon=True)
         self._last.start()
 
     def join(self) -> None:
