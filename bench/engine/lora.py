@@ -14,7 +14,8 @@ the head; prompts are all distinct, greedy, no detokenization. Arms:
   ms/step = (T(1 + steps) - T(1)) / steps, prompts of 128 tokens.
 - prefill: first token of a prompt (`--prompt`, 4096) with an adapter that is on the device.
 - cold: first token of a prompt of 512 tokens with an adapter that is in host memory only, beside
-  one that is on the device.
+  one that is on the device, and (on a GPU) the copy of an adapter alone, at once (`copy_ms`): what
+  of it `cold_adds_ms` does not have is hidden.
 - zipf: `--streams` requests (64) at a time of `--requests` (256) with 256 tokens in and 128 out,
   each with one of `--adapters` (1,000) by Zipf's law with exponent 1.1: output tokens a second over
   those of the base model. Its engine has `--zipf-slots` slots.
@@ -254,7 +255,10 @@ def run(args: argparse.Namespace, config: Config) -> dict[str, Any]:
                 if "prefill" in args.arms:
                     add("prefill", bench.prefill(args.prompt))
                 if "cold" in args.arms:
-                    add("cold", bench.cold(COLD_PROMPT))
+                    rows = bench.cold(COLD_PROMPT)
+                    if torch.device(args.device).type == "cuda":
+                        rows[0]["copy_ms"] = made.copy_ms(args.device)
+                    add("cold", rows)
         if "zipf" in args.arms:
             with adapted(args.zipf_slots, args.adapters) as llm, made.in_place():
                 bench = Bench(base, llm, prompts, args.rounds, args.different)

@@ -58,7 +58,7 @@ MOST_LOOKS = tl.constexpr(1 << 20)
 _TOGETHER = 128  # lines of B that are multiplied at once, of one or several adapters
 _MOST_SHARES = 8  # of K
 _MOST_SUMS = 8192  # that a program reads at once: 64 registers of four warps
-_LEAST_TILES = 2  # of K in a share of one row
+_LEAST_TILES = 1  # of K in a share of one row
 _LINES_OF_ROW = 2  # of A in a program, of one row: as few registers as the product takes
 _FILL = 1024  # words that a program sets to `NOT_YET`
 

@@ -110,7 +110,7 @@ _FEW_WIDE = LoraConfig(ShrinkConfig(16, 64), ExpandConfig(16, 64), ExpandConfig(
 _MANY = LoraConfig(
     ShrinkConfig(64, 128, descending=True),
     ExpandConfig(64, 128, tiles=4),
-    ExpandConfig(64, 128, tiles=4),
+    ExpandConfig(64, 128, tiles=1),
 )
 _MANY_WIDE = LoraConfig(ShrinkConfig(64, 64), ExpandConfig(64, 64), ExpandConfig(64, 64))
 _WIDE = 64  # ranks above it

@@ -88,6 +88,7 @@ _LANES = (128, 64, 32, 16)
 _CHUNK = 256  # columns at most: the rows of x of a chunk are in shared memory at once
 _ALIGNED = 16  # elements in each scale's row are padded to this, for 16-byte loads
 _ROWS_AT_ONCE = 1 << 14
+_WIDE = 1 << 14  # features of 8 bits for which there are programs enough of 64
 _FEW_ELEMENTS = 1 << 25  # of 4 bits, in a matrix that the vector kernel is the faster one for
 # By rows: features, warps and stages of a program, and the warps of all programs that K is split
 # for. The last table is of kinds that are looked up or take long to convert.
@@ -1021,6 +1022,8 @@ def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
         of_kind = {"int4": _INT4, "fp4": _FP4}.get(matrix.kind, _TABLES)
         of_kind = _EIGHT_BITS if matrix.parts == 2 else of_kind
         block_n, warps, stages, enough = of_kind[block_m]
+        if matrix.parts == 2 and block_m == 8 and n >= _WIDE:
+            block_n, warps = 64, 4
         block_k = max(matrix.chunk, min(_CHUNK, columns) // matrix.chunk * matrix.chunk)
         if matrix.lanes * block_m < 64 * warps:  # x's tiles are copied 4 bytes a thread at least
             block_n, warps = 32, 2
@@ -1031,4 +1034,8 @@ def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
         if tiles * config.split_k * warps >= enough or not fits(wider, m, matrix):
             break
         config = wider
+    if matrix.parts == 2 and 8 <= config.block_m <= 32 and config.split_k == 2:
+        # The first share is summed up soon after the second: its reader waits for next to nothing.
+        waiting = dataclasses.replace(config, waits=True)
+        config = waiting if fits(waiting, m, matrix) else config
     return config
