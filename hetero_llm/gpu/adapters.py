@@ -62,6 +62,7 @@ class NoGpuAdapters:
     """In the place of `GpuAdapters` where adapters are not served."""
 
     turn = 0
+    overlaps_loads = False
 
     def prepare(self, step: SchedulerOutput) -> AdapterUse:
         return AdapterUse.NONE
@@ -86,6 +87,8 @@ class GpuAdapters:
         num_slots: adapters on the device.
         max_num_seqs: request slots.
         open_loads: of the slots and the bytes of their pieces.
+        overlap_loads: a step waits for its adapters piece by piece on the device. Off until a GPU
+            has run it: the copies are part of the step's stream.
     """
 
     def __init__(
@@ -98,7 +101,9 @@ class GpuAdapters:
         max_num_seqs: int,
         device: torch.device,
         open_loads: Callable[[Tensor, Sequence[int]], SlotLoads] = SlotLoads,
+        overlap_loads: bool = False,
     ) -> None:
+        self.overlaps_loads = overlap_loads
         self._memory = memory
         self._slots = torch.zeros(num_slots, layout.num_bytes, dtype=torch.uint8, device=device)
         self._loads = open_loads(self._slots, layout.pieces)
@@ -145,8 +150,11 @@ class GpuAdapters:
         """Starts to fill the slots of a step and tells the device the slots of admitted sequences.
         A step is launched as the kind that is returned, before the next one is prepared."""
         loads = {load.slot: load.adapter for load in step.adapter_loads}
-        if loads:
+        if self.overlaps_loads and loads:
             self._loads.start({slot: self._memory.held(one) for slot, one in loads.items()})
+        elif loads:
+            for slot, one in loads.items():
+                self._slots[slot].copy_(self._memory.held(one), non_blocking=True)
         changed = False
         for state in step.admitted:
             changed |= self._adapter_of[state.request_slot] != state.adapter_slot

@@ -213,6 +213,7 @@ class StepGraphs:
         drafts: there will be steps with draft trees.
         layer_ready: what steps with loads wait at; None: there are no such steps.
         adapters: there will be steps with adapters.
+        adapter_loads: some of them wait for their adapters (`GpuAdapters.overlaps_loads`).
 
     Attributes:
         captured: the graphs by kind and bucket.
@@ -233,6 +234,7 @@ class StepGraphs:
         drafts: bool,
         layer_ready: LayerReadyFlags | None,
         adapters: bool,
+        adapter_loads: bool,
     ) -> None:
         self.captured = captured
         self.profile: list[tuple[int, float]] = []
@@ -242,6 +244,7 @@ class StepGraphs:
         self._context = context
         self._buckets = buckets
         self._adapters = adapters
+        self._adapter_loads = adapter_loads
         self._filled: dict[GraphKey, StepBuffer] = {}
         self._capture(drafts, layer_ready)
 
@@ -333,7 +336,7 @@ class StepGraphs:
         for bucket in reversed(buckets.tokens):
             self._capture_model("model", bucket, None)
         waiting = reversed(buckets.waiting)
-        for bucket in waiting if layer_ready is not None or self._adapters else ():
+        for bucket in waiting if layer_ready is not None or self._adapter_loads else ():
             self._capture_model("waiting model", bucket, layer_ready)
         inputs = self._filled["model", buckets.tokens[-1]].inputs  # whose part is the same in all
         hidden = self._device_step.hidden
@@ -343,7 +346,7 @@ class StepGraphs:
         for bucket in reversed(buckets.tokens if drafts else ()):
             self._capture_verify("verify", bucket, short=False)
             self._capture_verify("short verify", bucket, short=True)
-        for bucket in reversed(buckets.waiting if drafts and self._adapters else ()):
+        for bucket in reversed(buckets.waiting if drafts and self._adapter_loads else ()):
             self._capture_verify("waiting verify", bucket, short=False)
         if drafts:
             keys = [("decode", 1), *(("verify", b) for b in buckets.tokens if b > 1)]
@@ -384,7 +387,8 @@ class StepGraphs:
             plain = partial(body, buffer, attention, adapted=AdapterUse.NONE)
             self.captured.capture(key, plain)
         if self._adapters:
-            use = AdapterUse.LOADING if waits else AdapterUse.RESIDENT
+            loads = waits and self._adapter_loads
+            use = AdapterUse.LOADING if loads else AdapterUse.RESIDENT
             adapted = partial(body, buffer, attention, adapted=use)
             self.captured.capture((_WITH_ADAPTERS.format(kind), bucket), adapted)
 

@@ -229,6 +229,7 @@ class GpuModelRunner:
                 drafts=drafts,
                 layer_ready=layer_ready,
                 adapters=adapters is not None,
+                adapter_loads=self._adapters.overlaps_loads,
             )
 
     @property

@@ -315,7 +315,7 @@ class Arm:
         memory = Memory(found, layout, pin=device.type == "cuda")
         served = GpuAdapters(
             model, layout, memory, num_slots=NUM_SLOTS, max_num_seqs=SEQUENCES,
-            device=device, open_loads=opening,
+            device=device, open_loads=opening, overlap_loads=True,
         )  # fmt: skip
         runner = GpuModelRunner(
             model, config, cache, max_num_seqs=SEQUENCES, max_model_len=MAX_LEN,
