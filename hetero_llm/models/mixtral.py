@@ -1,5 +1,5 @@
 """Mixtral ("Mixtral of Experts", Jiang et al. 2024): Llama's attention, and experts instead of the
-MLP. Other mixtures override `make_mlp`."""
+MLP. Other mixtures override `make_mlp` and name their tensors in `layer_names`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class MixtralBlock(nn.Module):
 
     def checkpoint_tensors(self, prefix: str, names: LayerNames) -> dict[str, Tensor]:
         """See `MLP`."""
-        block = f"{prefix}.block_sparse_moe"
+        block = f"{prefix}.{names.mixture}"
         return {
             **checkpoint_views(f"{block}.gate", self.router.gate),
-            **self.experts.checkpoint_tensors(f"{block}.experts", ("w1", "w3", "w2")),
+            **self.experts.checkpoint_tensors(f"{block}.experts", names.expert),
         }
 
 

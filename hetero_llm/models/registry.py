@@ -86,9 +86,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "ChatGLMForConditionalGeneration": Family(
             "chatglm", "ChatGLMForConditionalGeneration", "chatglm.read"
         ),
+        "GlmForCausalLM": Family("glm", "GlmForCausalLM", "glm.read"),
+        "Glm4ForCausalLM": Family("glm4", "Glm4ForCausalLM", "glm.read"),
         "QWenLMHeadModel": Family("qwen", "QWenLMHeadModel", "qwen.read"),
         "MixtralForCausalLM": Family("mixtral", "MixtralForCausalLM", "mixture.read"),
         "Qwen2MoeForCausalLM": Family("qwen2_moe", "Qwen2MoeForCausalLM", "mixture.read_qwen2_moe"),
+        "Qwen3MoeForCausalLM": Family("qwen3_moe", "Qwen3MoeForCausalLM", "mixture.read_qwen3_moe"),
         "PhimoeForCausalLM": Family("phimoe", "PhiMoEForCausalLM", "mixture.read_phimoe"),
         "PhiMoEForCausalLM": Family("phimoe", "PhiMoEForCausalLM", "mixture.read_phimoe"),
         "LlavaForConditionalGeneration": _IMAGES,

@@ -17,6 +17,7 @@ _QWEN = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 28,
 }
+_QWEN3 = {k: v for k, v in _QWEN.items() if k != "shared_expert_intermediate_size"}
 _PHI = {**_NO_HEAD_DIM, "num_local_experts": 5}
 # The context fits the original one, so it is the short factors that count.
 _LONGROPE = rope(
@@ -58,6 +59,26 @@ FAMILIES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
                 "use_sliding_window": True,
                 "sliding_window": 5,
                 "max_window_layers": 3,
+            },
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        "ForCausalLM",
+        {
+            "full": {**_QWEN3, "norm_topk_prob": True, "head_dim": 16},
+            "dense_last": {
+                **_QWEN3,
+                "mlp_only_layers": [2],
+                "intermediate_size": 36,
+                "attention_bias": True,
+            },
+            "every_second": {
+                **_QWEN3,
+                "decoder_sparse_step": 2,
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "tie_word_embeddings": True,
             },
         },
     ),

@@ -1,4 +1,4 @@
-"""config.json of the mixtures of experts: Mixtral, PhiMoE and Qwen2-MoE."""
+"""config.json of the mixtures of experts: Mixtral, PhiMoE, Qwen2-MoE and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -56,6 +56,14 @@ class Qwen2MoeConfig(MixtralConfig):
     renormalize: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3MoeConfig(MixtralConfig):
+    """`sparse_layers`, `renormalize`, `intermediate_size`: See `Qwen2MoeConfig`."""
+
+    sparse_layers: tuple[bool, ...]
+    renormalize: bool
+
+
 def read(source: ConfigSource) -> MixtralConfig:
     """Mixtral."""
     source.refuse("attention_bias")
@@ -105,6 +113,33 @@ def read_qwen2_moe(source: ConfigSource) -> Qwen2MoeConfig:
     )
 
 
+def read_qwen3_moe(source: ConfigSource) -> Qwen3MoeConfig:
+    """Qwen3-MoE. As in transformers' class all layers have the window, or none."""
+    reader = source.config
+    num_layers = reader.layers("num_hidden_layers")
+    null = "sliding_window" in reader.raw and reader.raw["sliding_window"] is None
+    window = None
+    if not null and reader.flag("use_sliding_window", False):
+        window = reader.integer("sliding_window", 4096)
+    windows = (window,) * num_layers
+    if (
+        reader.raw.get("layer_types") is not None
+        and windows_of_layer_types(reader, num_layers, window, needs="use_sliding_window")
+        != windows
+    ):
+        raise reader.bad("layer_types", f"mixed layers are not supported with {source.architecture}")
+    bias = reader.flag("attention_bias", False)
+    return Qwen3MoeConfig(
+        **_fields(source, windows, norm_eps=1e-6),
+        **_expert_fields(reader, _qwen3_count_key(reader), "moe_intermediate_size", 8),
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        sparse_layers=_sparse_layers(reader, num_layers),
+        renormalize=reader.flag("norm_topk_prob", False),
+    )
+
+
 def _fields(source: ConfigSource, windows: Windows, *, norm_eps: float) -> dict[str, Any]:
     source.refuse("mlp_bias")
     return llama_fields(source, windows, norm_eps=norm_eps, needs_kv_heads=True)
@@ -121,6 +156,14 @@ def _expert_fields(reader: Reader, count_key: str, size_key: str, default_k: int
         "experts_per_token": k,
         "expert_size": reader.integer(size_key),
     }
+
+
+def _qwen3_count_key(reader: Reader) -> str:
+    """The checkpoints say "num_experts", transformers 5 writes "num_local_experts"."""
+    stated = [key for key in ("num_experts", "num_local_experts") if reader.raw.get(key) is not None]
+    if len({reader.integer(key) for key in stated}) > 1:
+        raise reader.bad("num_local_experts", f"differs from {stated[0]}")
+    return stated[0] if stated else "num_experts"
 
 
 def _sparse_layers(reader: Reader, num_layers: int) -> tuple[bool, ...]:
