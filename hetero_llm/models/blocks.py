@@ -26,6 +26,8 @@ from hetero_llm.models.layers import (
     GatedActivation,
     GemmaRMSNorm,
     Linear,
+    ProjectionNorm,
+    QKNorm,
     RearrangedView,
     RMSNorm,
     RotaryHeads,
@@ -69,6 +71,7 @@ class LayerNames:
         mlp_out: The MLP's output projection.
         mixture: Where a mixture has its router ("gate") and its "experts".
         expert: An expert's gate, up and down projections.
+        correction: That of a router that corrects its choice (`SigmoidRouter`), in the mixture.
         qkv_by_kv_head: Rows of the fused projection are [kv_heads, group + 2, head_dim]: a KV
             head's queries, its key, its value.
         rotates_neighbours: Entry 2i of a head is rotated with entry 2i + 1, where `RotaryHeads`
@@ -84,6 +87,7 @@ class LayerNames:
     mlp_out: str = "mlp.down_proj"
     mixture: str = "block_sparse_moe"
     expert: tuple[str, str, str] = ("w1", "w3", "w2")
+    correction: str = "e_score_correction_bias"
     qkv_by_kv_head: bool = False
     rotates_neighbours: bool = False
 
@@ -123,11 +127,16 @@ class Attention(nn.Module):
     """One projection for queries, keys and values, rotary embedding if the model has one,
     attention, output projection.
 
-    `head_norm`: see `HeadLayerNorm`; `ModelConfig.qk_norm` is part of `RotaryHeads`.
+    `head_norm`: of a fused projection's queries and keys, before `RotaryHeads`, of which
+    `ModelConfig.qk_norm` is part.
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, *, head_norm: HeadLayerNorm | None = None
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        head_norm: HeadLayerNorm | ProjectionNorm | None = None,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -172,8 +181,10 @@ class Attention(nn.Module):
                 elif names.rotates_neighbours and count:
                     target = RearrangedView.of(view, partial(self._from_neighbours, count))
                 tensors[f"{prefix}.{name}.{key}"] = target
-        if self.heads is not None and self.heads.qk_norm is not None:
-            norm = self.heads.qk_norm
+        norm: QKNorm | ProjectionNorm | None = None if self.heads is None else self.heads.qk_norm
+        if norm is None and isinstance(self.head_norm, ProjectionNorm):
+            norm = self.head_norm
+        if norm is not None:
             for name, weight in zip(names.qk_norm, (norm.q_weight, norm.k_weight), strict=True):
                 tensors[f"{prefix}.{name}.weight"] = weight
         return {**tensors, **checkpoint_views(f"{prefix}.{names.out}", self.out_proj)}
@@ -445,6 +456,15 @@ class DecoderLM(CausalLM):
         if name.endswith((".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")):
             return None
         return None if self._is_tied_head(name) else name
+
+    def in_further_layer(self, name: str, count: int) -> bool:
+        """Whether a stored tensor belongs to one of the `count` layers that the checkpoint numbers
+        behind the model's own: those that predict further tokens, which are not served."""
+        prefix = f"{self.names.model}.{self.names.layers}."
+        number = name.removeprefix(prefix).partition(".")[0]
+        if not name.startswith(prefix) or not number.isdecimal():
+            return False
+        return 0 <= int(number) - self.config.num_layers < count
 
     def _is_tied_head(self, name: str) -> bool:
         return self.config.tie_word_embeddings and name == f"{self.names.head}.weight"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hetero_llm.models.blocks import MLP, DecoderLM, LayerNames
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.mixture import MixtralConfig
-from hetero_llm.models.experts import Experts, Router, TopKRouter
+from hetero_llm.models.experts import Experts, Router, SigmoidRouter, TopKRouter
 from hetero_llm.models.layers import checkpoint_views
 
 
@@ -31,8 +31,12 @@ class MixtralBlock(nn.Module):
     def checkpoint_tensors(self, prefix: str, names: LayerNames) -> dict[str, Tensor]:
         """See `MLP`."""
         block = f"{prefix}.{names.mixture}"
+        corrections = {}
+        if isinstance(self.router, SigmoidRouter):
+            corrections[f"{block}.{names.correction}"] = self.router.correction
         return {
             **checkpoint_views(f"{block}.gate", self.router.gate),
+            **corrections,
             **self.experts.checkpoint_tensors(f"{block}.experts", names.expert),
         }
 

@@ -92,6 +92,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "MixtralForCausalLM": Family("mixtral", "MixtralForCausalLM", "mixture.read"),
         "Qwen2MoeForCausalLM": Family("qwen2_moe", "Qwen2MoeForCausalLM", "mixture.read_qwen2_moe"),
         "Qwen3MoeForCausalLM": Family("qwen3_moe", "Qwen3MoeForCausalLM", "mixture.read_qwen3_moe"),
+        "Glm4MoeForCausalLM": Family("glm4_moe", "Glm4MoeForCausalLM", "glm.read_glm4_moe"),
+        "MiniMaxM2ForCausalLM": Family(
+            "minimax_m2", "MiniMaxM2ForCausalLM", "mixture.read_minimax_m2"
+        ),
         "PhimoeForCausalLM": Family("phimoe", "PhiMoEForCausalLM", "mixture.read_phimoe"),
         "PhiMoEForCausalLM": Family("phimoe", "PhiMoEForCausalLM", "mixture.read_phimoe"),
         "LlavaForConditionalGeneration": _IMAGES,

@@ -18,6 +18,14 @@ _QWEN = {
     "shared_expert_intermediate_size": 28,
 }
 _QWEN3 = {k: v for k, v in _QWEN.items() if k != "shared_expert_intermediate_size"}
+_GLM = {
+    **_GATED,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+_MINIMAX = {**_GATED, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 3}
 _PHI = {**_NO_HEAD_DIM, "num_local_experts": 5}
 # The context fits the original one, so it is the short factors that count.
 _LONGROPE = rope(
@@ -80,6 +88,43 @@ FAMILIES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
                 "sliding_window": 5,
                 "tie_word_embeddings": True,
             },
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        "ForCausalLM",
+        {
+            "full": {
+                **_GLM,
+                "head_dim": 16,
+                "use_qk_norm": True,
+                "attention_bias": True,
+                "routed_scaling_factor": 2.5,
+            },
+            "groups": {
+                **_GLM,
+                "n_routed_experts": 12,
+                "n_group": 4,
+                "topk_group": 2,
+                "num_experts_per_tok": 4,
+                "n_shared_experts": 2,
+                "norm_topk_prob": False,
+            },
+            "no_dense_tied": {
+                **_GLM,
+                "first_k_dense_replace": 0,
+                "use_qk_norm": True,
+                "tie_word_embeddings": True,
+                **rope("linear", factor=4.0, partial_rotary_factor=1.0),
+            },
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        "ForCausalLM",
+        {
+            "half_rotated": {**_MINIMAX, "head_dim": 16, "rotary_dim": 8},
+            "tied": {**_MINIMAX, "tie_word_embeddings": True, "num_key_value_heads": 1},
         },
     ),
     "phimoe": (
