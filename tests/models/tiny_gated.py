@@ -48,8 +48,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
         "ForCausalLM",
         {
             "half_rotated": {**_GLM, "head_dim": 16},
-            "bare_tied": {**_GLM, "attention_bias": False, "tie_word_embeddings": True},
-            "all_rotated": {**_GLM, **rope("linear", factor=4.0, partial_rotary_factor=1.0)},
+            "all_rotated_tied": {
+                **_GLM,
+                "attention_bias": False,
+                "tie_word_embeddings": True,
+                **rope("linear", factor=4.0, partial_rotary_factor=1.0),
+            },
         },
     ),
     "glm4": (
@@ -57,7 +61,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
         "ForCausalLM",
         {
             "half_rotated": {**_GLM, "head_dim": 16, "attention_bias": False},
-            "biases_tied": {
+            "yarn": {
                 **_GLM,
                 "tie_word_embeddings": True,
                 **rope("yarn", factor=4.0, original_max_position_embeddings=16),
