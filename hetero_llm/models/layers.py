@@ -292,13 +292,19 @@ class Linear(nn.Module):
 
 
 class Float32Linear(Linear):
-    """A product in float32, whatever the model's type; never quantized, and without adapters."""
+    """A product in float32, whatever the model's type; never quantized, and without adapters.
+
+    `function` may be set on the instance: (x, weight) -> the same, without a copy of x in float32.
+    """
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False, dtype=torch.float32)
+        self.function: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out] float32."""
+        if self.function is not None:
+            return self.function(x, self.weight)
         return super().forward(x.float())
 
 
