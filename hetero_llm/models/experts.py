@@ -56,10 +56,10 @@ def sigmoid_top_k(
 ) -> tuple[Tensor, Tensor]:
     """The k experts of each token with the largest corrected sigmoid; see `Route`.
 
-    The correction decides which experts are chosen and is no part of their weights ("Auxiliary-Loss-
-    Free Load Balancing", Wang et al. 2024). With groups, experts of the `kept_groups` groups alone
-    are chosen whose two best experts have the largest sum ("DeepSeek-V3", 2024). All arithmetic in
-    float32.
+    The correction decides which experts are chosen and is no part of their weights
+    ("Auxiliary-Loss-Free Load Balancing", Wang et al. 2024). With groups, experts of the
+    `kept_groups` groups alone are chosen whose two best experts have the largest sum
+    ("DeepSeek-V3 Technical Report", 2024). All arithmetic in float32.
 
     Args:
         logits: [T, experts].

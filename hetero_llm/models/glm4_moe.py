@@ -1,5 +1,5 @@
-"""GLM-4.5 and 4.6 ("GLM-4.5", GLM team 2025): a mixture with sigmoid routing and an expert that serves
-every token; the first layers are dense, and a part of each head is rotated."""
+"""GLM-4.5 and 4.6 ("GLM-4.5", GLM team 2025): a mixture with sigmoid routing and an expert that
+serves every token; the first layers are dense, and a part of each head is rotated."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""MiniMax-M2 (MiniMax 2025, and transformers' class): a mixture with sigmoid routing; queries and keys
-are normed over all heads, and a part of each head is rotated."""
+"""MiniMax-M2 (MiniMax 2025, and transformers' class): a mixture with sigmoid routing; queries and
+keys are normed over all heads, and a part of each head is rotated."""
 
 from __future__ import annotations
 

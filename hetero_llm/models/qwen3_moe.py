@@ -1,5 +1,5 @@
-"""Qwen3-MoE ("Qwen3 Technical Report", Qwen team 2025): Qwen3's attention with norms of query and key
-heads, and experts without a shared one."""
+"""Qwen3-MoE ("Qwen3 Technical Report", Qwen team 2025): Qwen3's attention, and experts without a
+shared one."""
 
 from __future__ import annotations
 

@@ -120,9 +120,7 @@ def test_sigmoid_top_k(renormalize: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 2), (4, 4), (3, 1)])
-def test_sigmoid_router_is_that_of_transformers(
-    dtype: torch.dtype, groups: int, kept: int
-) -> None:
+def test_sigmoid_router_is_that_of_transformers(dtype: torch.dtype, groups: int, kept: int) -> None:
     settings: dict[str, Any] = {"n_group": groups, "topk_group": kept, "norm_topk_prob": kept != 2}
     config = TheirConfig(
         hidden_size=HIDDEN, n_routed_experts=12, num_experts_per_tok=4,

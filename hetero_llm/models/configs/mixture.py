@@ -138,12 +138,11 @@ def read_qwen3_moe(source: ConfigSource) -> Qwen3MoeConfig:
     if not null and reader.flag("use_sliding_window", False):
         window = reader.integer("sliding_window", 4096)
     windows = (window,) * num_layers
-    if (
-        reader.raw.get("layer_types") is not None
-        and windows_of_layer_types(reader, num_layers, window, needs="use_sliding_window")
-        != windows
-    ):
-        raise reader.bad("layer_types", f"mixed layers are not supported with {source.architecture}")
+    if reader.raw.get("layer_types") is not None:
+        needs = "use_sliding_window"
+        if windows_of_layer_types(reader, num_layers, window, needs=needs) != windows:
+            reason = f"mixed layers are not supported with {source.architecture}"
+            raise reader.bad("layer_types", reason)
     bias = reader.flag("attention_bias", False)
     return Qwen3MoeConfig(
         **_fields(source, windows, norm_eps=1e-6),
@@ -201,7 +200,8 @@ def expert_fields(reader: Reader, count_key: str, size_key: str, default_k: int)
 
 def _qwen3_count_key(reader: Reader) -> str:
     """The checkpoints say "num_experts", transformers 5 writes "num_local_experts"."""
-    stated = [key for key in ("num_experts", "num_local_experts") if reader.raw.get(key) is not None]
+    keys = ("num_experts", "num_local_experts")
+    stated = [key for key in keys if reader.raw.get(key) is not None]
     if len({reader.integer(key) for key in stated}) > 1:
         raise reader.bad("num_local_experts", f"differs from {stated[0]}")
     return stated[0] if stated else "num_experts"
