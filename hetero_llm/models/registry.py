@@ -110,6 +110,8 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 )
 """Names in `architectures` that cannot be run, and why."""
 
+_USUAL_END = "ForCausalLM"
+
 TRANSFORMERS = "TransformersForCausalLM"
 """The name under which any class of transformers runs, see `models.transformers_backend`."""
 
@@ -119,6 +121,13 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(FAMILIES)
 
 
+def shown_architectures() -> str:
+    """The same for a message; what most of them end with is said once."""
+    short = [name.removesuffix(_USUAL_END) for name in FAMILIES if name.endswith(_USUAL_END)]
+    whole = [name for name in FAMILIES if not name.endswith(_USUAL_END)]
+    return f"{', '.join(whole)}, and with {_USUAL_END} at the end: {', '.join(short)}"
+
+
 def model_class(architecture: str) -> type[CausalLM]:
     """The class that implements `architecture`."""
     if architecture == TRANSFORMERS:
@@ -126,7 +135,7 @@ def model_class(architecture: str) -> type[CausalLM]:
     if architecture not in FAMILIES:
         raise ModelLoadError(
             f"architecture {shown(architecture)} is not supported; supported are "
-            + ", ".join(FAMILIES)
+            + shown_architectures()
         )
     family = FAMILIES[architecture]
     return getattr(_module(family.module), family.name)

@@ -74,16 +74,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
         "Qwen3Moe",
         "ForCausalLM",
         {
-            "full": {**_QWEN3, "norm_topk_prob": True, "head_dim": 16},
-            "dense_last": {
-                **_QWEN3,
-                "mlp_only_layers": [2],
-                "intermediate_size": 36,
-                "attention_bias": True,
-            },
+            "full": {**_QWEN3, "norm_topk_prob": True, "head_dim": 16, "mlp_only_layers": [2]},
             "every_second": {
                 **_QWEN3,
                 "decoder_sparse_step": 2,
+                "attention_bias": True,
                 "use_sliding_window": True,
                 "sliding_window": 5,
                 "tie_word_embeddings": True,
@@ -109,11 +104,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
                 "num_experts_per_tok": 4,
                 "n_shared_experts": 2,
                 "norm_topk_prob": False,
-            },
-            "no_dense_tied": {
-                **_GLM,
                 "first_k_dense_replace": 0,
-                "use_qk_norm": True,
                 "tie_word_embeddings": True,
                 **rope("linear", factor=4.0, partial_rotary_factor=1.0),
             },
