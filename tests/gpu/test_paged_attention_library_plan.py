@@ -36,6 +36,7 @@ def planner(
             attn_scale=0.125,
             attn_softcap=softcap,
             alibi_slopes=slopes,
+            attn_sinks=False,
         ),
         cache=SimpleNamespace(shape=SimpleNamespace(block_size=16)),
         block_tables=torch.zeros(2048, device="cuda" if torch.cuda.is_available() else "cpu"),

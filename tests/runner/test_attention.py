@@ -29,6 +29,7 @@ def config_of(*windows: int | None, softcap: float | None = None, alibi: bool = 
         attn_scale=0.3,
         attn_softcap=softcap,
         alibi_slopes=slopes if alibi else None,
+        attn_sinks=False,
     )
 
 
