@@ -89,6 +89,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "QWenLMHeadModel": Family("qwen", "QWenLMHeadModel", "qwen.read"),
         "MixtralForCausalLM": Family("mixtral", "MixtralForCausalLM", "mixture.read"),
         "Qwen2MoeForCausalLM": Family("qwen2_moe", "Qwen2MoeForCausalLM", "mixture.read_qwen2_moe"),
+        "GptOssForCausalLM": Family("gpt_oss", "GptOssForCausalLM", "gpt_oss.read"),
         "PhimoeForCausalLM": Family("phimoe", "PhiMoEForCausalLM", "mixture.read_phimoe"),
         "PhiMoEForCausalLM": Family("phimoe", "PhiMoEForCausalLM", "mixture.read_phimoe"),
         "LlavaForConditionalGeneration": _IMAGES,

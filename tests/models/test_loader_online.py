@@ -39,6 +39,7 @@ MIXTURES = {
         "moe_intermediate_size": 64, "shared_expert_intermediate_size": 192,
     },
     "phimoe": {"hidden_size": 64, "intermediate_size": 128},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 128},
 }  # fmt: skip
 """Configurations of mixtures; the second layer of qwen2_moe has no experts."""
 
