@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hetero_llm.quantization.matrix import FP4_VALUES
 from tests.models.tiny import make_tiny_checkpoint, rewrite_config
@@ -47,3 +48,16 @@ def make_mxfp4_checkpoint(folder: Path, **options: Any) -> Path:
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     save_file(tensors, path, metadata={"format": "pt"})
     return rewrite_config(folder, quantization_config=CONFIG)
+
+
+def make_both(folder: Path, **options: Any) -> tuple[Path, Path]:
+    """A checkpoint in MXFP4, and the plain one that transformers' dequantization makes of it."""
+    packed = make_mxfp4_checkpoint(folder / "mxfp4", **options)
+    plain = make_mxfp4_checkpoint(folder / "plain", **options)
+    tensors = load_file(packed / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        bank = name.removesuffix("_blocks")
+        parts = tensors.pop(name), tensors.pop(f"{bank}_scales")
+        tensors[bank] = convert_moe_packed_tensors(*parts, dtype=torch.float32)
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    return packed, rewrite_config(plain, remove=("quantization_config",))

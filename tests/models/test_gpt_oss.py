@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.gpu.fused import speed_up_experts
@@ -24,7 +23,7 @@ from hetero_llm.models.invariant import make_batch_invariant
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
-from tests.models.mxfp4_checkpoints import CONFIG, make_mxfp4_checkpoint
+from tests.models.mxfp4_checkpoints import CONFIG, make_both
 from tests.models.test_registry import log_probs, random_sequences, reference_log_probs
 from tests.models.tiny import make_tiny_checkpoint, rewrite_config
 
@@ -162,17 +161,8 @@ def test_what_is_not_computed(tmp_path: Path, changes: dict[str, Any], message: 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A checkpoint in MXFP4, and the plain one that transformers' dequantization makes of it."""
-    root = tmp_path_factory.mktemp("gpt_oss")
-    packed = make_mxfp4_checkpoint(root / "mxfp4")
-    plain = make_mxfp4_checkpoint(root / "plain")
-    tensors = load_file(packed / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_blocks")]:
-        bank = name.removesuffix("_blocks")
-        parts = tensors.pop(name), tensors.pop(f"{bank}_scales")
-        tensors[bank] = convert_moe_packed_tensors(*parts, dtype=torch.float32)
-    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
-    return packed, rewrite_config(plain, remove=("quantization_config",))
+    """In MXFP4, and plain."""
+    return make_both(tmp_path_factory.mktemp("gpt_oss"))
 
 
 def test_mxfp4_is_what_transformers_makes_of_it(folders: tuple[Path, Path]) -> None:

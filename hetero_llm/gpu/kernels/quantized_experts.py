@@ -57,6 +57,7 @@ Weights = Tensor | PreparedMatrix
 """Of all experts: [experts, N, K], or a matrix of experts x N rows."""
 
 
+# large: a line for each argument.
 @triton.jit(do_not_specialize=["num_rows", "num_pairs", "max_blocks", "steps"])
 def quantized_grouped_kernel(
     x,  # [num_rows, k], x_stride apart

@@ -116,7 +116,6 @@ def check(case: Case, device: torch.device, seed: int = 0) -> int:
     return num_shared
 
 
-# large: every input of the kernel.
 def run(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
     """What the kernel and the reference return, and how many rows have pieces of a tile of several
     sequences."""

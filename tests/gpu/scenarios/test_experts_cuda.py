@@ -11,7 +11,8 @@ from torch import Tensor
 from hetero_llm.gpu.kernels import experts as op
 from hetero_llm.gpu.kernels.experts import experts, experts_reference
 from hetero_llm.gpu.kernels.routing import route_top_k
-from tests.gpu.kernels.test_experts import check, route, tensors
+from hetero_llm.models.config import Gate
+from tests.gpu.kernels.test_experts import CLAMPED, biases_of, check, route, tensors
 from tests.gpu.scenarios.serving import GREEDY, TIES, generate, regrets, start, tokens_of
 from tests.models.tiny import make_tiny_checkpoint
 
@@ -103,10 +104,23 @@ def test_sorting_of_many_pairs(device: torch.device) -> None:
     assert torch.equal(flat, order)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "phimoe"])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 64, 130, 700])
+@pytest.mark.parametrize("gate", [CLAMPED, "silu"], ids=["clamped", "silu"])
+def test_biases_and_gates(device: torch.device, rows: int, gate: Gate) -> None:
+    """Every path and tile; the second size is no multiple of a tile's."""
+    for hidden, inner in ((1024, 1792), (720, 360)):
+        for dtype in (BF16, torch.float16, torch.float32):
+            x, gate_up, down = tensors(device, rows, 8, hidden, inner, dtype)
+            biases = biases_of(gate_up, down)
+            check(x, *route(device, rows, 8, 4), gate_up, down, gate, biases)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "phimoe", "gpt_oss"])
 def test_through_the_engine(tmp_path: Path, family: str) -> None:
     """Judged token by token by transformers in float32; graphs, chunks and prefix hits."""
     variant, changes = ("three_of_seven", HEADS_OF_16) if family == "mixtral" else ("", WIDE)
+    if family == "gpt_oss":  # whose heads have a size of their own
+        changes = HEADS_OF_16
     folder = make_tiny_checkpoint(tmp_path, family, variant, changes=changes)
     generator = torch.Generator().manual_seed(1)
     lengths = [1, 2, 7, 16, 17, 23, 33, 38]
