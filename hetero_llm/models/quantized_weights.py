@@ -23,6 +23,8 @@ from hetero_llm.models.experts import Experts, Router
 from hetero_llm.models.layers import BankView, CausalLM, Linear, RearrangedView
 from hetero_llm.models.linear_weights import on_weight
 from hetero_llm.models.weight_files import StoredTensor, WeightFile
+from hetero_llm.quantization.formats import mxfp4
+from hetero_llm.quantization.formats.mxfp4 import Mxfp4Format
 from hetero_llm.quantization.formats.scheme import CheckpointFormat, Scheme, StoredPart
 from hetero_llm.quantization.matrix import (
     QuantizedMatrix,
@@ -354,8 +356,17 @@ def quantize_weights(
     """Quantizes the plain weights of a model that has random ones.
 
     Raises:
-        ConfigError: the format is that of stored matrices.
+        ConfigError: the format is that of stored matrices, but for MXFP4.
     """
+    if isinstance(checkpoint_format, Mxfp4Format):
+        banks = [weight for weight in weights if isinstance(weight.layer, Experts)]
+        for weight in banks:
+            plain = weight.parameter.detach().flatten(0, 1)
+            try:
+                weight.set_quantized([mxfp4.quantize(plain)])
+            except ValueError as error:
+                raise ConfigError("load_format", "dummy", f"experts: {error}") from error
+        return
     if not isinstance(checkpoint_format, OnlineFormat):
         reason = f"there are no random weights of a {checkpoint_format.name} checkpoint"
         raise ConfigError("load_format", "dummy", reason)

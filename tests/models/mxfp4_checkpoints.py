@@ -55,9 +55,9 @@ def make_both(folder: Path, **options: Any) -> tuple[Path, Path]:
     packed = make_mxfp4_checkpoint(folder / "mxfp4", **options)
     plain = make_mxfp4_checkpoint(folder / "plain", **options)
     tensors = load_file(packed / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_blocks")]:
-        bank = name.removesuffix("_blocks")
-        parts = tensors.pop(name), tensors.pop(f"{bank}_scales")
-        tensors[bank] = convert_moe_packed_tensors(*parts, dtype=torch.float32)
+    for name in [name for name in tensors if name.endswith("proj_blocks")]:
+        bank = name.removesuffix("blocks")
+        parts = tensors.pop(name), tensors.pop(f"{bank}scales")
+        tensors[bank[:-1]] = convert_moe_packed_tensors(*parts, dtype=torch.float32)
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     return packed, rewrite_config(plain, remove=("quantization_config",))

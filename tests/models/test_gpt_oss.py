@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hetero_llm.models.invariant import make_batch_invariant
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
+from hetero_llm.quantization.matrix import dequantize
 from tests.models.mxfp4_checkpoints import CONFIG, make_both
 from tests.models.test_registry import log_probs, random_sequences, reference_log_probs
 from tests.models.tiny import make_tiny_checkpoint, rewrite_config
@@ -270,8 +272,29 @@ def test_what_goes_with_mxfp4(folders: tuple[Path, Path]) -> None:
         ConfigError, match="quantization='mxfp4': the checkpoint's weights are plain"
     ):
         load_model_config(folders[1], quantization="mxfp4")
+
+
+def test_random_weights_in_mxfp4(folders: tuple[Path, Path]) -> None:
     config = load_model_config(folders[0])
-    with pytest.raises(ConfigError, match="no random weights of a mxfp4 checkpoint"):
+
+    def random(seed: int = 0) -> CausalLM:
+        return load_model(
+            folders[0], config, dtype=torch.float32, device="cpu", show_progress=False,
+            load_format="dummy", seed=seed,
+        )  # fmt: skip
+
+    model = random()
+    for experts in banks(model):
+        assert experts.quantized.keys() == {"gate_up", "down"}
+        values = dequantize(experts.quantized["down"].matrix, torch.float32)
+        assert 0.01 < float(values.std()) < 0.03
+    sequences = random_sequences(9)
+    (found,) = log_probs(model, sequences)
+    assert found.isfinite().all()
+    assert torch.equal(log_probs(random(), sequences)[0], found)
+    assert not torch.equal(log_probs(random(1), sequences)[0], found)
+    config = replace(config, expert_size=24)
+    with pytest.raises(ConfigError, match="dummy.*experts: groups of 32 columns do not divide"):
         load_model(
             folders[0], config, dtype=torch.float32, device="cpu", show_progress=False,
             load_format="dummy",
