@@ -79,10 +79,14 @@ class Router(nn.Module):
     `function` may be replaced on the instance by a fused one.
     """
 
-    def __init__(self, hidden: int, num_experts: int, *, bias: bool = False) -> None:
+    def __init__(self, hidden: int, num_experts: int) -> None:
         super().__init__()
-        self.gate = Linear(hidden, num_experts, bias=bias)
+        self.gate = self.make_gate(hidden, num_experts)
         self.function: Route = self.plain
+
+    def make_gate(self, hidden: int, num_experts: int) -> Linear:
+        """The projection."""
+        return Linear(hidden, num_experts, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, hidden] -> see `Route`."""
@@ -97,16 +101,9 @@ class TopKRouter(Router):
     """`softmax_top_k` of a projection."""
 
     def __init__(
-        self,
-        hidden: int,
-        num_experts: int,
-        k: int,
-        *,
-        renormalize: bool,
-        rounded: bool,
-        bias: bool = False,
+        self, hidden: int, num_experts: int, k: int, *, renormalize: bool, rounded: bool
     ) -> None:
-        super().__init__(hidden, num_experts, bias=bias)
+        super().__init__(hidden, num_experts)
         self.k = k
         self.renormalize = renormalize
         self.rounded = rounded

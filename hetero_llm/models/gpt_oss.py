@@ -12,7 +12,7 @@ from hetero_llm.models.blocks import MLP, Attention, LayerNames, Tensors
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.gpt_oss import GptOssConfig
 from hetero_llm.models.experts import Experts, TopKRouter
-from hetero_llm.models.layers import Attend, BankView, RearrangedView, checkpoint_views
+from hetero_llm.models.layers import Attend, BankView, Linear, RearrangedView, checkpoint_views
 from hetero_llm.models.mixtral import MixtralForCausalLM
 from hetero_llm.models.rotary import StepRotary
 
@@ -37,17 +37,32 @@ class GptOssAttention(Attention):
         return {**tensors, f"{prefix}.self_attn.sinks": self.sinks}
 
 
+class GptOssRouter(TopKRouter):
+    """A projection with a bias, and a softmax of the chosen logits: that of all logits, divided by
+    the sum of the chosen ones' shares."""
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__(
+            config.hidden_size,
+            config.num_experts,
+            config.experts_per_token,
+            renormalize=True,
+            rounded=True,
+        )
+
+    def make_gate(self, hidden: int, num_experts: int) -> Linear:
+        return Linear(hidden, num_experts, bias=True)
+
+
 class GptOssBlock(nn.Module):
-    """A router, whose weights are a softmax of the chosen logits, and its experts."""
+    """A router and its experts."""
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()
-        hidden, count = config.hidden_size, config.num_experts
-        # The softmax of some logits is that of all, divided by the sum of their shares.
-        self.router = TopKRouter(
-            hidden, count, config.experts_per_token, renormalize=True, rounded=True, bias=True
+        self.router = GptOssRouter(config)
+        self.experts = Experts(
+            config.num_experts, config.hidden_size, config.expert_size, config.gate, bias=True
         )
-        self.experts = Experts(count, hidden, config.expert_size, config.gate, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""

@@ -16,12 +16,8 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import model_class
 
-# Parameters that the model cards state: 46.7, 14.3 and 20.91 billion.
-PUBLISHED = {
-    "mixtral-8x7b": 46_702_792_704,
-    "qwen1.5-moe-a2.7b": 14_315_784_192,
-    "gpt-oss-20b": 20_914_757_184,
-}
+# Parameters that the model cards state: 46.7 and 14.3 billion.
+PUBLISHED = {"mixtral-8x7b": 46_702_792_704, "qwen1.5-moe-a2.7b": 14_315_784_192}
 
 
 def config_of(shape: str, folder: Path) -> ModelConfig:
@@ -42,8 +38,16 @@ def test_bytes(tmp_path: Path) -> None:
     assert read["experts"] == 32 * 2 * 3 * 14336 * 4096 * 2
     assert read["matrices"] == (32 * (6144 + 4096 + 8) + 32000) * 4096 * 2
     assert read["kv"] == 32 * 2 * 8 * 128 * 2 * 4 * 100
-    packed = bytes_per_step(config_of("gpt-oss-20b", tmp_path), 4.0, 1, 100.0)
-    assert packed["experts"] == 24 * 4 * 3 * 2880 * 2880 * 4.5 / 8
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """gpt-oss-20b has 20.91 billion parameters, by its model card."""
+    config = config_of("gpt-oss-20b", tmp_path)
+    with torch.device("meta"):
+        model = model_class(config.architecture)(config)
+    assert sum(p.numel() for p in model.parameters()) == 20_914_757_184
+    read = bytes_per_step(config, 4.0, 1, 100.0)
+    assert read["experts"] == 24 * 4 * 3 * 2880 * 2880 * 4.5 / 8
 
 
 def test_the_bench_runs(
