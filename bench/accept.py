@@ -150,7 +150,7 @@ ceilings 150 16: -m bench.kernels.gpu_ceilings --out {out}/gpu_ceilings.g.json
         table="""
 quantized_suite 480 24: -m bench.engine.gpu_suite --batches 1,8,32,128 --lengths 4096,16384
     --quantization none,fp8,int4,fp8_block,ifq,ifq_nf4 --out {out}
-quantized_gemm 200 24: -m bench.kernels.quantized_gemm --no-tuning
+quantized_gemm 200 24: -m bench.kernels.quantized_gemm --tuning none
     --kinds fp8,int4,fp8_block,int8,nf4 --many 64,128,256,1024
     --out {out}/kernels_quantized_gemm.json
 quantized_70b 240 12 [named]: -m bench.engine.gpu_suite --shape llama-3.1-70b --parts decode

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from bench.gpu_timing import event_ms
 from hetero_llm import LoRARequest
 from hetero_llm.core.lora import AdapterRef
 from hetero_llm.lora import store
@@ -67,6 +68,12 @@ class MadeAdapters:
         key = sha256(request.lora_name.encode()).hexdigest()
         rank = max(linear.a.shape[0] for linear in linears.values())
         return Adapter(AdapterRef(request, key, rank), linears)
+
+    def copy_ms(self, device: str) -> float:
+        """Of one adapter's copy to the device while nothing else runs; there must be one."""
+        packed = next(iter(self._packed.values()))
+        slot = torch.empty_like(packed, device=device)
+        return event_ms(lambda: slot.copy_(packed, non_blocking=True))
 
     def _make(
         self, number: int, targets: AdapterTargets, dtype: torch.dtype

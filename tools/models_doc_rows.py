@@ -47,6 +47,9 @@ NOTES = """\
 - ChatGLM2-6B-32K: its `rope_ratio` divides positions, where ChatGLM3's multiplies the base, and
   no key tells them apart; the base is what is done. That model needs `rope_scaling={"rope_type":
   "linear", "factor": ratio}` and `rope_theta=10000`.
+- Layers of GLM-4.5 and MiniMax-M2 that predict further tokens (as many as
+  `num_nextn_predict_layers` or `num_mtp_modules` says, numbered behind the model's own) are
+  skipped when a checkpoint is read: they would draft, and the drafters here take their place.
 - QWen v1 with `use_dynamic_ntk` or `use_logn_attn` takes the frequencies of the served context;
   with `max_model_len=seq_length` they are the plain ones. Phi3's long factors likewise.
 - Other decoder-only classes of transformers run through its back end if they use its attention
@@ -108,6 +111,8 @@ TEXT: tuple[TextRow, ...] = (
     TextRow(("FalconForCausalLM", "RWForCausalLM"), "Falcon 1B to 180B", "falcon", ("falcon",)),
     TextRow(("GemmaForCausalLM",), "Gemma", "gemma", ("gemma",)),
     TextRow(("Gemma2ForCausalLM",), "Gemma 2", "gemma2", ("gemma2",)),
+    TextRow(("GlmForCausalLM",), "GLM-4 9B (not in the manual)", "glm", ("glm",)),
+    TextRow(("Glm4ForCausalLM",), "GLM-4-0414, GLM-Z1 (not in the manual)", "glm4", ("glm4",)),
     TextRow(("GPT2LMHeadModel",), "GPT-2", "gpt-2", ("gpt2",)),
     TextRow(
         ("GPTBigCodeForCausalLM",),
@@ -158,6 +163,16 @@ TEXT: tuple[TextRow, ...] = (
     TextRow(("Starcoder2ForCausalLM",), "StarCoder2", "starcoder2", ("starcoder2",)),
     TextRow(("XverseForCausalLM",), "Xverse", "xverse", test_files=_RENAMED),
     TextRow(("Qwen3ForCausalLM",), "Qwen3 (not in the manual)", "qwen3", ("qwen3",)),
+    TextRow(
+        ("Qwen3MoeForCausalLM",),
+        "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder (not in the manual)",
+        tiny=("qwen3_moe",),
+    ),
+    TextRow(
+        ("Glm4MoeForCausalLM",), "GLM-4.5, GLM-4.5-Air, GLM-4.6 (not in the manual)",
+        tiny=("glm4_moe",),
+    ),
+    TextRow(("MiniMaxM2ForCausalLM",), "MiniMax-M2 (not in the manual)", tiny=("minimax_m2",)),
 )  # fmt: skip
 
 _VISION = ("tests/engine/test_images.py", "tests/server/test_app_images.py")

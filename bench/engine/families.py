@@ -92,6 +92,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         multi_query_attention=True, multi_query_group_num=KV_HEADS, rmsnorm=True,
         add_qkv_bias=True,
     ),
+    "glm": _of("GlmForCausalLM", "glm", _GATED, head_dim=128),
+    "glm4": _of("Glm4ForCausalLM", "glm4", _GATED, head_dim=128),
     "stablelm": _of("StableLmForCausalLM", "stablelm", _GATED, use_qkv_bias=False),
     "phi": _of("PhiForCausalLM", "phi", _PLAIN),
     "nemotron": _of("NemotronForCausalLM", "nemotron", _PLAIN, hidden_act="relu2", head_dim=128),

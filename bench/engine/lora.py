@@ -10,11 +10,12 @@ rounds, ratios medians of the rounds' ratios. Random weights; adapters of all li
 the head; prompts are all distinct, greedy, no detokenization. Arms:
 
 - none: ms of a decode step in which no request has an adapter, by batch.
-- decode: the same where the requests have eight adapters by turns (at batch 1 there is one).
+- decode: the same where the requests have `--different` (8) adapters by turns.
   ms/step = (T(1 + steps) - T(1)) / steps, prompts of 128 tokens.
 - prefill: first token of a prompt (`--prompt`, 4096) with an adapter that is on the device.
 - cold: first token of a prompt of 512 tokens with an adapter that is in host memory only, beside
-  one that is on the device.
+  one that is on the device, and (on a GPU) the copy of an adapter alone, at once (`copy_ms`): what
+  of it `cold_adds_ms` does not have is hidden.
 - zipf: `--streams` requests (64) at a time of `--requests` (256) with 256 tokens in and 128 out,
   each with one of `--adapters` (1,000) by Zipf's law with exponent 1.1: output tokens a second over
   those of the base model. Its engine has `--zipf-slots` slots.
@@ -45,7 +46,6 @@ from hetero_llm import LLM, LoRARequest
 Rows = list[dict[str, Any]]
 
 ARMS = ("none", "decode", "prefill", "cold", "zipf")
-IN_STEP = 8  # different adapters in the arm `decode`
 DECODE_PROMPT, COLD_PROMPT = 128, 512
 ZIPF_IN, ZIPF_OUT, ZIPF_EXPONENT = 256, 128, 1.1
 BLOCK = 16
@@ -75,20 +75,24 @@ class Bench:
     Args:
         base, adapted: without and with `enable_lora`.
         rounds: of each figure.
+        different: adapters in a step of `decode`; the slots of `adapted`.
     """
 
-    def __init__(self, base: LLM, adapted: LLM, prompts: Prompts, rounds: int) -> None:
+    def __init__(
+        self, base: LLM, adapted: LLM, prompts: Prompts, rounds: int, different: int
+    ) -> None:
         self._base = base
         self._adapted = adapted
         self._prompts = prompts
         self._rounds = rounds
+        self._different = different
 
     def decode(self, batches: list[int], steps: int, arms: list[str]) -> Rows:
         """One row of the table per batch."""
         rows = []
         for batch in batches:
-            eight = adapters_of(IN_STEP)
-            mixed: Adapters = [eight[index % IN_STEP] for index in range(batch)]
+            several = adapters_of(self._different)
+            mixed: Adapters = [several[index % len(several)] for index in range(batch)]
             ours: dict[str, Adapters] = {"none": None, "decode": mixed}
             wanted = [arm for arm in arms if arm in ours]
             for arm in wanted:  # warms up
@@ -131,7 +135,7 @@ class Bench:
 
     def cold(self, length: int) -> Rows:
         """Twice as many adapters as slots take turns, so each has lost its slot when it returns."""
-        adapters = adapters_of(2 * IN_STEP)
+        adapters = adapters_of(2 * self._different)
         for adapter in adapters:  # into host memory
             self._first(self._adapted, length, adapter)
         self._first(self._base, length)
@@ -244,17 +248,20 @@ def run(args: argparse.Namespace, config: Config) -> dict[str, Any]:
     prompts = Prompts(config["vocab_size"])
     with base:
         if set(args.arms) - {"zipf"}:
-            with adapted(IN_STEP, 2 * IN_STEP) as llm, made.in_place():
-                bench = Bench(base, llm, prompts, args.rounds)
+            with adapted(args.different, 2 * args.different) as llm, made.in_place():
+                bench = Bench(base, llm, prompts, args.rounds, args.different)
                 if {"none", "decode"} & set(args.arms):
                     add("decode", bench.decode(args.batches, args.steps, args.arms))
                 if "prefill" in args.arms:
                     add("prefill", bench.prefill(args.prompt))
                 if "cold" in args.arms:
-                    add("cold", bench.cold(COLD_PROMPT))
+                    rows = bench.cold(COLD_PROMPT)
+                    if torch.device(args.device).type == "cuda":
+                        rows[0]["copy_ms"] = made.copy_ms(args.device)
+                    add("cold", rows)
         if "zipf" in args.arms:
             with adapted(args.zipf_slots, args.adapters) as llm, made.in_place():
-                bench = Bench(base, llm, prompts, args.rounds)
+                bench = Bench(base, llm, prompts, args.rounds, args.different)
                 add("zipf", bench.zipf(args.adapters, args.requests, args.streams))
     return results
 
@@ -270,6 +277,7 @@ def main() -> None:
     parser.add_argument("--batches", type=numbers, default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=128, help="none, decode: of a figure")
     parser.add_argument("--prompt", type=int, default=4096, help="prefill: its tokens")
+    parser.add_argument("--different", type=int, default=8, help="decode: adapters in a step")
     parser.add_argument("--adapters", type=int, default=1000, help="zipf: names")
     parser.add_argument("--requests", type=int, default=256, help="zipf: of a round")
     parser.add_argument("--streams", type=int, default=64, help="zipf: requests at a time")
@@ -282,6 +290,7 @@ def main() -> None:
     results = run(args, shapes[args.shape])
     machine = "c" if args.device == "cpu" else "g"
     about = {"shape": args.shape, "dtype": args.dtype, "rank": args.rank, "device": args.device}
+    about |= {"different": args.different}
     write_results(f"lora.{args.shape}.{machine}", {**about, **results}, args.out)
 
 

@@ -26,8 +26,8 @@ from bench.gpu_timing import copy_bandwidth
 from bench.shapes import MOE_SHAPES, Prompts, start
 from hetero_llm import LLM
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.experts import Experts, SparseMixerRouter, TopKRouter
-from hetero_llm.models.layers import Linear
+from hetero_llm.models.experts import Experts, Router
+from hetero_llm.models.layers import Float32Linear, Linear
 from hetero_llm.models.registry import model_class
 
 _COUNTED_STEPS = 16
@@ -55,11 +55,7 @@ def experts_touched(llm: LLM, prompts: Prompts, batch: int, steps: int = _COUNTE
         ids = routed[0]
         counts[ids.shape[0]].append(ids.unique().numel())
 
-    routers = [
-        module
-        for module in runner.model.modules()
-        if isinstance(module, (TopKRouter, SparseMixerRouter))
-    ]
+    routers = [module for module in runner.model.modules() if isinstance(module, Router)]
     hooks = [router.register_forward_hook(count) for router in routers]
     try:
         with _without_graphs(runner):
@@ -85,7 +81,8 @@ def bytes_per_step(
         model = model_class(config.architecture)(config)
     experts = [m for m in model.modules() if isinstance(m, Experts)]
     one = sum((m.gate_up.numel() + m.down.numel()) // m.down.shape[0] for m in experts)
-    matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
+    linears = [m for m in model.modules() if isinstance(m, Linear)]
+    matrices = sum(m.weight.numel() * (1 + isinstance(m, Float32Linear)) for m in linears)
     of_expert = 2.0 if config.quantization is None else 0.5 + 2 / 32  # scales are bf16 in memory
     key = config.num_kv_heads * config.head_dim * config.num_layers
     return {

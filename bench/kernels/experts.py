@@ -30,7 +30,13 @@ from hetero_llm.gpu.kernels.dequantize import dequantize_to
 from hetero_llm.gpu.kernels.experts import GroupedConfig, Groups, VectorConfig
 from hetero_llm.gpu.kernels.launch import Launch
 from hetero_llm.gpu.kernels.quantized_experts import quantized_experts
-from hetero_llm.gpu.kernels.routing import route_sparse_mixer, route_top_k
+from hetero_llm.gpu.kernels.routing import (
+    gate_product,
+    gate_product_reference,
+    route_sigmoid,
+    route_sparse_mixer,
+    route_top_k,
+)
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
 SHARED_BYTES = 227 << 10
@@ -51,6 +57,9 @@ MODELS = {
     "mixtral-8x7b": Dims(8, 2, 4096, 14336),
     "qwen1.5-moe-a2.7b": Dims(60, 4, 2048, 1408),
     "phi-3.5-moe": Dims(16, 2, 4096, 6400),
+    "qwen3-30b-a3b": Dims(128, 8, 2048, 768),
+    "glm-4.5-air": Dims(128, 8, 4096, 1408),
+    "minimax-m2": Dims(256, 8, 3072, 1536),
 }
 
 
@@ -121,6 +130,7 @@ def parts_us(case: Case) -> dict[str, float]:
             lambda: route_top_k(case.logits, k=dims.k, renormalize=True, rounded=False), 20
         ),
         "mixer_us": each_us(lambda: route_sparse_mixer(case.logits, jitter=0.01), 20),
+        **sigmoid_us(case),
     }
     first, second = op.choose(rows, dims.k, dims.experts, 2)
     groups = op.align(case.ids, dims.experts, first.block_m)
@@ -131,6 +141,23 @@ def parts_us(case: Case) -> dict[str, float]:
     times["gate_up_us"] = product_us(case, groups, "gate_up", first)
     times["down_us"] = product_us(case, groups, "down", second)
     return times
+
+
+def sigmoid_us(case: Case) -> dict[str, float]:
+    """Routers in float32: the routing, and the projection beside the library's."""
+    dims = case.dims
+    gate = torch.randn(dims.experts, dims.hidden, device="cuda") / dims.hidden**0.5
+    correction = torch.zeros(dims.experts, device="cuda")
+    logits = gate_product(case.x, gate)
+    route = partial(
+        route_sigmoid, logits, correction=correction, k=dims.k, groups=1, kept_groups=1,
+        renormalize=True, scale=1.0,
+    )  # fmt: skip
+    return {
+        "sigmoid_us": each_us(route, 20),
+        "gate_us": each_us(lambda: gate_product(case.x, gate), 20),
+        "gate_library_us": each_us(lambda: gate_product_reference(case.x, gate), 20),
+    }
 
 
 def plan(case: Case, groups: Groups, part: str, config: GroupedConfig) -> Launch:

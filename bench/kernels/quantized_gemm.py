@@ -1,11 +1,13 @@
 """Products with quantized weights beside cuBLAS in bf16, by kind, layer and number of rows.
 
 Few rows: our kernels, with the launch that `choose` names (`us`) and with the best of all
-candidates (`best_us`). `share`: bytes of the prepared matrix, of x and of y, over the time, over
-the speed of a large copy in the same run. Weights are random and as many as keep L2 from holding
-them; all is timed in CUDA graphs. `step` adds up the layers of a model: what they would take in
-one step, and the share of the copy speed that all of it reaches. Many rows: `us` by the library,
-which quantizes rows (`bits` 8) or dequantizes the matrix (16), `few_us` by the kernels of few rows.
+candidates (`best_us`; `fold_us` is that one with scales where `folds` does not put them), up to 256
+rows; from 65 on also the other way of a `QuantizedProduct` (`many_us`). `share`: bytes of the
+prepared matrix, of x and of y, over the time, over the speed of a large copy in the same run.
+Weights are random and as many as keep L2 from holding them; all is timed in CUDA graphs. `step`
+adds up the layers of a model: what they would take in one step, and the share of the copy speed
+that all of it reaches. Many rows: `us` by the library, which quantizes rows (`bits` 8) or
+dequantizes the matrix (16), `few_us` by the kernels of few rows.
 
 Predictions for the 8B shape (6.98e9 weights in its layers), before anything was measured. Bytes at
 a copy speed of 4.2 TB/s; instructions for an element as counted in the SASS of the inner loops, at
@@ -55,12 +57,15 @@ from bench.gpu_timing import copy_bandwidth
 from bench.kernels.skinny_gemm import L2_BYTES, MODELS, compile_all, graph_us, label, rows_like
 from hetero_llm.gpu.kernels.block_product import find_block_product
 from hetero_llm.gpu.kernels.dequantize import dequantize_to
+from hetero_llm.gpu.kernels.launch import Launch
 from hetero_llm.gpu.kernels.quantized_gemm import (
     PreparedMatrix,
     choose,
     fits,
+    folds,
     plan_launch,
     prepare,
+    shared_bytes,
 )
 from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct
 from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig
@@ -82,6 +87,7 @@ class Form:
     rows: int = 1
     scale_dtype: torch.dtype = torch.float16
     zeros: bool = False
+    lanes: int | None = None  # of a chunk at most
 
 
 FORMS = {
@@ -93,7 +99,13 @@ FORMS = {
     "fp4_32": Form("fp4", 32, scale_dtype=torch.bfloat16),
     "fp4_16": Form("fp4", 16, scale_dtype=torch.float8_e4m3fn),
     "nf4": Form("nf4", 64, scale_dtype=torch.float32),
+    # Layouts beside the one of `prepare`: do small chunks cost what they give large tiles?
+    "int4_64_lanes": Form("int4", 128, zeros=True, lanes=64),
+    "int4_32_lanes": Form("int4", 128, zeros=True, lanes=32),
+    "nf4_64_lanes": Form("nf4", 64, scale_dtype=torch.float32, lanes=64),
+    "nf4_32_lanes": Form("nf4", 64, scale_dtype=torch.float32, lanes=32),
 }
+DEFAULT_KINDS = [name for name in FORMS if not name.endswith("_lanes")]
 
 
 def random_matrix(form: Form, n: int, k: int) -> PreparedMatrix:
@@ -114,12 +126,39 @@ def random_matrix(form: Form, n: int, k: int) -> PreparedMatrix:
     matrix = QuantizedMatrix(
         form.kind, data, scale.to(form.scale_dtype).contiguous(), group, form.rows, zero
     )
-    return prepare(matrix)
+    return prepare(matrix, lanes=form.lanes)
 
 
-def candidates(m: int, matrix: PreparedMatrix) -> list[SkinnyConfig]:
-    """All launches worth timing, what `choose` says first."""
+# Features, columns, stages and warps of a program, by padded rows: those to time in a short run.
+QUICK = {
+    8: [(32, 256, 4, 1), (32, 256, 3, 2), (64, 256, 3, 2)],
+    16: [(32, 256, 3, 1), (64, 256, 3, 2), (64, 256, 3, 4)],
+    32: [(32, 256, 3, 2), (64, 256, 3, 4), (128, 256, 3, 8)],
+    64: [(64, 256, 3, 4), (128, 256, 3, 8), (128, 128, 4, 8)],
+    128: [
+        *((128, 256, 2, 8), (128, 256, 3, 8), (128, 128, 3, 4), (128, 128, 4, 8)),
+        *((256, 128, 3, 8), (256, 128, 4, 8), (256, 128, 4, 16)),
+    ],
+}
+
+
+def candidates(m: int, matrix: PreparedMatrix, *, quick: bool) -> list[SkinnyConfig]:
+    """All launches worth timing, or fewer, what `choose` says first."""
     configs = [choose(m, matrix)]
+    block_m = next((size for size in (8, 16, 32, 64) if m <= size), 128)
+    if quick:
+        for block_n, block_k, stages, warps in QUICK[block_m]:
+            for split in (1, 2, 4, 8, 16):
+                programs = -(-matrix.shape[0] // block_n) * split
+                # Large tiles: one or two programs a multiprocessor; small ones by their warps.
+                if m > 64:
+                    useful = 90 <= programs * -(-m // 128) <= 264
+                else:
+                    useful = 600 <= programs * warps <= 1600
+                if useful:
+                    launch = SkinnyConfig(block_m, block_n, block_k, split, warps, stages)
+                    configs.append(launch)
+        return [c for c in dict.fromkeys(configs) if fits(c, m, matrix) and _in_memory(c, matrix)]
     if m == 1:
         for block_n, warps, split in (
             *((8, 1, 1), (8, 2, 1), (8, 4, 1), (4, 1, 1), (4, 2, 1), (4, 4, 1)),
@@ -127,7 +166,6 @@ def candidates(m: int, matrix: PreparedMatrix) -> list[SkinnyConfig]:
         ):
             block_k = 256 * matrix.parts * warps
             configs.append(SkinnyConfig(1, block_n, block_k, split, warps))
-    block_m = next(size for size in (8, 16, 32, 64, 128) if m <= size)
     # Features, columns, stages, warps.
     few = [
         *((16, 256, 4, 1), (32, 128, 4, 2), (32, 128, 6, 2), (32, 256, 4, 1)),
@@ -141,20 +179,20 @@ def candidates(m: int, matrix: PreparedMatrix) -> list[SkinnyConfig]:
     ]
     most = [
         *((64, 128, 3, 4), (64, 256, 2, 4), (64, 256, 2, 8), (128, 128, 2, 8), (128, 128, 3, 8)),
-        *((128, 256, 1, 8), (128, 256, 2, 4), (128, 256, 2, 8)),
+        *((128, 64, 4, 4), (128, 256, 2, 4), (256, 64, 6, 8), (256, 128, 3, 16)),
+        *QUICK[128],
     ]
     shapes = few if block_m <= 16 else (more if block_m <= 64 else most)
     for block_n, block_k, stages, warps in shapes:
-        for split in (1, 2, 4, 8):
-            if 100 <= matrix.shape[0] // block_n * split <= 1800:
+        for split in (1, 2, 4, 8, 16):
+            if (90 if m > 64 else 100) <= matrix.shape[0] // block_n * split <= 1800:
                 configs.append(SkinnyConfig(block_m, block_n, block_k, split, warps, stages))
     return [c for c in dict.fromkeys(configs) if fits(c, m, matrix) and _in_memory(c, matrix)]
 
 
 def _in_memory(config: SkinnyConfig, matrix: PreparedMatrix) -> bool:
     """Whether the pipeline fits a multiprocessor's 227 KB."""
-    stage = config.block_k * (config.block_n // matrix.parts * 2 + 2 * config.block_m)
-    return config.block_m == 1 or stage * config.num_stages <= 200 << 10
+    return config.block_m == 1 or shared_bytes(config, matrix) <= 227 << 10
 
 
 def copies_of(matrix_bytes: int, make: Callable[[], Any]) -> list[Any]:
@@ -163,35 +201,59 @@ def copies_of(matrix_bytes: int, make: Callable[[], Any]) -> list[Any]:
 
 
 def time_few(
-    matrices: list[PreparedMatrix], plain: list[Tensor], m: int, *, tune: bool
+    matrices: list[PreparedMatrix], plain: list[Tensor], m: int, *, tuning: str
 ) -> dict[str, Any]:
-    """One layer at one number of rows."""
+    """One layer at one number of rows.
+
+    Args:
+        tuning: How many candidates: "all", "quick" or "none".
+    """
     n, k = matrices[0].shape
     x, y = rows_like((n, k), m)
     exact = F.linear(x.float(), dequantize_to(matrices[0], torch.empty(n, k, device="cuda")))
     library = graph_us(lambda: [F.linear(x, w) for w in plain]) / len(plain)
-    configs = candidates(m, matrices[0]) if tune else [choose(m, matrices[0])]
+    configs = [choose(m, matrices[0])]
+    if tuning != "none":
+        configs = candidates(m, matrices[0], quick=tuning == "quick")
     plans = {c: [plan_launch(x, w, None, y=y, config=c) for w in matrices] for c in configs}
     compile_all([plan[0] for plan in plans.values()])
-    times, worst = {}, 0.0
-    for config, plan in plans.items():
+    times, errors = {}, [0.0]
+
+    def timed(config: SkinnyConfig, plan: list[Launch]) -> float:
         y.zero_()
         try:
             plan[0]()
             torch.cuda.synchronize()
         except Exception as error:  # too much shared memory: not one of the candidates then
             print(f"  {label(config)}: {error}", flush=True)
-            continue
-        worst = max(worst, ((y.float() - exact).abs().max() / exact.abs().max()).item())
-        times[config] = graph_us(lambda plan=plan: [launch() for launch in plan]) / len(plan)
+            return float("nan")
+        errors.append(((y.float() - exact).abs().max() / exact.abs().max()).item())
+        return graph_us(lambda: [launch() for launch in plan]) / len(plan)
+
+    for config, plan in plans.items():
+        us = timed(config, plan)
+        if us == us:
+            times[config] = us
     best = min(times, key=lambda config: times[config])
+    fold_us = many_us = float("nan")
+    first = matrices[0]
+    if tuning != "none" and best.block_m > 1 and first.group > 0 and first.offset is None:
+        other = not folds(first, best.block_m)
+        plan = [plan_launch(x, w, None, y=y, config=best, fold=other) for w in matrices]
+        fold_us = timed(best, plan)
+    if m > 64:
+        products = [QuantizedProduct(w) for w in matrices]
+        many = lambda: [p.of_many_rows(x, None, in_8_bits=True) for p in products]  # noqa: E731
+        many_us = graph_us(many) / len(products)
     return {
         "bytes": matrices[0].nbytes + x.nbytes + y.nbytes,
         "library_us": library,
         "us": times.get(configs[0], float("nan")),
         "best_us": times[best],
         "best": label(best),
-        "error": worst,
+        "fold_us": fold_us,
+        "many_us": many_us,
+        "error": max(errors),
         "all": {label(config): us for config, us in times.items()},
     }
 
@@ -217,7 +279,7 @@ def few_rows(
             matrices = [first, *copies_of(first.nbytes, make)]
             plain = copies_of(2 * n * k, lambda: torch.randn(n, k, device="cuda").bfloat16())  # noqa: B023
             for m in args.rows:
-                cell = time_few(matrices, plain, m, tune=not args.no_tuning)
+                cell = time_few(matrices, plain, m, tuning=args.tuning)
                 row = {
                     "kind": name,
                     "layer": layer,
@@ -227,13 +289,18 @@ def few_rows(
                     "share": cell["bytes"] / cell["us"] / copy / 1e6,
                     "best_us": cell["best_us"],
                     "best share": cell["bytes"] / cell["best_us"] / copy / 1e6,
+                    "fold_us": cell["fold_us"],
+                    "many_us": cell["many_us"],
                     "error": cell["error"],
                     "best": cell["best"],
                 }
                 results.append({**row, "all": cell["all"]})
                 say(row)
-                total = step.setdefault(m, {"bf16": 0.0, "chosen": 0.0, "best": 0.0, "GB": 0.0})
+                total = step.setdefault(
+                    m, dict.fromkeys(("bf16", "many", "chosen", "best", "GB"), 0.0)
+                )
                 total["bf16"] += cell["library_us"] * dims.layers / 1e3
+                total["many"] += cell["many_us"] * dims.layers / 1e3
                 total["chosen"] += cell["us"] * dims.layers / 1e3
                 total["best"] += cell["best_us"] * dims.layers / 1e3
                 total["GB"] += cell["bytes"] * dims.layers / 1e9
@@ -283,10 +350,13 @@ def many_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--shape", choices=MODELS, default="llama-3.1-8b")
-    parser.add_argument("--kinds", type=names_of(tuple(FORMS)), default=list(FORMS))
+    parser.add_argument("--kinds", type=names_of(tuple(FORMS)), default=DEFAULT_KINDS)
     parser.add_argument("--rows", type=numbers, default=FEW)
     parser.add_argument("--many", type=numbers, default=MANY)
-    parser.add_argument("--no-tuning", action="store_true", help="only what `choose` says")
+    parser.add_argument("--no-many", dest="many", action="store_const", const=[])
+    parser.add_argument(
+        "--tuning", choices=("all", "quick", "none"), default="all", help="candidates to time"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this bench needs a CUDA device")

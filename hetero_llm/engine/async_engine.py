@@ -322,6 +322,10 @@ class AsyncLLMEngine:
                 parse_prompt(prompt), params, adapter, prompt_adapter_request
             )
             self._submit(stream, request)
+            if request.grammar is not None:
+                # The engine compiles it, too, and computes the prompt meanwhile.
+                check = partial(self._inputs.check_grammar, request)
+                await self.threads.run(check, size=_CONSTRAINT_CHARACTERS)
         except BaseException:
             self._close_stream(stream)
             raise
@@ -469,7 +473,7 @@ class AsyncLLMEngine:
         adapter: AdapterRef | None,
         prompt_adapter: PromptAdapterRequest | None,
     ) -> Request:
-        """The request, checked and ready for the engine.
+        """The request, ready for the engine and checked, but for whether its grammar compiles.
 
         Raises:
             RequestError: the prompt or a parameter is wrong.
@@ -479,7 +483,9 @@ class AsyncLLMEngine:
             params = params.clone()  # its owner may assign to it while a thread works
 
         def make() -> Request:
-            return self._inputs.make_request("", prompt, params, adapter, prompt_adapter)
+            return self._inputs.make_request(
+                "", prompt, params, adapter, prompt_adapter, check_grammar=False
+            )
 
         if prompt.images:
             return await self.threads.run_on_images(make)

@@ -4,11 +4,16 @@ A forward pass is made for steps without adapters, whose products are the model'
 with adapters, whose products read each token's slot from device memory (`begin`). So both kinds can
 be captured, and a step in which no request has an adapter costs what it costs without adapters.
 Which kernels a product with adapters takes: `kernels.lora_product`.
+
+A slot may still be on its way from host memory when a step that needs it is launched: such a step
+waits on the device, piece by piece of the slot (`slot_loads`).
 """
 
 from __future__ import annotations
 
+import enum
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -18,30 +23,57 @@ from torch import Tensor
 
 from hetero_llm.core.lora import NO_ADAPTER, AdapterRef
 from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.gpu.kernels.activation import gated_activation
 from hetero_llm.gpu.kernels.lora import NO_SLOT, LoraSlots
-from hetero_llm.gpu.kernels.lora_product import StepRows, product_with_adapters, sums_of_product
+from hetero_llm.gpu.kernels.lora_product import (
+    GateAdapters,
+    StepRows,
+    product_before_gate,
+    product_with_adapters,
+    sums_of_product,
+)
+from hetero_llm.gpu.slot_loads import SlotLoads
 from hetero_llm.gpu.uploads import Uploads
 from hetero_llm.lora.slot_layout import SlotLayout, widths
-from hetero_llm.models.layers import CausalLM, Linear, Product
+from hetero_llm.models.blocks import GatedMLP
+from hetero_llm.models.layers import CausalLM, GatedActivation, Linear, Product
 
 assert NO_SLOT == NO_ADAPTER
+
+
+class AdapterUse(enum.IntEnum):
+    """What a step needs of adapters; as a bool, whether a sequence of it has one."""
+
+    NONE = 0
+    RESIDENT = 1
+    LOADING = 2
+    """As `RESIDENT`, but slots may still be on their way: the step waits for them."""
 
 
 class PackedAdapters(Protocol):
     """Host memory with the adapters that slots are filled from."""
 
     def held(self, adapter: AdapterRef) -> Tensor:
-        """Of `SlotLayout.pack`; valid until the step that needs it has run."""
+        """Of `SlotLayout.pack`."""
         ...
 
 
 class NoGpuAdapters:
     """In the place of `GpuAdapters` where adapters are not served."""
 
-    def prepare(self, step: SchedulerOutput) -> bool:
-        return False
+    turn = 0
+    overlaps_loads = False
 
-    def begin(self, token_slots: Tensor | None) -> None:
+    def prepare(self, step: SchedulerOutput) -> AdapterUse:
+        return AdapterUse.NONE
+
+    def begin(self, token_slots: Tensor | None, *, waits: bool = False) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def check(self, turn: int) -> None:
         pass
 
 
@@ -51,9 +83,12 @@ class GpuAdapters:
 
     Args:
         model: ready to serve, its products in place.
-        memory: holds the adapter of every load of a step until the slot is used for another.
+        memory: holds the adapter of every load of a step until its launch.
         num_slots: adapters on the device.
         max_num_seqs: request slots.
+        open_loads: of the slots and the bytes of their pieces.
+        overlap_loads: a step waits for its adapters piece by piece on the device. Off until a GPU
+            has run it: the copies are part of the step's stream.
     """
 
     def __init__(
@@ -65,18 +100,29 @@ class GpuAdapters:
         num_slots: int,
         max_num_seqs: int,
         device: torch.device,
+        open_loads: Callable[[Tensor, Sequence[int]], SlotLoads] = SlotLoads,
+        overlap_loads: bool = False,
     ) -> None:
+        self.overlaps_loads = overlap_loads
         self._memory = memory
         self._slots = torch.zeros(num_slots, layout.num_bytes, dtype=torch.uint8, device=device)
+        self._loads = open_loads(self._slots, layout.pieces)
+        self._next_piece = len(layout.pieces)  # that the forward pass has not waited for
         self._adapter_of = np.full(max_num_seqs, NO_ADAPTER, np.int32)  # by request slot
         self._device_adapter_of = torch.full(
             (max_num_seqs,), NO_ADAPTER, dtype=torch.int32, device=device
         )
         self._uploads = Uploads(max_num_seqs, device)
         self._rows: StepRows | None = None  # of the forward pass that is made
+        self._missing: GateAdapters | None = None  # of gate and up, until their activation runs
         self._layers: list[tuple[Product, LoraSlots]] = []
         self._words: dict[int, int] = {}  # by number of rows: see `StepRows`
         modules = dict(model.named_modules())
+        gates = {
+            module.gate_up_proj: module.activation
+            for module in modules.values()
+            if isinstance(module, GatedMLP) and _is_kernel(module.activation)
+        }
         for name, place in layout.places.items():
             linear = modules[name]
             assert isinstance(linear, Linear)
@@ -88,32 +134,49 @@ class GpuAdapters:
                 alignment=math.gcd(*place.bounds),
             )
             self._layers.append((linear.product, weights))
-            linear.product = partial(self._multiply, linear.product, weights)
+            multiply = self._multiply
+            if linear in gates and weights.parts == 2:
+                multiply = self._multiply_before_gate
+                activation = gates[linear]
+                activation.function = partial(self._gate, activation.name, activation.function)
+            linear.product = partial(multiply, linear.product, weights, place.piece)
 
-    def prepare(self, step: SchedulerOutput) -> bool:
-        """Fills the slots that a step needs and tells the device the slots of admitted sequences.
+    @property
+    def turn(self) -> int:
+        """Of the loads that the step prepared last waits for, for `check`."""
+        return self._loads.turn
 
-        Returns:
-            Whether a sequence of the step has an adapter.
-        """
-        for load in {load.slot: load for load in step.adapter_loads}.values():
-            packed = self._memory.held(load.adapter)
-            self._slots[load.slot].copy_(packed, non_blocking=True)
+    def prepare(self, step: SchedulerOutput) -> AdapterUse:
+        """Starts to fill the slots of a step and tells the device the slots of admitted sequences.
+        A step is launched as the kind that is returned, before the next one is prepared."""
+        loads = {load.slot: load.adapter for load in step.adapter_loads}
+        if self.overlaps_loads and loads:
+            self._loads.start({slot: self._memory.held(one) for slot, one in loads.items()})
+        elif loads:
+            for slot, one in loads.items():
+                self._slots[slot].copy_(self._memory.held(one), non_blocking=True)
         changed = False
         for state in step.admitted:
             changed |= self._adapter_of[state.request_slot] != state.adapter_slot
             self._adapter_of[state.request_slot] = state.adapter_slot
         if changed:
             self._device_adapter_of.copy_(self._uploads.send(self._adapter_of))
-        return bool((self._adapter_of[step.request_slots] != NO_ADAPTER).any())
+        if not (self._adapter_of[step.request_slots] != NO_ADAPTER).any():
+            return AdapterUse.NONE
+        if not self._loads.pending:
+            return AdapterUse.RESIDENT
+        self._loads.pending = False
+        return AdapterUse.LOADING
 
-    def begin(self, token_slots: Tensor | None) -> None:
+    def begin(self, token_slots: Tensor | None, *, waits: bool = False) -> None:
         """Begins a forward pass.
 
         Args:
             token_slots: [T] int32, the request slot of each token; None: no token has an adapter.
+            waits: slots may still be on their way (`AdapterUse.LOADING`).
         """
         self._rows = None
+        self._next_piece = 0 if waits else self._loads.num_pieces
         if token_slots is not None:
             self._rows = StepRows(
                 token_slots,
@@ -121,6 +184,27 @@ class GpuAdapters:
                 num_slots=len(self._slots),
                 words=self._num_words(len(token_slots)),
             )
+
+    def end(self) -> None:
+        """Ends a forward pass: behind one that waits, all slots are filled."""
+        self._wait(self._loads.num_pieces - 1)
+
+    def check(self, turn: int) -> None:
+        """
+        Args:
+            turn: of a step of `LOADING` that has ended.
+
+        Raises:
+            RuntimeError: it has run without its adapters.
+        """
+        if self._loads.timed_out(turn):
+            raise RuntimeError("adapters have not reached the GPU: a step gave up waiting for them")
+
+    def _wait(self, piece: int) -> None:
+        """Later kernels of the forward pass find this piece of all slots."""
+        if piece >= self._next_piece:
+            self._loads.wait(piece)
+            self._next_piece = piece + 1
 
     def _num_words(self, num_rows: int) -> int:
         words = self._words.get(num_rows)
@@ -130,9 +214,39 @@ class GpuAdapters:
         return words
 
     def _multiply(
-        self, product: Product, slots: LoraSlots, x: Tensor, weight: Tensor, bias: Tensor | None
+        self,
+        product: Product,
+        slots: LoraSlots,
+        piece: int,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
         """`Product` with the adapters of the rows."""
         if self._rows is None:
             return product(x, weight, bias)
+        self._wait(piece)
         return product_with_adapters(product, x, weight, bias, rows=self._rows, weights=slots)
+
+    def _multiply_before_gate(
+        self, product: Product, slots: LoraSlots, piece: int,
+        x: Tensor, weight: Tensor, bias: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """`_multiply` of gate and up; `_gate`, which comes next, may add the adapters."""
+        if self._rows is None:
+            return product(x, weight, bias)
+        self._wait(piece)
+        y, self._missing = product_before_gate(
+            product, x, weight, bias, rows=self._rows, weights=slots
+        )
+        return y
+
+    def _gate(self, name: str, plain: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+        missing, self._missing = self._missing, None
+        return plain(gate_up) if missing is None else missing.gate(gate_up, name)
+
+
+def _is_kernel(activation: GatedActivation) -> bool:
+    """Whether `lora_gate` computes what this activation does."""
+    function = activation.function
+    return isinstance(function, partial) and function.func is gated_activation

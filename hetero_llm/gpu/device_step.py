@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hetero_llm.gpu.adapters import GpuAdapters, NoGpuAdapters
+from hetero_llm.gpu.adapters import AdapterUse, GpuAdapters, NoGpuAdapters
 from hetero_llm.gpu.kernels.compact_kv import compact_kv
 from hetero_llm.gpu.kernels.exchange import apply_step_inputs, fetch_pinned, send_results
 from hetero_llm.gpu.kernels.sample import (
@@ -75,7 +75,7 @@ class DeviceStep:
         max_groups = max(max_num_seqs, max_graph_tokens)
         self.verified = make_verified_trees(max_groups, max_samples, device)
 
-    def decode(self, buffer: StepBuffer, attention: Attend, *, adapted: bool) -> None:
+    def decode(self, buffer: StepBuffer, attention: Attend, *, adapted: AdapterUse) -> None:
         """Model, head, sampling and results of a step that samples once after every token.
 
         Args:
@@ -86,7 +86,7 @@ class DeviceStep:
         send_results(self.tokens[: buffer.layout.tokens], self._turns[1:], ring=self._results)
 
     def verify(
-        self, buffer: StepBuffer, attention: Attend, *, adapted: bool, verified: VerifiedTrees
+        self, buffer: StepBuffer, attention: Attend, *, adapted: AdapterUse, verified: VerifiedTrees
     ) -> None:
         """Model, head, sampling, verification and results of a step with draft trees.
 
@@ -99,17 +99,19 @@ class DeviceStep:
         self.verify_trees(buffer.inputs, hidden, verified)
         send_results(verified.packed, self._turns[1:], ring=self._results)
 
-    def model(self, buffer: StepBuffer, attention: Attend, *, adapted: bool) -> None:
+    def model(self, buffer: StepBuffer, attention: Attend, *, adapted: AdapterUse) -> None:
         """The model of any step without draft trees, into `hidden`; `adapted`: see `run_model`."""
         hidden = self.run_model(buffer, attention, adapted=adapted)
         self.hidden[: buffer.layout.tokens].copy_(hidden)
 
-    def run_model(self, buffer: StepBuffer, attention: Attend, *, adapted: bool) -> torch.Tensor:
+    def run_model(
+        self, buffer: StepBuffer, attention: Attend, *, adapted: AdapterUse
+    ) -> torch.Tensor:
         """Fetches the buffer whose turn it is and runs the model: [T, hidden] after the last norm.
 
         Args:
             buffer: how the host has filled it.
-            adapted: tokens may have adapters.
+            adapted: what tokens may need of adapters.
         """
         inputs = buffer.inputs
         fetch_pinned(self._ring, self._turns[:1], out=buffer.words)
@@ -124,8 +126,11 @@ class DeviceStep:
             ring_size=RING,
             out=self._input_ids[: buffer.layout.tokens],
         )
-        self._adapters.begin(inputs.token_slots if adapted else None)
-        return self._model(input_ids, inputs.positions, attention)
+        waits = adapted is AdapterUse.LOADING
+        self._adapters.begin(inputs.token_slots if adapted else None, waits=waits)
+        hidden = self._model(input_ids, inputs.positions, attention)
+        self._adapters.end()
+        return hidden
 
     def sample(self, inputs: StepInputs[torch.Tensor], hidden: torch.Tensor, count: int) -> None:
         """Samples the step's first `count` tokens into `tokens` and `last_tokens`.

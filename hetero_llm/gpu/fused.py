@@ -17,6 +17,7 @@ from hetero_llm.gpu.kernels.norm import (
     add_gemma_rms_norm,
     add_layer_norm,
     add_rms_norm,
+    norm_projections,
     quantized_rms_norm,
     quantizes_norms,
 )
@@ -24,19 +25,32 @@ from hetero_llm.gpu.kernels.quantize_rows import LARGEST, quantize_gated
 from hetero_llm.gpu.kernels.quantized_experts import quantized_experts
 from hetero_llm.gpu.kernels.quantized_gemm import prepare, prepares
 from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct, product_of
-from hetero_llm.gpu.kernels.routing import route_sparse_mixer, route_top_k
+from hetero_llm.gpu.kernels.routing import (
+    gate_product,
+    route_sigmoid,
+    route_sparse_mixer,
+    route_top_k,
+)
 from hetero_llm.gpu.kernels.skinny_gemm import linear
 from hetero_llm.gpu.switch_points import measure_switch_points
 from hetero_llm.models.blocks import DecoderLayer, GatedMLP
-from hetero_llm.models.experts import Experts, ExpertsFunction, SparseMixerRouter, TopKRouter
+from hetero_llm.models.experts import (
+    Experts,
+    ExpertsFunction,
+    SigmoidRouter,
+    SparseMixerRouter,
+    TopKRouter,
+)
 from hetero_llm.models.layers import (
     Activation,
     AddLayerNorm,
     AddNorm,
     CausalLM,
+    Float32Linear,
     GatedActivation,
     GemmaRMSNorm,
     Linear,
+    ProjectionNorm,
     RMSNorm,
 )
 from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedWeight
@@ -60,6 +74,8 @@ def use_kernels(model: CausalLM, *, few_rows: int | None) -> None:
             module.function = add_gemma_rms_norm
         elif isinstance(module, AddLayerNorm) and fused_norms:
             module.function = add_layer_norm
+        elif isinstance(module, ProjectionNorm) and len(module.q_weight) <= MAX_NORM_SIZE:
+            module.function = norm_projections
         elif isinstance(module, GatedActivation):
             module.function = partial(gated_activation, name=module.name)
         elif isinstance(module, Activation) and module.name is not None:
@@ -67,6 +83,9 @@ def use_kernels(model: CausalLM, *, few_rows: int | None) -> None:
         elif isinstance(module, Linear) and module.quantized is not None:
             if not module.on_host:
                 _multiply_by_kernels(module, module.quantized)
+        elif isinstance(module, Float32Linear):
+            if module.weight.device.type == "cuda" or INTERPRETED:
+                module.function = gate_product
         elif isinstance(module, Linear) and module.weight.device.type == "cuda":
             module.product = linear
     speed_up_experts(model)
@@ -94,6 +113,16 @@ def speed_up_experts(model: CausalLM) -> None:
                 k=module.k,
                 renormalize=module.renormalize,
                 rounded=module.rounded,
+            )
+        elif isinstance(module, SigmoidRouter):
+            module.function = partial(
+                route_sigmoid,
+                correction=module.correction,
+                k=module.k,
+                groups=module.groups,
+                kept_groups=module.kept_groups,
+                renormalize=module.renormalize,
+                scale=module.scale,
             )
         elif isinstance(module, SparseMixerRouter):
             module.function = partial(route_sparse_mixer, jitter=module.jitter)

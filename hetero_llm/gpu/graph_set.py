@@ -7,12 +7,14 @@ is padded to the smallest bucket that holds it:
 - "model" and then "head", each by its own bucket: any other step without draft trees. A step whose
   sampling needs more than the kernels do (log-probabilities, penalties, users' processors) replays
   "model" alone, and the torch sampler follows.
-- "waiting model": as "model", for steps that read KV still on its way from host memory. Attention
-  waits for each layer on the device. No other graph waits, so such a step does not replay "decode".
 - "verify": steps with draft trees; model, head, sampling, verification and results.
 - "short decode", "short verify": the same for contexts that need no attention tile cut.
 - Where LoRA adapters are served, each of these but "head" once more, "... with adapters", for
   steps in which a sequence has one.
+- "waiting model": as "model", for steps that read KV still on its way from host memory. Attention
+  waits for each layer on the device. "waiting model with adapters" waits for KV and for adapters,
+  "waiting verify with adapters" for adapters (a step that reads such KV has no drafts). No other
+  graph waits, so a step that has to wait does not replay "decode".
 
 Larger steps, and with `enforce_eager` all steps, issue the same kernels uncaptured.
 """
@@ -31,6 +33,7 @@ import numpy as np
 import torch
 
 from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.gpu.adapters import AdapterUse
 from hetero_llm.gpu.attention_context import AttentionContext
 from hetero_llm.gpu.device_step import DeviceStep
 from hetero_llm.gpu.fill_step import StepFiller
@@ -46,6 +49,7 @@ GraphKey = tuple[str, int]
 
 MAX_GRAPH_TOKENS = 512
 _SHORT_CONTEXT = 384
+_WAITING = "waiting "
 _WITH_ADAPTERS = "{} with adapters"
 _REPLAYS = 3
 
@@ -56,7 +60,7 @@ class StepBuckets(NamedTuple):
     Attributes:
         tokens: of "model" and "verify" graphs.
         decode: of "decode" and "head" graphs, in which it is the number of sampled tokens.
-        waiting: of "waiting model" graphs.
+        waiting: of "waiting ..." graphs.
     """
 
     tokens: tuple[int, ...]
@@ -102,9 +106,10 @@ def token_buckets(limit: int) -> tuple[int, ...]:
 
 
 def waiting_buckets(buckets: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of `buckets` that steps with unfinished loads use. Up to 128 tokens a step takes about
-    as long as reading the weights, and seldom less than its load, so a few sizes serve there. The
-    larger ones are all kept, where padding would cost time, and so is the last."""
+    """Those of `buckets` that steps with unfinished loads use, of KV or of adapters. Up to 128
+    tokens a step takes about as long as reading the weights, and seldom less than its load, so a
+    few sizes serve there. The larger ones are all kept, where padding would cost time, and so is
+    the last."""
     few = (8, 32, 64, 128)
     return tuple(b for b in buckets if b in few or b > few[-1] or b == buckets[-1])
 
@@ -208,6 +213,7 @@ class StepGraphs:
         drafts: there will be steps with draft trees.
         layer_ready: what steps with loads wait at; None: there are no such steps.
         adapters: there will be steps with adapters.
+        adapter_loads: some of them wait for their adapters (`GpuAdapters.overlaps_loads`).
 
     Attributes:
         captured: the graphs by kind and bucket.
@@ -228,6 +234,7 @@ class StepGraphs:
         drafts: bool,
         layer_ready: LayerReadyFlags | None,
         adapters: bool,
+        adapter_loads: bool,
     ) -> None:
         self.captured = captured
         self.profile: list[tuple[int, float]] = []
@@ -237,17 +244,18 @@ class StepGraphs:
         self._context = context
         self._buckets = buckets
         self._adapters = adapters
+        self._adapter_loads = adapter_loads
         self._filled: dict[GraphKey, StepBuffer] = {}
         self._capture(drafts, layer_ready)
 
     def replay_step(
-        self, step: SchedulerOutput, num_tokens: int, *, plain: bool, adapted: bool
+        self, step: SchedulerOutput, num_tokens: int, *, plain: bool, adapted: AdapterUse
     ) -> str | None:
         """Fills the buffer of a step without drafts and replays its graphs.
 
         Args:
             plain: the kernels can sample for all of its sequences.
-            adapted: a sequence has an adapter.
+            adapted: of the step.
 
         Returns:
             None if no graph holds the step, else the kind replayed last, which says what there is:
@@ -259,15 +267,16 @@ class StepGraphs:
         if num_tokens > buckets.tokens[-1] or num_samples > buckets.decode[-1]:
             return None
         single = len(step.request_slots) == num_tokens
-        if single and plain and not step.kv_loads and bool((step.num_samples == 1).all()):
+        waits = bool(step.kv_loads) or adapted is AdapterUse.LOADING
+        if single and plain and not waits and bool((step.num_samples == 1).all()):
             bucket = _smallest(buckets.decode, num_tokens)
             if bucket is not None:
                 short = is_short(step.num_computed_tokens + 1, self._context)
                 key = ("short decode" if short else "decode", bucket)
                 self._fill_and_replay(step, key, adapted=adapted)
                 return "decode"
-        kind = "waiting model" if step.kv_loads else "model"
-        bucket = _smallest(buckets.waiting if step.kv_loads else buckets.tokens, num_tokens)
+        kind = "waiting model" if waits else "model"
+        bucket = _smallest(buckets.waiting if waits else buckets.tokens, num_tokens)
         assert bucket is not None
         self._fill_and_replay(step, (kind, bucket), adapted=adapted)
         if not plain:
@@ -279,29 +288,33 @@ class StepGraphs:
         return "head"
 
     def replay_verify(
-        self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool, adapted: bool
+        self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool, adapted: AdapterUse
     ) -> StepLayout | None:
         """Fills the buffer of a step with drafts and replays its graph, which sends the results.
 
         Args:
             sizes: of the step.
             plain: else the graph runs the model, but verifies no tree.
-            adapted: a sequence has an adapter.
+            adapted: of the step.
 
         Returns:
             The buffer's layout; None if no graph holds the step.
         """
-        bucket = _smallest(self._buckets.tokens, sizes.num_tokens)
+        waits = adapted is AdapterUse.LOADING
+        buckets = self._buckets.waiting if waits else self._buckets.tokens
+        bucket = _smallest(buckets, sizes.num_tokens)
         if bucket is None or sizes.num_samples > bucket:
             return None
         count = len(step.request_slots)
         short = are_short(count, sizes.longest, sizes.num_keys, self._context)
         key = ("short verify" if short else "verify", bucket)
+        if waits:
+            key = ("waiting verify", bucket)
         self._fill_and_replay(step, key, adapted=adapted, withdraw=not plain)
         return self._filled[key].layout
 
     def _fill_and_replay(
-        self, step: SchedulerOutput, key: GraphKey, *, adapted: bool, withdraw: bool = False
+        self, step: SchedulerOutput, key: GraphKey, *, adapted: AdapterUse, withdraw: bool = False
     ) -> None:
         buffer = self._filled[key]
         self._filler.fill(step, buffer)
@@ -322,7 +335,8 @@ class StepGraphs:
                 self._capture_step((kind, bucket), buffer, attention, self._device_step.decode)
         for bucket in reversed(buckets.tokens):
             self._capture_model("model", bucket, None)
-        for bucket in reversed(buckets.waiting if layer_ready is not None else ()):
+        waiting = reversed(buckets.waiting)
+        for bucket in waiting if layer_ready is not None or self._adapter_loads else ():
             self._capture_model("waiting model", bucket, layer_ready)
         inputs = self._filled["model", buckets.tokens[-1]].inputs  # whose part is the same in all
         hidden = self._device_step.hidden
@@ -330,14 +344,10 @@ class StepGraphs:
             body = partial(self._device_step.sample, inputs, hidden, bucket)
             self.captured.capture(("head", bucket), body)
         for bucket in reversed(buckets.tokens if drafts else ()):
-            for kind, short in (("verify", False), ("short verify", True)):
-                tile = self._context.tree_tile(bucket, short=short)
-                buffer = self._buffers.verify(bucket, tile, cut=not short)
-                attention = StepAttention(self._context, buffer.inputs, tile, any_cut=not short)
-                layout = buffer.layout
-                verified = self._device_step.verified.part(layout.groups, layout.samples)
-                body = partial(self._device_step.verify, verified=verified)
-                self._capture_step((kind, bucket), buffer, attention, body)
+            self._capture_verify("verify", bucket, short=False)
+            self._capture_verify("short verify", bucket, short=True)
+        for bucket in reversed(buckets.waiting if drafts and self._adapter_loads else ()):
+            self._capture_verify("waiting verify", bucket, short=False)
         if drafts:
             keys = [("decode", 1), *(("verify", b) for b in buckets.tokens if b > 1)]
             seconds = replay_seconds(self.captured, keys)
@@ -353,6 +363,15 @@ class StepGraphs:
             attention = LayerReadyAttention(attention, layer_ready)
         self._capture_step((kind, bucket), buffer, attention, self._device_step.model)
 
+    def _capture_verify(self, kind: str, bucket: int, *, short: bool) -> None:
+        tile = self._context.tree_tile(bucket, short=short)
+        buffer = self._buffers.verify(bucket, tile, cut=not short)
+        attention = StepAttention(self._context, buffer.inputs, tile, any_cut=not short)
+        layout = buffer.layout
+        verified = self._device_step.verified.part(layout.groups, layout.samples)
+        body = partial(self._device_step.verify, verified=verified)
+        self._capture_step((kind, bucket), buffer, attention, body)
+
     def _capture_step(
         self,
         key: GraphKey,
@@ -362,10 +381,15 @@ class StepGraphs:
     ) -> None:
         """`body`: of `DeviceStep`."""
         self._filled[key] = buffer
-        self.captured.capture(key, partial(body, buffer, attention, adapted=False))
+        kind, bucket = key
+        waits = kind.startswith(_WAITING)
+        if not waits or isinstance(attention, LayerReadyAttention):
+            plain = partial(body, buffer, attention, adapted=AdapterUse.NONE)
+            self.captured.capture(key, plain)
         if self._adapters:
-            kind, bucket = key
-            adapted = partial(body, buffer, attention, adapted=True)
+            loads = waits and self._adapter_loads
+            use = AdapterUse.LOADING if loads else AdapterUse.RESIDENT
+            adapted = partial(body, buffer, attention, adapted=use)
             self.captured.capture((_WITH_ADAPTERS.format(kind), bucket), adapted)
 
 

@@ -2,7 +2,8 @@
 
 Arming is a kernel that reads page-locked memory, not a copy: small copies to the device would queue
 behind the very loads that the step waits for. Waiting is a kernel, too, so a step, even one
-captured graph, is launched as a whole while its loads still run.
+captured graph, is launched as a whole while its loads still run. Adapters on their way into slots
+have flags of their own, for pieces of several layers (`slot_loads`).
 """
 
 from __future__ import annotations

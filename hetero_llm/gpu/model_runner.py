@@ -31,7 +31,7 @@ from hetero_llm.core.acceptance import TypicalAcceptance
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.grammar import OpenMatcher
 from hetero_llm.core.step import AdmittedSequence, ModelRunnerOutput, SchedulerOutput
-from hetero_llm.gpu.adapters import GpuAdapters, NoGpuAdapters
+from hetero_llm.gpu.adapters import AdapterUse, GpuAdapters, NoGpuAdapters
 from hetero_llm.gpu.attention_context import AttentionContext, check_supported
 from hetero_llm.gpu.device_step import DeviceStep
 from hetero_llm.gpu.fill_step import StepFiller
@@ -77,6 +77,7 @@ class LaunchedStep:
             or with draft trees a packed `VerifiedTrees` of `num_groups` groups.
         drafted: a step whose sampling is still to come, in `finish`; `tokens` mean nothing then.
         masks: of the step's samples; None: the sampling kernel applies none.
+        adapter_turn: for `GpuAdapters.check`; None: the step does not wait for adapters.
     """
 
     results: PendingStep
@@ -85,6 +86,7 @@ class LaunchedStep:
     num_groups: int = 0
     drafted: DraftedStep | None = None
     masks: StepMasks | None = None
+    adapter_turn: int | None = None
 
     def wait(self) -> None:
         """Waits until the tokens have arrived."""
@@ -227,6 +229,7 @@ class GpuModelRunner:
                 drafts=drafts,
                 layer_ready=layer_ready,
                 adapters=adapters is not None,
+                adapter_loads=self._adapters.overlaps_loads,
             )
 
     @property
@@ -242,6 +245,7 @@ class GpuModelRunner:
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Issues all device work of a step."""
+        adapted = None
         if self._is_one_replay(step):
             if step.block_table_writes.shape[1]:
                 self.filler.write_tables(step.block_table_writes)
@@ -251,8 +255,8 @@ class GpuModelRunner:
             adapted = self._adapters.prepare(step)
             launched = self._replay_verify(step, drafted_sizes(step), plain=True, adapted=adapted)
             if launched is not None:
-                return self._with_masks(launched, masks)
-        return self._launch(step)
+                return self._completed(launched, masks, adapted)
+        return self._launch(step, adapted)
 
     def _plan_masks(self, step: SchedulerOutput, *, plain: bool) -> StepMasks | None:
         """Takes places for the masks of a step, hands them to the filler and lets them be written:
@@ -269,11 +273,16 @@ class GpuModelRunner:
             self._masks.start_fill(masks)
         return masks
 
-    def _with_masks(self, launched: LaunchedStep, masks: StepMasks | None) -> LaunchedStep:
-        """Lets the tokens of a launched step be shown to the grammars of its masks."""
+    def _completed(
+        self, launched: LaunchedStep, masks: StepMasks | None, adapted: AdapterUse
+    ) -> LaunchedStep:
+        """Lets the tokens of a launched step be shown to the grammars of its masks, and notes what
+        `finish` has to check."""
         if masks is not None:
             launched.masks = masks
             self._masks.start_observe(masks, partial(_wait_for_tokens, launched))
+        if adapted is AdapterUse.LOADING:
+            launched.adapter_turn = self._adapters.turn
         return launched
 
     def _is_one_replay(self, step: SchedulerOutput) -> bool:
@@ -286,17 +295,22 @@ class GpuModelRunner:
             and self.typical is None
             and self._sampler.all_plain
             and not step.admitted
+            and not step.adapter_loads
             and not step.prompt_logprob_spans
             and not step.block_copies.shape[1]
             and step.block_table_writes.shape[1] <= LEAST_WRITES
         )
 
     @torch.inference_mode()
-    def _launch(self, step: SchedulerOutput) -> LaunchedStep:
+    def _launch(self, step: SchedulerOutput, adapted: AdapterUse | None) -> LaunchedStep:
+        """`adapted`: None: the adapters are not prepared for the step yet."""
+        if adapted is None:
+            adapted = self._adapters.prepare(step)  # early: it starts copies
         if step.kv_loads:
             arm_layer_ready(self.layer_ready, step)
+        elif adapted is AdapterUse.LOADING and self.layer_ready is not None:
+            self.layer_ready.arm(())  # graphs that wait for adapters wait for KV, too
         self._apply_changes(step)
-        adapted = self._adapters.prepare(step)
         if step.drafts is not None:
             return self._launch_drafted(step, step.drafts, adapted=adapted)
         num_tokens = int(step.num_scheduled_tokens.sum())
@@ -306,7 +320,7 @@ class GpuModelRunner:
         if self.graphs is not None:
             kind = self.graphs.replay_step(step, num_tokens, plain=plain, adapted=adapted)
         if kind == "decode":
-            return self._with_masks(self._sent_results(step, num_tokens), masks)
+            return self._completed(self._sent_results(step, num_tokens), masks, adapted)
         hidden, sampled_rows = self._device_step.hidden[:num_tokens], False
         if kind is None:
             hidden, sampled_rows = self._run_uncaptured(
@@ -320,10 +334,17 @@ class GpuModelRunner:
         if step.kv_loads:
             assert self.layer_ready is not None
             launched.results.turn = self.layer_ready.turn
-        return self._with_masks(launched, masks)
+        return self._completed(launched, masks, adapted)
 
     def finish(self, pending: LaunchedStep) -> ModelRunnerOutput:
-        """Waits for a launched step and returns its results as plain data."""
+        """Waits for a launched step and returns its results as plain data.
+
+        Raises:
+            RuntimeError: an adapter of the step has not reached the device.
+        """
+        if pending.adapter_turn is not None:
+            pending.wait()
+            self._adapters.check(pending.adapter_turn)
         if pending.drafted is not None:
             last_tokens = self._device_step.last_tokens
             with torch.inference_mode():
@@ -360,7 +381,7 @@ class GpuModelRunner:
             self.cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
 
     def _launch_drafted(
-        self, step: SchedulerOutput, drafts: DraftBatch, *, adapted: bool
+        self, step: SchedulerOutput, drafts: DraftBatch, *, adapted: AdapterUse
     ) -> LaunchedStep:
         sizes = drafted_sizes(step)
         plain = (
@@ -382,10 +403,10 @@ class GpuModelRunner:
             launched.num_groups = sizes.num_groups
         if not plain:
             launched.drafted = self._drafted_step(step, drafts, hidden[: sizes.num_tokens])
-        return self._with_masks(launched, masks)
+        return self._completed(launched, masks, adapted)
 
     def _replay_verify(
-        self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool, adapted: bool
+        self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool, adapted: AdapterUse
     ) -> LaunchedStep | None:
         """Replays the graph of a step with drafts; None if no graph holds the step."""
         if self.graphs is None:
@@ -423,7 +444,7 @@ class GpuModelRunner:
     # -- steps without a graph --------------------------------------------------------------
 
     def _run_uncaptured(
-        self, step: SchedulerOutput, num_tokens: int, *, plain: bool, adapted: bool
+        self, step: SchedulerOutput, num_tokens: int, *, plain: bool, adapted: AdapterUse
     ) -> tuple[torch.Tensor, bool]:
         """Issues the kernels of a step without drafts. If plain, it samples, too.
 
@@ -473,7 +494,7 @@ class GpuModelRunner:
         return hidden, sampled is not None
 
     def _verify_uncaptured(
-        self, step: SchedulerOutput, verified: VerifiedTrees, *, plain: bool, adapted: bool
+        self, step: SchedulerOutput, verified: VerifiedTrees, *, plain: bool, adapted: AdapterUse
     ) -> torch.Tensor:
         """Issues the kernels of a step with drafts: [T, hidden]. If plain, it samples and writes
         `verified`, whose size is that of the step, too."""

@@ -1,16 +1,21 @@
 """Where the adapters of all layers lie in one slot of the device's memory.
 
-A slot is one piece of bytes, so that one copy fills it. Each `Linear` has its A, B and scales
-there, for each of the matrices that the model has fused into it (a part); what an adapter lacks is
-zero. Parts are as wide as the largest rank that is served, so the place of everything is the same
-in all slots and kernels find it by the slot's number.
+Each `Linear` has its A, B and scales in a slot, for each of the matrices that the model has fused
+into it (a part); what an adapter lacks is zero. Parts are as wide as the largest rank that is
+served, so the place of everything is the same in all slots and kernels find it by the slot's
+number.
+
+Layers lie in a slot in the order in which they run, in *pieces*, each of which one copy fills. A
+step that runs behind the copies waits before the first product of each piece. A piece has half as
+many layers as lie before it: while those n layers run, at most 1.5 n are copied, so it is there in
+time if a layer takes 1.5 times as long as its copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -28,11 +33,13 @@ class LinearPlace:
     Attributes:
         bounds: outputs at which parts begin, and N.
         columns: K.
+        piece: of the slot, in which all of it lies.
         a, b, scales: first bytes of [parts * R, K], [N, R] and [parts * R] float32.
     """
 
     bounds: tuple[int, ...]
     columns: int
+    piece: int
     a: int
     b: int
     scales: int
@@ -47,32 +54,43 @@ class SlotLayout:
     """Attributes:
     rank: R, of every part.
     dtype: of A and B.
-    places: by the name of the `Linear`.
-    num_bytes: of a slot.
+    places: by the name of the `Linear`, in the order in which they lie in a slot.
+    pieces: bytes of each piece of a slot, in order.
     """
 
     rank: int
     dtype: torch.dtype
     places: Mapping[str, LinearPlace]
-    num_bytes: int
+    pieces: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a slot."""
+        return sum(self.pieces)
 
     @staticmethod
     def of(targets: AdapterTargets, rank: int, dtype: torch.dtype) -> SlotLayout:
-        """The layout of a model's adapters, layers in the order of the checkpoint."""
+        """The layout of a model's adapters. What is outside of the numbered layers comes first,
+        and within a layer the order is that of the checkpoint."""
+        all_bounds = _bounds(targets)
         places: dict[str, LinearPlace] = {}
-        end = 0
-        for name, bounds in _bounds(targets).items():
-            columns, parts = targets.sizes[name][1], len(bounds) - 1
-            begins = []
-            for count in (
-                parts * rank * columns * dtype.itemsize,
-                bounds[-1] * rank * dtype.itemsize,
-                parts * rank * torch.float32.itemsize,
-            ):
-                begins.append(end)
-                end += -(-count // _ALIGNMENT) * _ALIGNMENT
-            places[name] = LinearPlace(bounds, columns, *begins)
-        return SlotLayout(rank, dtype, places, end)
+        sizes: list[int] = []
+        for piece, names in enumerate(_pieces(all_bounds)):
+            begin = end = sum(sizes)
+            for name in names:
+                bounds = all_bounds[name]
+                columns, parts = targets.sizes[name][1], len(bounds) - 1
+                begins = []
+                for count in (
+                    parts * rank * columns * dtype.itemsize,
+                    bounds[-1] * rank * dtype.itemsize,
+                    parts * rank * torch.float32.itemsize,
+                ):
+                    begins.append(end)
+                    end += -(-count // _ALIGNMENT) * _ALIGNMENT
+                places[name] = LinearPlace(bounds, columns, piece, *begins)
+            sizes.append(end - begin)
+        return SlotLayout(rank, dtype, places, tuple(sizes))
 
     def views(self, slots: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
         """A [slots, parts * R, K], B [slots, N, R] and scales [slots, parts * R] of one `Linear`.
@@ -109,6 +127,23 @@ class SlotLayout:
                 scales[own] = linear.scales[stored]
                 b[part.first_row : part.first_row + len(part.b), : part.rank] = part.b
         return packed[0]
+
+
+def _pieces(names: Iterable[str]) -> list[list[str]]:
+    """The `Linear`s of each piece, of 1, 1, 1, 2, 3, 4, 6, 9, ... layers."""
+    layers = [list(x) for _, x in groupby(sorted(names, key=_layer_number), _layer_number)]
+    pieces: list[list[str]] = []
+    begin = 0
+    while begin < len(layers):
+        end = begin + max(1, (begin + 1) // 2)
+        pieces.append([name for layer in layers[begin:end] for name in layer])
+        begin = end
+    return pieces
+
+
+def _layer_number(name: str) -> int:
+    """The first number in the name of a `Linear`; -1 if there is none."""
+    return next((int(word) for word in name.split(".") if word.isdecimal()), -1)
 
 
 def _bounds(targets: AdapterTargets) -> dict[str, tuple[int, ...]]:

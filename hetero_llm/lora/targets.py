@@ -18,7 +18,14 @@ from hetero_llm.core.errors import ConfigError
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.transformers import TransformersConfig
 from hetero_llm.models.experts import Experts
-from hetero_llm.models.layers import CausalLM, Embedding, Linear, Product, RearrangedView
+from hetero_llm.models.layers import (
+    CausalLM,
+    Embedding,
+    Float32Linear,
+    Linear,
+    Product,
+    RearrangedView,
+)
 from hetero_llm.models.multimodal import ImageCausalLM
 from hetero_llm.models.registry import model_class
 from hetero_llm.models.transformers_backend import TransformersForCausalLM
@@ -138,6 +145,8 @@ def _targets_of(model: CausalLM, others: Mapping[int, str]) -> AdapterTargets:
         elif id(module) in heads or isinstance(module, (Embedding, nn.Embedding)):
             reason = "an adapter of the head or the embedding is not available yet"
             refusals.update({id(parameter): reason for parameter in module.parameters()})
+        elif isinstance(module, Float32Linear):
+            refusals[id(module.weight)] = "an adapter of a router in float32 is not available yet"
         elif isinstance(module, Linear) and id(module.weight) not in others:
             owners[id(module.weight)] = path
             height, width = module.weight.shape

@@ -27,6 +27,8 @@ from hetero_llm.models.layers import (
     GatedActivation,
     GemmaRMSNorm,
     Linear,
+    ProjectionNorm,
+    QKNorm,
     RearrangedView,
     RMSNorm,
     RotaryHeads,
@@ -62,11 +64,15 @@ class LayerNames:
 
     Attributes:
         norms: The attention's norm and the MLP's, unless both share one.
+        post_norms: The norms behind them, of a `SandwichLayer`.
         qkv: The projections of queries, keys and values, or the one that holds all three.
         qk_norm: Norms of query and key heads (`ModelConfig.qk_norm`).
         out: The attention's output projection.
         mlp_in: The MLP's gate and up projections, or its only (or fused) input projection.
         mlp_out: The MLP's output projection.
+        mixture: Where a mixture has its router ("gate") and its "experts".
+        expert: An expert's gate, up and down projections.
+        correction: That of a router that corrects its choice (`SigmoidRouter`), in the mixture.
         qkv_by_kv_head: Rows of the fused projection are [kv_heads, group + 2, head_dim]: a KV
             head's queries, its key, its value.
         rotates_neighbours: Entry 2i of a head is rotated with entry 2i + 1, where `RotaryHeads`
@@ -74,11 +80,15 @@ class LayerNames:
     """
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    post_norms: tuple[str, str] = ("post_self_attn_layernorm", "post_mlp_layernorm")
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     out: str = "self_attn.o_proj"
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     mlp_out: str = "mlp.down_proj"
+    mixture: str = "block_sparse_moe"
+    expert: tuple[str, str, str] = ("w1", "w3", "w2")
+    correction: str = "e_score_correction_bias"
     qkv_by_kv_head: bool = False
     rotates_neighbours: bool = False
 
@@ -118,11 +128,16 @@ class Attention(nn.Module):
     """One projection for queries, keys and values, rotary embedding if the model has one,
     attention, output projection.
 
-    `head_norm`: see `HeadLayerNorm`; `ModelConfig.qk_norm` is part of `RotaryHeads`.
+    `head_norm`: of a fused projection's queries and keys, before `RotaryHeads`, of which
+    `ModelConfig.qk_norm` is part.
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, *, head_norm: HeadLayerNorm | None = None
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        head_norm: HeadLayerNorm | ProjectionNorm | None = None,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -167,8 +182,10 @@ class Attention(nn.Module):
                 elif names.rotates_neighbours and count:
                     target = RearrangedView.of(view, partial(self._from_neighbours, count))
                 tensors[f"{prefix}.{name}.{key}"] = target
-        if self.heads is not None and self.heads.qk_norm is not None:
-            norm = self.heads.qk_norm
+        norm: QKNorm | ProjectionNorm | None = None if self.heads is None else self.heads.qk_norm
+        if norm is None and isinstance(self.head_norm, ProjectionNorm):
+            norm = self.head_norm
+        if norm is not None:
             for name, weight in zip(names.qk_norm, (norm.q_weight, norm.k_weight), strict=True):
                 tensors[f"{prefix}.{name}.weight"] = weight
         return {**tensors, **checkpoint_views(f"{prefix}.{names.out}", self.out_proj)}
@@ -317,6 +334,37 @@ class DecoderLayer(nn.Module):
         }
 
 
+class SandwichLayer(DecoderLayer):
+    """Attention and MLP, each between two norms and added to the residual: "sandwich norm"
+    ("CogView", Ding et al. 2021)."""
+
+    def __init__(
+        self,
+        attention_norms: tuple[nn.Module, nn.Module],
+        attention: Attention,
+        mlp_norms: tuple[nn.Module, nn.Module],
+        mlp: MLP,
+    ) -> None:
+        super().__init__(attention_norms[0], attention, mlp_norms[0], mlp)
+        self.post_attention_norm = attention_norms[1]
+        self.post_mlp_norm = mlp_norms[1]
+
+    def forward(self, rotary: StepRotary, attend: Attend, *terms: Any) -> tuple[Tensor, ...]:
+        assert self.mlp_norm is not None
+        x, residual = self.attention_norm(*terms)
+        x = self.post_attention_norm(self.attention(x, rotary, attend))[0]
+        residual = attend.select(self.attention.layer, residual)
+        x, residual = self.mlp_norm(x, residual)
+        return self.post_mlp_norm(self.mlp(x))[0], residual
+
+    def checkpoint_tensors(self, prefix: str, names: LayerNames) -> Tensors:
+        tensors = super().checkpoint_tensors(prefix, names)
+        post_norms = (self.post_attention_norm, self.post_mlp_norm)
+        for name, norm in zip(names.post_norms, post_norms, strict=True):
+            tensors.update(checkpoint_views(f"{prefix}.{name}", norm))
+        return tensors
+
+
 class DecoderLM(CausalLM):
     """Embedding, decoder layers, final norm and head: Llama's, unless a family overrides them.
 
@@ -346,6 +394,15 @@ class DecoderLM(CausalLM):
             self.make_norm(config),
             self.attention_class(config)(config, index),
             self.make_norm(config),
+            self.make_mlp(config, index),
+        )
+
+    def sandwich_layer(self, config: ModelConfig, index: int) -> SandwichLayer:
+        """For families whose `make_layer` it is."""
+        return SandwichLayer(
+            (self.make_norm(config), self.make_norm(config)),
+            self.attention_class(config)(config, index),
+            (self.make_norm(config), self.make_norm(config)),
             self.make_mlp(config, index),
         )
 
@@ -402,6 +459,15 @@ class DecoderLM(CausalLM):
         if name.endswith((".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")):
             return None
         return None if self._is_tied_head(name) else name
+
+    def in_further_layer(self, name: str, count: int) -> bool:
+        """Whether a stored tensor belongs to one of the `count` layers that the checkpoint numbers
+        behind the model's own: those that predict further tokens, which are not served."""
+        prefix = f"{self.names.model}.{self.names.layers}."
+        number = name.removeprefix(prefix).partition(".")[0]
+        if not name.startswith(prefix) or not number.isdecimal():
+            return False
+        return 0 <= int(number) - self.config.num_layers < count
 
     def _is_tied_head(self, name: str) -> bool:
         return self.config.tie_word_embeddings and name == f"{self.names.head}.weight"

@@ -14,15 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetero_llm.models.config import Gate
-from hetero_llm.models.layers import GatedActivation, Linear, Product
+from hetero_llm.models.layers import Float32Linear, GatedActivation, Linear, Product
 from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedStack, dequantize
 
-# logits [T, experts] -> experts of each token [T, k] int, the likeliest first, and their weights
+# logits [T, experts] -> experts of each token [T, k] int, those it prefers first, and their weights
 # [T, k] float32
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 # (x [T, hidden], ids [T, k] int, weights [T, k] float32, gate_up [experts, 2 * inner, hidden], down
 # [experts, hidden, inner]) -> [T, hidden]
 ExpertsFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+SMALLEST_SUM = 1e-20
+"""Added to the sum that `sigmoid_top_k` divides by."""
 
 
 def softmax_top_k(
@@ -40,6 +43,45 @@ def softmax_top_k(
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return ids, weights.to(logits.dtype).float() if rounded else weights
+
+
+def sigmoid_top_k(
+    logits: Tensor,
+    correction: Tensor,
+    k: int,
+    *,
+    groups: int = 1,
+    kept_groups: int = 1,
+    renormalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The k experts of each token with the largest corrected sigmoid; see `Route`.
+
+    The correction decides which experts are chosen and is no part of their weights
+    ("Auxiliary-Loss-Free Load Balancing", Wang et al. 2024). With groups, experts of the
+    `kept_groups` groups alone are chosen whose two best experts have the largest sum
+    ("DeepSeek-V3 Technical Report", 2024). All arithmetic in float32.
+
+    Args:
+        logits: [T, experts].
+        correction: [experts] float32.
+        k: Experts of a token; the kept groups have as many at least.
+        groups: Of as many experts each, two at least; 1: every expert may be chosen.
+        renormalize: The weights of a token are divided by their sum.
+        scale: Multiplies the weights.
+    """
+    scores = logits.float().sigmoid()
+    corrected = scores + correction
+    if kept_groups < groups:
+        grouped = corrected.unflatten(-1, (groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1).topk(kept_groups, dim=-1).indices
+        left_out = torch.ones_like(grouped[..., 0]).scatter(-1, best, 0).bool()
+        corrected = grouped.masked_fill(left_out.unsqueeze(-1), float("-inf")).flatten(-2)
+    ids = corrected.topk(k, dim=-1).indices
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
+    return ids, weights * scale
 
 
 def sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
@@ -110,6 +152,46 @@ class TopKRouter(Router):
 
     def plain(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return softmax_top_k(logits, self.k, renormalize=self.renormalize, rounded=self.rounded)
+
+
+class SigmoidRouter(Router):
+    """`sigmoid_top_k` of a projection in float32; the arguments are those of the function.
+
+    Attributes:
+        correction: [experts] float32, whatever the model's type.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int,
+        k: int,
+        *,
+        groups: int = 1,
+        kept_groups: int = 1,
+        renormalize: bool = True,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__(hidden, num_experts)
+        self.correction = nn.Parameter(torch.empty(num_experts, dtype=torch.float32))
+        self.k = k
+        self.groups, self.kept_groups = groups, kept_groups
+        self.renormalize = renormalize
+        self.scale = scale
+
+    def make_gate(self, hidden: int, num_experts: int) -> Linear:
+        return Float32Linear(hidden, num_experts)
+
+    def plain(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return sigmoid_top_k(
+            logits,
+            self.correction,
+            self.k,
+            groups=self.groups,
+            kept_groups=self.kept_groups,
+            renormalize=self.renormalize,
+            scale=self.scale,
+        )
 
 
 class SparseMixerRouter(Router):

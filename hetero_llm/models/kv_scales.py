@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,15 @@ _LEAST = 2.0**-126  # float32's smallest normal number
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def stored_kv_scales(files: Iterable[WeightFile], config: ModelConfig) -> Tensor | None:
+def stored_kv_scales(
+    files: Iterable[WeightFile],
+    config: ModelConfig,
+    checkpoint_name: Callable[[str], str | None],
+) -> Tensor | None:
     """The scales of a checkpoint; None: it has none. A layer without scales has 1.
+
+    Args:
+        checkpoint_name: Of the model; tensors that it skips are read over.
 
     Raises:
         ModelLoadError: one is not of a layer, has another shape than one number or one of each
@@ -39,7 +46,8 @@ def stored_kv_scales(files: Iterable[WeightFile], config: ModelConfig) -> Tensor
     scales = torch.ones(config.num_layers, 2, config.num_kv_heads)
     found: dict[tuple[int, int], str] = {}
     for file in files:
-        named = [(stored, kv_scale_of(stored.name)) for stored in file.tensors]
+        served = [one for one in file.tensors if checkpoint_name(one.name) is not None]
+        named = [(stored, kv_scale_of(stored.name)) for stored in served]
         wanted = [(stored, of) for stored, of in named if of is not None and of[1] != "q"]
         if not wanted:
             continue

@@ -90,6 +90,43 @@ class QKNorm(nn.Module):
         return normed
 
 
+def norm_projections(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of a fused projection's queries, all heads together, and of its keys; in place.
+
+    Args:
+        qkv: [T, queries + 2 * keys], queries first.
+        q_weight, k_weight: [queries] and [keys].
+
+    Returns:
+        `qkv`.
+    """
+    queries, keys = len(q_weight), len(k_weight)
+    for first, weight in ((0, q_weight), (queries, k_weight)):
+        part = qkv[:, first : first + len(weight)]
+        part.copy_(rms_norm(part, weight, eps))
+    assert qkv.shape[1] == queries + 2 * keys
+    return qkv
+
+
+class ProjectionNorm(nn.Module):
+    """RMS norm of all query heads together, and of all key heads, where `QKNorm` norms each head
+    (MiniMax-M2).
+
+    `function` may be replaced on the instance by a fused one.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.q_weight = nn.Parameter(torch.empty(config.num_heads * config.head_dim))
+        self.k_weight = nn.Parameter(torch.empty(config.num_kv_heads * config.head_dim))
+        self.eps = config.norm_eps
+        self.function: Callable[[Tensor, Tensor, Tensor, float], Tensor] = norm_projections
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        """Norms queries and keys of a fused projection [T, rows] in place and returns it."""
+        return self.function(qkv, self.q_weight, self.k_weight, self.eps)
+
+
 class RotaryHeads(nn.Module):
     """Splits a fused projection into heads, norms them if the model does, and rotates them.
 
@@ -248,7 +285,7 @@ class CausalLM(nn.Module):
 
 
 class Linear(nn.Module):
-    """Every matrix product of every family, the head included.
+    """Every matrix product of every family, the head included; `dtype` None: torch's default.
 
     `product` may be replaced on the instance (native and row-independent products). A quantized
     layer's `weight` is a `QuantizedWeight`, and its product one that takes it (`set_quantized`).
@@ -259,10 +296,12 @@ class Linear(nn.Module):
 
     on_host = False
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
         self.product: Product = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
@@ -288,6 +327,23 @@ class Linear(nn.Module):
     def extra_repr(self) -> str:
         out_features, in_features = self.weight.shape
         return f"{in_features}, {out_features}, bias={self.bias is not None}"
+
+
+class Float32Linear(Linear):
+    """A product in float32, whatever the model's type; never quantized, and without adapters.
+
+    `function` may be set on the instance: (x, weight) -> the same, without a copy of x in float32.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False, dtype=torch.float32)
+        self.function: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out] float32."""
+        if self.function is not None:
+            return self.function(x, self.weight)
+        return super().forward(x.float())
 
 
 def _multiply_quantized(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

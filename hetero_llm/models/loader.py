@@ -103,13 +103,11 @@ def load_model(
         _check_sizes(folder, config, files)
     wanted = checkpoint_format(config, folder)
     plans = _plan(folder, config, files, dtype, torch.device(device), build, wanted)
-    kv_scales = None
-    if files is not None and config.quantization is not None:
-        kv_scales = stored_kv_scales(files, config)
     with default_dtype(dtype), torch.device(device), weights_of(plans) as weights:
         model = build(config)
     model.eval().requires_grad_(False)
-    model.kv_scales = kv_scales
+    if files is not None and config.quantization is not None:
+        model.kv_scales = stored_kv_scales(files, config, model.checkpoint_name)
     filler = MatrixFiller(plans, weights, dtype=dtype, device=torch.device(device))
     if files is None:
         _fill_randomly(model, seed)

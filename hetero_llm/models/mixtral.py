@@ -1,5 +1,5 @@
 """Mixtral ("Mixtral of Experts", Jiang et al. 2024): Llama's attention, and experts instead of the
-MLP. Other mixtures override `make_mlp`."""
+MLP. Other mixtures override `make_mlp` and name their tensors in `layer_names`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hetero_llm.models.blocks import MLP, DecoderLM, LayerNames
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.mixture import MixtralConfig
-from hetero_llm.models.experts import Experts, Router, TopKRouter
+from hetero_llm.models.experts import Experts, Router, SigmoidRouter, TopKRouter
 from hetero_llm.models.layers import checkpoint_views
 
 
@@ -30,10 +30,14 @@ class MixtralBlock(nn.Module):
 
     def checkpoint_tensors(self, prefix: str, names: LayerNames) -> dict[str, Tensor]:
         """See `MLP`."""
-        block = f"{prefix}.block_sparse_moe"
+        block = f"{prefix}.{names.mixture}"
+        corrections = {}
+        if isinstance(self.router, SigmoidRouter):
+            corrections[f"{block}.{names.correction}"] = self.router.correction
         return {
             **checkpoint_views(f"{block}.gate", self.router.gate),
-            **self.experts.checkpoint_tensors(f"{block}.experts", ("w1", "w3", "w2")),
+            **corrections,
+            **self.experts.checkpoint_tensors(f"{block}.experts", names.expert),
         }
 
 

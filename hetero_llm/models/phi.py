@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hetero_llm.models.blocks import DecoderLayer, LayerNames, LayerNormLM, ModelNames, Tensors
+from hetero_llm.models.blocks import (
+    DecoderLayer,
+    HeadLayerNorm,
+    LayerNames,
+    LayerNormLM,
+    ModelNames,
+    Tensors,
+)
 from hetero_llm.models.layers import RearrangedView
 
 
@@ -19,7 +26,7 @@ class PhiForCausalLM(LayerNormLM):
     def layer_tensors(self, layer: DecoderLayer, prefix: str) -> Tensors:
         tensors = super().layer_tensors(layer, prefix)
         norm = layer.attention.head_norm
-        if norm is not None:
+        if isinstance(norm, HeadLayerNorm):
             for key, parameter in norm.named_parameters():
                 for name, heads in zip("qk", norm.split(parameter), strict=True):
                     tensors[f"{prefix}.self_attn.{name}_layernorm.{key}"] = _for_all(heads)

@@ -21,7 +21,7 @@ from hetero_llm.models.config_reader import (
     values_of,
 )
 from hetero_llm.models.quantization_config import online_quantization, stored_quantization
-from hetero_llm.models.registry import FAMILIES, REFUSED, supported_architectures
+from hetero_llm.models.registry import FAMILIES, REFUSED, shown_architectures
 
 
 def load_model_config(
@@ -76,4 +76,4 @@ def _architecture(reader: Reader) -> str:
             return name
         if name in REFUSED:
             raise reader.bad("architectures", f"not supported, {REFUSED[name]}")
-    raise reader.bad("architectures", "supported are " + ", ".join(supported_architectures()))
+    raise reader.bad("architectures", "supported are " + shown_architectures())

@@ -87,9 +87,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "ChatGLMForConditionalGeneration": Family(
             "chatglm", "ChatGLMForConditionalGeneration", "chatglm.read"
         ),
+        "GlmForCausalLM": Family("glm", "GlmForCausalLM", "glm.read"),
+        "Glm4ForCausalLM": Family("glm4", "Glm4ForCausalLM", "glm.read"),
         "QWenLMHeadModel": Family("qwen", "QWenLMHeadModel", "qwen.read"),
         "MixtralForCausalLM": Family("mixtral", "MixtralForCausalLM", "mixture.read"),
         "Qwen2MoeForCausalLM": Family("qwen2_moe", "Qwen2MoeForCausalLM", "mixture.read_qwen2_moe"),
+        "Qwen3MoeForCausalLM": Family("qwen3_moe", "Qwen3MoeForCausalLM", "mixture.read_qwen3_moe"),
+        "Glm4MoeForCausalLM": Family("glm4_moe", "Glm4MoeForCausalLM", "glm.read_glm4_moe"),
+        "MiniMaxM2ForCausalLM": Family(
+            "minimax_m2", "MiniMaxM2ForCausalLM", "mixture.read_minimax_m2"
+        ),
         "PhimoeForCausalLM": Family("phimoe", "PhiMoEForCausalLM", "mixture.read_phimoe"),
         "PhiMoEForCausalLM": Family("phimoe", "PhiMoEForCausalLM", "mixture.read_phimoe"),
         "LlavaForConditionalGeneration": _IMAGES,
@@ -104,6 +111,8 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 )
 """Names in `architectures` that cannot be run, and why."""
 
+_USUAL_END = "ForCausalLM"
+
 TRANSFORMERS = "TransformersForCausalLM"
 """The name under which any class of transformers runs, see `models.transformers_backend`."""
 
@@ -113,6 +122,13 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(FAMILIES)
 
 
+def shown_architectures() -> str:
+    """The same for a message; what most of them end with is said once."""
+    short = [name.removesuffix(_USUAL_END) for name in FAMILIES if name.endswith(_USUAL_END)]
+    whole = [name for name in FAMILIES if not name.endswith(_USUAL_END)]
+    return f"{', '.join(whole)}, and with {_USUAL_END} at the end: {', '.join(short)}"
+
+
 def model_class(architecture: str) -> type[CausalLM]:
     """The class that implements `architecture`."""
     if architecture == TRANSFORMERS:
@@ -120,7 +136,7 @@ def model_class(architecture: str) -> type[CausalLM]:
     if architecture not in FAMILIES:
         raise ModelLoadError(
             f"architecture {shown(architecture)} is not supported; supported are "
-            + ", ".join(FAMILIES)
+            + shown_architectures()
         )
     family = FAMILIES[architecture]
     return getattr(_module(family.module), family.name)

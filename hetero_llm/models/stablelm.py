@@ -3,7 +3,14 @@ parallel ones with one norm."""
 
 from __future__ import annotations
 
-from hetero_llm.models.blocks import MLP, DecoderLayer, GatedMLP, LayerNormLM, Tensors
+from hetero_llm.models.blocks import (
+    MLP,
+    DecoderLayer,
+    GatedMLP,
+    HeadLayerNorm,
+    LayerNormLM,
+    Tensors,
+)
 from hetero_llm.models.config import ModelConfig
 
 
@@ -16,7 +23,7 @@ class StableLmForCausalLM(LayerNormLM):
     def layer_tensors(self, layer: DecoderLayer, prefix: str) -> Tensors:
         tensors = super().layer_tensors(layer, prefix)
         norm = layer.attention.head_norm
-        if norm is not None:
+        if isinstance(norm, HeadLayerNorm):
             for name, heads in zip("qk", norm.split(norm.weight), strict=True):
                 for i, view in enumerate(heads):
                     tensors[f"{prefix}.self_attn.{name}_layernorm.norms.{i}.weight"] = view

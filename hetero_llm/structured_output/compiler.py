@@ -91,7 +91,19 @@ class GrammarCompiler:
         if written.answer is not None:
             self._check(written.answer)
         self._check(written)
-        return Grammar(written.text, tuple(params.begins_after or ()), params.may_begin_with)
+        return _grammar(written, params)
+
+    def unchecked_grammar(self, params: StructuredOutputsParams) -> Grammar:
+        """The same without compiling it, in a third of the time: a sequence that begins with it may
+        be in error at once.
+
+        Raises:
+            SamplingError: the constraint is not in the form of its kind, or a schema has a keyword
+                that is not followed.
+            ConfigError: llguidance is not installed.
+        """
+        self._tokenizer()
+        return _grammar(constraint_grammar(params, self._vocabulary.special), params)
 
     def _check(self, written: ConstraintGrammar) -> None:
         """Raises SamplingError: the grammar cannot be followed."""
@@ -183,7 +195,7 @@ class Matcher:
             () if grammar.begins_after and opens is None else None
         )
         self._may_open = opens is not None  # the next token may begin a free text
-        self._error: str | None = None
+        self._error = f"the grammar: {_plain(matcher.get_error())}" if matcher.is_error() else None
 
     @property
     def error(self) -> str | None:
@@ -252,6 +264,10 @@ def text_before(grammar: Grammar, before: tuple[int, ...], token_id: int) -> tup
     there."""
     last = (*before, token_id)[-len(grammar.begins_after) :]
     return None if last == grammar.begins_after else last
+
+
+def _grammar(written: ConstraintGrammar, params: StructuredOutputsParams) -> Grammar:
+    return Grammar(written.text, tuple(params.begins_after or ()), params.may_begin_with)
 
 
 def _why_useless(matcher: LLMatcher) -> str:

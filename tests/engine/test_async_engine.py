@@ -25,6 +25,7 @@ from hetero_llm import (
     RequestOutputKind,
     SamplingError,
     SamplingParams,
+    StructuredOutputsParams,
 )
 from hetero_llm.engine import output_stream
 from hetero_llm.engine.finish_rate import FinishRate
@@ -231,6 +232,11 @@ def test_an_id_is_free_with_the_last_output(engine: AsyncLLMEngine) -> None:
         ("x", {"logprobs": 21}),
         ("x", {"stop_token_ids": [4096]}),
         ("x", {"n": 17}),  # found by the engine alone
+        # Their requests have begun, and maybe ended, in the engine when this is found.
+        ("x", {"structured_outputs": StructuredOutputsParams(regex="(a")}),
+        ("x", {"structured_outputs": StructuredOutputsParams(regex="((a{99}){100}){100}")}),
+        ("x", {"structured_outputs": StructuredOutputsParams(grammar="start: a")}),
+        ("x", {"structured_outputs": StructuredOutputsParams(json={"not": {}})}),
     ],
 )
 def test_mistakes_are_those_of_llm(

@@ -40,9 +40,11 @@ SIZES = {"max_num_seqs": SLOTS, "max_model_len": MAX_LEN}
 class Memory:
     """Host memory with a few adapters, as they are or packed."""
 
-    def __init__(self, adapters: list[Adapter], layout: SlotLayout | None = None) -> None:
+    def __init__(
+        self, adapters: list[Adapter], layout: SlotLayout | None = None, *, pin: bool = False
+    ) -> None:
         self._held: dict[str, Any] = {
-            one.ref.content_hash: one if layout is None else layout.pack(one, pin=False)
+            one.ref.content_hash: one if layout is None else layout.pack(one, pin=pin)
             for one in adapters
         }
 

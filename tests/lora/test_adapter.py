@@ -311,9 +311,19 @@ def test_experts_are_refused_by_name(tmp_path: Path) -> None:
         read(adapter, load(folder)[1])
 
 
+def test_routers_in_float32_are_refused_by_name(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path / "base", "glm4_moe")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapter = write_adapter(tmp_path / "adapter", reference, modules=".*q_proj")
+    name = "base_model.model.model.layers.1.mlp.gate.lora_A.weight"
+    change_tensors(adapter, {name: torch.zeros(4, 32)})
+    with pytest.raises(AdapterError, match=r"mlp\.gate.*router in float32 is not available yet"):
+        read(adapter, load(folder)[1])
+
+
 def test_every_linear_layer_below_the_head_is_a_target(tmp_path: Path) -> None:
     """PEFT's list of all linear layers has no module that the model lacks."""
-    for family in ("llama", "gpt2", "gpt_neox"):
+    for family in ("llama", "gpt2", "gpt_neox", "glm4", "glm4_moe"):
         folder = make_tiny_checkpoint(tmp_path / family, family, FIRST_OF_FAMILY[family])
         reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
         targets = load(folder)[1]

@@ -12,7 +12,7 @@ import transformers
 from hetero_llm.core.lora import LoRARequest
 from hetero_llm.lora.adapter import Adapter, read_adapter
 from hetero_llm.lora.slot_layout import SlotLayout
-from hetero_llm.lora.targets import AdapterTargets, adapter_targets
+from hetero_llm.lora.targets import AdapterTargets, Target, adapter_targets
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
 from tests.helpers.adapters import write_adapter
@@ -70,3 +70,38 @@ def test_places_do_not_overlap(parts: tuple[AdapterTargets, Adapter]) -> None:
     used = sum(view[0].numel() * view.element_size() for view in views)
     assert used <= layout.num_bytes < used + 128 * len(views)
     assert all(view.data_ptr() % 16 == 0 for view in views)
+
+
+def test_pieces_are_whole_layers_in_the_order_in_which_they_run() -> None:
+    """Whatever the order of the checkpoint; the last piece has what is left."""
+    names = [f"stack.layers.{layer}.{part}.2" for part in ("up", "down") for layer in range(9)]
+    names.insert(5, "project_in")
+    targets = {name: Target(name, 0, 8 + at, 24) for at, name in enumerate(names)}
+    sizes = {name: (target.rows, target.columns) for name, target in targets.items()}
+    layout = SlotLayout.of(AdapterTargets(targets, {}, str, sizes), RANK, torch.bfloat16)
+    layers = [[-1], [0], [1], [2, 3], [4, 5, 6], [7, 8]]
+    wanted = [
+        [f"stack.layers.{layer}.{part}.2" for layer in piece for part in ("up", "down")]
+        for piece in layers
+    ]
+    wanted[0] = ["project_in"]
+    found = [[n for n, p in layout.places.items() if p.piece == piece] for piece in range(6)]
+    assert found == wanted and len(layout.pieces) == 6
+    assert list(layout.places) == [name for piece in wanted for name in piece]
+    end = 0
+    for piece, members in enumerate(found):
+        begin, end = end, end + layout.pieces[piece]
+        for name in members:
+            place = layout.places[name]
+            firsts = (place.a, place.b, place.scales)
+            counts = (RANK * 24 * 2, sizes[name][0] * RANK * 2, RANK * 4)
+            assert all(begin <= first and first + count <= end
+                       for first, count in zip(firsts, counts, strict=True))  # fmt: skip
+    assert end == layout.num_bytes
+
+
+def test_layers_of_a_model_follow_each_other(parts: tuple[AdapterTargets, Adapter]) -> None:
+    layout = SlotLayout.of(parts[0], RANK, torch.bfloat16)
+    pieces = [place.piece for place in layout.places.values()]
+    assert pieces == sorted(pieces) and set(pieces) == {0, 1}
+    assert layout.pieces[0] == layout.pieces[1]  # two equal layers

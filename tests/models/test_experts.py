@@ -12,13 +12,28 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig as TheirConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.gpu.weight_offload import GIB, plan_offload
 from hetero_llm.models import experts as experts_module
-from hetero_llm.models.configs.mixture import MixtralConfig, PhiMoEConfig, Qwen2MoeConfig
-from hetero_llm.models.experts import Experts, softmax_top_k, sparse_mixer
+from hetero_llm.models.configs.glm import Glm4MoeConfig
+from hetero_llm.models.configs.mixture import (
+    MiniMaxM2Config,
+    MixtralConfig,
+    PhiMoEConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+from hetero_llm.models.experts import (
+    Experts,
+    SigmoidRouter,
+    sigmoid_top_k,
+    softmax_top_k,
+    sparse_mixer,
+)
 from hetero_llm.models.invariant import make_batch_invariant, product_of_rows, product_of_tiles
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
@@ -85,6 +100,66 @@ def test_sparse_mixer_is_that_of_transformers(dtype: torch.dtype, jitter: float)
     assert torch.equal(weights, expected.float())
     # Somebody near, and nobody near: both are there, unless nobody can be.
     assert (weights == 1).any() and (jitter == 0 or (weights < 1).any())
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_sigmoid_top_k(renormalize: bool) -> None:
+    """The correction chooses and is no part of the weights."""
+    logits, correction = torch.randn(60, EXPERTS) * 2, torch.randn(EXPERTS)
+    ids, weights = sigmoid_top_k(logits, correction, 3, renormalize=renormalize, scale=2.5)
+    moved = 0
+    for row, chosen, shares in zip(logits, ids.tolist(), weights, strict=True):
+        scores = row.double().sigmoid()
+        order = (scores + correction.double()).argsort(descending=True)[:3]
+        assert chosen == order.tolist()
+        moved += set(chosen) != set(scores.argsort(descending=True)[:3].tolist())
+        total = scores[order].sum() if renormalize else 1.0
+        torch.testing.assert_close(shares.double(), 2.5 * scores[order] / total, rtol=1e-6, atol=0)
+    assert 0 < moved < len(logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 2), (4, 4), (3, 1)])
+def test_sigmoid_router_is_that_of_transformers(dtype: torch.dtype, groups: int, kept: int) -> None:
+    settings: dict[str, Any] = {"n_group": groups, "topk_group": kept, "norm_topk_prob": kept != 2}
+    config = TheirConfig(
+        hidden_size=HIDDEN, n_routed_experts=12, num_experts_per_tok=4,
+        routed_scaling_factor=1.5, **settings,
+    )  # fmt: skip
+    theirs = Glm4MoeTopkRouter(config).to(dtype)
+    ours = SigmoidRouter(
+        HIDDEN, 12, 4, groups=groups, kept_groups=kept, renormalize=kept != 2, scale=1.5
+    )
+    with torch.no_grad():
+        theirs.weight.normal_(std=0.3)
+        theirs.e_score_correction_bias = torch.randn(12) * 0.3
+        ours.gate.weight.copy_(theirs.weight)
+        ours.correction.copy_(theirs.e_score_correction_bias)
+        x = torch.randn(200, HIDDEN).to(dtype)
+        ids, weights = ours(x)
+        _, expected, expected_ids = theirs(x)
+    order, expected_order = ids.argsort(1), expected_ids.argsort(1)
+    assert torch.equal(ids.gather(1, order), expected_ids.gather(1, expected_order))
+    torch.testing.assert_close(
+        weights.gather(1, order), expected.gather(1, expected_order), rtol=1e-5, atol=0
+    )
+    used = torch.zeros(200, groups).scatter_(1, ids // (12 // groups), 1.0).sum(1)
+    assert used.max() == min(kept, 4)
+
+
+def test_sigmoid_routers_stay_in_float32(folders: Callable[[str], Path]) -> None:
+    for family in ("glm4_moe", "minimax_m2"):
+        folder = folders(family)
+        model = load_model(
+            folder, load_model_config(folder), dtype=torch.bfloat16, device="cpu",
+            show_progress=False,
+        )  # fmt: skip
+        routers = [module for module in model.modules() if isinstance(module, SigmoidRouter)]
+        assert routers
+        for router in routers:
+            assert router.gate.weight.dtype == router.correction.dtype == torch.float32
+            ids, weights = router(torch.randn(4, 32).bfloat16())
+            assert weights.dtype == torch.float32 and ids.shape == (4, 3)
 
 
 # -- Experts ------------------------------------------------------------------------------------
@@ -167,7 +242,9 @@ def test_batch_invariance_uses_fixed_shapes(
 # -- Files --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "phimoe"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "phimoe"]
+)
 def test_bfloat16_stays_close_to_transformers(folders: Callable[[str], Path], family: str) -> None:
     folder = folders(family)
     config = load_model_config(folder)
@@ -205,6 +282,71 @@ def test_a_missing_expert_is_named(folders: Callable[[str], Path], tmp_path: Pat
         load_model(folder, config, dtype=torch.float32, device="cpu", show_progress=False)
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("glm4_moe", "model.layers.2.mlp.gate.e_score_correction_bias"),
+        ("glm4_moe", "model.layers.1.mlp.shared_experts.up_proj.weight"),
+        ("minimax_m2", "model.layers.0.block_sparse_moe.e_score_correction_bias"),
+        ("minimax_m2", "model.layers.1.self_attn.k_norm.weight"),
+        ("qwen3_moe", "model.layers.1.mlp.experts.5.gate_proj.weight"),
+    ],
+)
+def test_missing_and_wrong_parts_of_a_mixture_are_named(
+    folders: Callable[[str], Path], tmp_path: Path, family: str, name: str
+) -> None:
+    folder = copied(folders(family), tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    config = load_model_config(folder)
+    whole = tensors.pop(name)
+    for changed, message in (
+        ({}, f"tensors missing: {name}"),
+        ({name: torch.cat((whole, whole))}, f"tensors of wrong shape: {name}"),
+    ):
+        save_file({**tensors, **changed}, file, metadata={"format": "pt"})
+        with pytest.raises(ModelLoadError, match=re.escape(message)):
+            load_model(folder, config, dtype=torch.float32, device="cpu", show_progress=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [("glm4_moe", "num_nextn_predict_layers"), ("minimax_m2", "num_mtp_modules")],
+)
+def test_layers_that_predict_further_tokens_are_skipped(
+    folders: Callable[[str], Path], tmp_path: Path, family: str, key: str
+) -> None:
+    """As many as config.json says, and no other ones; scales of their KV cache with them."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    folder = copied(
+        folders(family), tmp_path, **{key: 1},
+        quantization_config={
+            "quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme,
+        },
+    )  # fmt: skip
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+
+    def load_with(*names: str) -> Any:
+        extra = {name: torch.ones(3) for name in names}
+        save_file({**tensors, **extra}, file, metadata={"format": "pt"})
+        config = load_model_config(folder)
+        return load_model(folder, config, dtype=torch.float32, device="cpu", show_progress=False)
+
+    skipped = ("eh_proj.weight", "mlp.experts.0.up_proj.weight", "self_attn.k_scale")
+    model = load_with(*(f"model.layers.3.{name}" for name in skipped))
+    expected = load_with()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(ModelLoadError, match=r"unexpected: model\.layers\.4\.eh_proj\.weight"):
+        load_with("model.layers.4.eh_proj.weight")
+    with pytest.raises(ModelLoadError, match=r"unexpected: model\.layers\.1\.eh_proj\.weight"):
+        load_with("model.layers.1.eh_proj.weight")
+    rewrite_config(folder, **{key: 0})
+    with pytest.raises(ModelLoadError, match=r"unexpected: model\.layers\.3\.eh_proj\.weight"):
+        load_with("model.layers.3.eh_proj.weight")
+
+
 def test_fields(folders: Callable[[str], Path]) -> None:
     mixtral = load_model_config(folders("mixtral"))
     assert isinstance(mixtral, MixtralConfig)
@@ -213,6 +355,19 @@ def test_fields(folders: Callable[[str], Path]) -> None:
     assert isinstance(qwen, Qwen2MoeConfig)
     assert (qwen.num_experts, qwen.experts_per_token, qwen.expert_size) == (6, 3, 24)
     assert qwen.qkv_bias and not qwen.out_bias and not qwen.renormalize
+    qwen3 = load_model_config(folders("qwen3_moe"))
+    assert isinstance(qwen3, Qwen3MoeConfig)
+    assert (qwen3.num_experts, qwen3.experts_per_token, qwen3.expert_size) == (6, 3, 24)
+    assert qwen3.qk_norm and not qwen3.qkv_bias and qwen3.renormalize
+    glm = load_model_config(folders("glm4_moe"))
+    assert isinstance(glm, Glm4MoeConfig)
+    assert (glm.num_experts, glm.experts_per_token, glm.expert_size) == (6, 3, 24)
+    assert glm.sparse_layers == (False, True, True) and glm.router_scale == 2.5
+    assert glm.qk_norm and glm.qkv_bias and not glm.out_bias
+    assert (glm.shared_expert_size, glm.further_layers) == (24, 1)
+    minimax = load_model_config(folders("minimax_m2"))
+    assert isinstance(minimax, MiniMaxM2Config) and not minimax.qk_norm
+    assert (minimax.num_experts, minimax.expert_size, minimax.further_layers) == (6, 24, 0)
     phi = load_model_config(folders("phimoe"))
     assert isinstance(phi, PhiMoEConfig)
     assert phi.qkv_bias and phi.out_bias and phi.head_bias and phi.router_jitter == 0.01
@@ -221,7 +376,11 @@ def test_fields(folders: Callable[[str], Path]) -> None:
 def test_default_base_of_the_rotary_embedding(
     folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    for family, theta in (("mixtral", 1e6), ("phimoe", 1e6), ("qwen2_moe", 1e4)):
+    thetas = {
+        "mixtral": 1e6, "phimoe": 1e6, "qwen2_moe": 1e4, "qwen3_moe": 1e4, "glm4_moe": 1e4,
+        "minimax_m2": 5e6,
+    }  # fmt: skip
+    for family, theta in thetas.items():
         folder = copied(folders(family), tmp_path, remove=("rope_parameters",))
         config = load_model_config(folder)
         assert config.rope is not None and config.rope.theta == theta
@@ -243,6 +402,33 @@ def test_layers_of_qwen2_moe(folders: Callable[[str], Path], tmp_path: Path) -> 
     types = ["full_attention", "sliding_attention", "full_attention"]
     assert read(**window, layer_types=types).sliding_windows == (None, 7, None)
     assert read(("layer_types",), sliding_window=7).sliding_windows == (None,) * 3
+
+
+def test_the_forms_of_config_json(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """As the published checkpoints have it, and as transformers writes it."""
+
+    def read(family: str, remove: tuple[str, ...] = (), **changes: Any) -> Any:
+        return load_model_config(copied(folders(family), tmp_path, remove=remove, **changes))
+
+    qwen = read("qwen3_moe", ("num_local_experts",), num_experts=6, max_window_layers=3)
+    assert (qwen.num_experts, qwen.sliding_windows) == (6, (None,) * 3)
+    assert read("qwen3_moe", ("head_dim",)).head_dim == 8
+    window: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 7}
+    assert read("qwen3_moe", **window).sliding_windows == (7,) * 3
+    assert read("qwen3_moe", mlp_only_layers=[0]).sparse_layers == (False, True, True)
+    spelling = ("rope_parameters",)
+    for family in ("glm", "glm4", "glm4_moe"):
+        rope = read(family, spelling, rope_theta=500.0).rope
+        assert (rope.theta, rope.rotary_dim) == (500.0, 8)
+        assert read(family, spelling, partial_rotary_factor=1.0).rope.rotary_dim == 16
+    assert read("glm", ("attention_bias", "head_dim")).head_dim == 128
+    minimax = read(
+        "minimax_m2", spelling, rope_theta=500.0, rotary_dim=4, use_qk_norm=True,
+        qk_norm_type="per_layer", scoring_func="sigmoid", use_routing_bias=True,
+        shared_intermediate_size=0, attn_type_list=[1, 1, 1],
+    )  # fmt: skip
+    assert (minimax.rope.theta, minimax.rope.rotary_dim) == (500.0, 4)
+    assert read("minimax_m2", (*spelling, "rotary_dim")).rope.rotary_dim == 16
 
 
 @pytest.mark.parametrize(
@@ -270,6 +456,35 @@ def test_layers_of_qwen2_moe(folders: Callable[[str], Path], tmp_path: Path) -> 
             "sliding_attention needs use_sliding_window",
         ),
         ("qwen2_moe", {"layer_types": None, "max_window_layers": -1}, "max_window_layers=-1: a"),
+        ("qwen3_moe", {"num_local_experts": None}, "the key 'num_experts' is missing"),
+        ("qwen3_moe", {"num_experts": 5}, "num_local_experts=6: differs from num_experts"),
+        (
+            "qwen3_moe",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            },
+            "mixed layers are not supported with Qwen3MoeForCausalLM",
+        ),
+        ("glm", {"sliding_window": 5}, "sliding_window=5: not supported with GlmForCausalLM"),
+        ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1: a number of layers"),
+        ("glm4_moe", {"num_nextn_predict_layers": 1.5}, "num_nextn_predict_layers=1.5: a number"),
+        ("glm4_moe", {"n_group": 4}, "n_group=4: groups of as many of the 6 experts"),
+        ("glm4_moe", {"n_group": 6}, "n_group=6: groups of as many of the 6 experts"),
+        ("glm4_moe", {"topk_group": 2}, "topk_group=2: 3 experts in at most 1 groups are needed"),
+        (
+            "glm4_moe",
+            {"n_group": 3, "topk_group": 1},
+            "topk_group=1: 3 experts in at most 3 groups are needed",
+        ),
+        ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor=0: a number above 0"),
+        ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts=0: a positive integer"),
+        ("glm4_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok=7: there are 6 experts"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax': not supported"),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm=False: not supported"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list=[1, 0, 1]: not supported"),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size=8: not supp"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3: this router chooses 2"),
         ("phimoe", {"router_jitter_noise": -1}, "router_jitter_noise=-1: a number from 0 on"),
     ],

@@ -28,6 +28,7 @@ FAMILIES = {
     "qwen2": {"hidden_size": 64, "intermediate_size": 128},
     "qwen3": WIDE,
     "gemma": WIDE,
+    "glm": WIDE,
     "phi3": {"hidden_size": 64, "intermediate_size": 128},
     "gpt2": {"n_embd": 64, "n_inner": 128},
     "gpt_neox": {"hidden_size": 64, "intermediate_size": 128},
@@ -38,10 +39,14 @@ MIXTURES = {
         "hidden_size": 64, "intermediate_size": 128, "mlp_only_layers": [1],
         "moe_intermediate_size": 64, "shared_expert_intermediate_size": 192,
     },
+    "qwen3_moe": {**WIDE, "moe_intermediate_size": 64},
+    "glm4_moe": {**WIDE, "moe_intermediate_size": 64, "n_shared_experts": 3},
+    "minimax_m2": {**WIDE, "intermediate_size": 64},
     "phimoe": {"hidden_size": 64, "intermediate_size": 128},
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 128},
 }  # fmt: skip
-"""Configurations of mixtures; the second layer of qwen2_moe has no experts."""
+"""Configurations of mixtures; the second layer of qwen2_moe and the first of glm4_moe have no
+experts."""
 
 
 def load(folder: Path, quantization: str | None, load_format: str = "auto") -> CausalLM:

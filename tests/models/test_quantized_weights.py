@@ -155,7 +155,7 @@ def test_formats(tmp_path: Path, form: str) -> None:
     assert greedy(model, 32) == greedy(load(plain), 32)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gemma", "phi3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gemma", "glm", "phi3"])
 @pytest.mark.parametrize("form", ["fp8 blocks", "gptq", "awq", "pack-quantized asymmetric"])
 def test_families(tmp_path: Path, family: str, form: str) -> None:
     quantized, plain = both(tmp_path, FORMATS[form], family)
@@ -170,6 +170,11 @@ def test_families(tmp_path: Path, family: str, form: str) -> None:
             (family, form)
             for family in ("mixtral", "phimoe")
             for form in ("fp8 blocks", "gptq ordered")
+        ),
+        *(
+            (family, form)
+            for family in ("qwen3_moe", "glm4_moe", "minimax_m2")
+            for form in ("fp8 blocks", "float-quantized", "gptq", "awq")
         ),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.quantized_writer import write_quantized
@@ -51,6 +51,25 @@ def test_experts(tmp_path: Path, name: OnlineName) -> None:
         assert error < 0.2 if name == "int4" else error == 0
     if name != "int4":
         assert greedy(found, 8) == greedy(expected, 8)
+
+
+def test_layers_that_are_not_served_are_copied(tmp_path: Path) -> None:
+    """With a router in float32 beside quantized experts."""
+    changes = MIXTURES["glm4_moe"]
+    folder = make_tiny_checkpoint(tmp_path / "plain", "glm4_moe", changes=changes, layers=2)
+    further = {"model.layers.2.eh_proj.weight": torch.rand(64, 128)}
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **further}, file, metadata={"format": "pt"})
+    out = tmp_path / "quantized"
+    write_quantized(folder, out, "fp8_block", device="cpu")
+    stored, original = load_file(out / "model.safetensors"), load_file(file)
+    for name in (*further, "model.layers.1.mlp.gate.e_score_correction_bias"):
+        assert torch.equal(stored[name], original[name])
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert set(config["ignore"]) == {
+        "lm_head", "model.layers.1.mlp.gate", "model.layers.2.eh_proj",
+    }  # fmt: skip
+    assert greedy(load(out, None), 8) == greedy(load(folder, "fp8_block"), 8)
 
 
 @pytest.mark.parametrize("name", ONLINE_NAMES)

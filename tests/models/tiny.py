@@ -73,6 +73,9 @@ def make_tiny_checkpoint(
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.dim() == 1 and name.endswith("weight")
             parameter.copy_(1 + 0.2 * noise if is_norm else 0.25 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # of a router; large enough to matter
+                buffer.copy_(0.25 * torch.randn(buffer.shape, generator=generator))
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     if with_tokenizer:
         _save_byte_tokenizer(Path(folder))

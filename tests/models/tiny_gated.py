@@ -31,6 +31,7 @@ _GEMMA2 = {
     "sliding_window": 5,
     "query_pre_attn_scalar": 20,
 }
+_GLM = {**GATED, "pad_token_id": 0}
 _MIXED = ["full_attention", "sliding_attention", "sliding_attention"]
 
 # family -> (transformers class prefix, class suffix, variant -> configuration)
@@ -40,6 +41,31 @@ FAMILIES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
         "ForCausalLM",
         {
             "tied_biases": {**GATED, "head_dim": 16, "attention_bias": True},
+        },
+    ),
+    "glm": (
+        "Glm",
+        "ForCausalLM",
+        {
+            "half_rotated": {**_GLM, "head_dim": 16},
+            "all_rotated_tied": {
+                **_GLM,
+                "attention_bias": False,
+                "tie_word_embeddings": True,
+                **rope("linear", factor=4.0, partial_rotary_factor=1.0),
+            },
+        },
+    ),
+    "glm4": (
+        "Glm4",
+        "ForCausalLM",
+        {
+            "half_rotated": {**_GLM, "head_dim": 16, "attention_bias": False},
+            "yarn": {
+                **_GLM,
+                "tie_word_embeddings": True,
+                **rope("yarn", factor=4.0, original_max_position_embeddings=16),
+            },
         },
     ),
     "gemma2": (

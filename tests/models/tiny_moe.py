@@ -17,6 +17,15 @@ _QWEN = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 28,
 }
+_QWEN3 = {k: v for k, v in _QWEN.items() if k != "shared_expert_intermediate_size"}
+_GLM = {
+    **_GATED,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+_MINIMAX = {**_GATED, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 3}
 _PHI = {**_NO_HEAD_DIM, "num_local_experts": 5}
 # The context fits the original one, so it is the short factors that count.
 _LONGROPE = rope(
@@ -67,6 +76,54 @@ FAMILIES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
                 "sliding_window": 5,
                 "max_window_layers": 3,
             },
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        "ForCausalLM",
+        {
+            "full": {**_QWEN3, "norm_topk_prob": True, "head_dim": 16, "mlp_only_layers": [2]},
+            "every_second": {
+                **_QWEN3,
+                "decoder_sparse_step": 2,
+                "attention_bias": True,
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "tie_word_embeddings": True,
+            },
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        "ForCausalLM",
+        {
+            "full": {
+                **_GLM,
+                "head_dim": 16,
+                "use_qk_norm": True,
+                "attention_bias": True,
+                "routed_scaling_factor": 2.5,
+            },
+            "groups": {
+                **_GLM,
+                "n_routed_experts": 12,
+                "n_group": 4,
+                "topk_group": 2,
+                "num_experts_per_tok": 4,
+                "n_shared_experts": 2,
+                "norm_topk_prob": False,
+                "first_k_dense_replace": 0,
+                "tie_word_embeddings": True,
+                **rope("linear", factor=4.0, partial_rotary_factor=1.0),
+            },
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        "ForCausalLM",
+        {
+            "half_rotated": {**_MINIMAX, "head_dim": 16, "rotary_dim": 8},
+            "tied": {**_MINIMAX, "tie_word_embeddings": True, "num_key_value_heads": 1},
         },
     ),
     "phimoe": (

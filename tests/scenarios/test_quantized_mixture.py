@@ -15,10 +15,11 @@ from tests.models.test_quantized_weights import FORMATS, both
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A checkpoint with matrices of AWQ, and the plain one that it stands for."""
-    return both(tmp_path_factory.mktemp("mixture"), FORMATS["awq"], "qwen2_moe")
+@pytest.fixture(params=[("qwen2_moe", "awq"), ("glm4_moe", "fp8 blocks")], ids=" ".join)
+def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint with quantized matrices, and the plain one that it stands for."""
+    family, form = request.param
+    return both(tmp_path, FORMATS[form], family)
 
 
 def serve(folder: Path, rounds: int = 1, **engine_args: Any) -> tuple[list[Any], dict[str, Any]]:

@@ -18,6 +18,7 @@ from hetero_llm.core.structured_outputs import (
 )
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.structured_output.compiler import GrammarCompiler, Matcher
+from hetero_llm.structured_output.draft_matcher import DraftMatcher
 from tests.helpers.tokenizers import byte_level, get
 
 EOS = 2
@@ -282,6 +283,29 @@ def test_what_cannot_be_followed_is_refused(
     with pytest.raises(SamplingError) as caught:
         compiler.grammar(StructuredOutputsParams(**constraint))
     assert caught.value.field.startswith(field) and reason in caught.value.reason
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"regex": "((a{99}){100}){100}"},
+        {"regex": "(a"},
+        {"grammar": "start: a"},
+        {"json": {"properties": {"a": {"not": {}}}}},
+    ],
+)
+def test_an_unchecked_grammar_that_cannot_be_followed_allows_nothing(
+    compiler: GrammarCompiler, constraint: dict[str, Any]
+) -> None:
+    grammar = compiler.unchecked_grammar(StructuredOutputsParams(**constraint))
+    compiler.prepare(grammar)
+    matcher = compiler.open(grammar, [])
+    assert allowed(matcher) == set()
+    assert matcher.error is not None and "the grammar" in matcher.error
+    matcher.observe(5)
+    assert not matcher.try_observe(5) and matcher.copy().error == matcher.error
+    draft = compiler.open_as(DraftMatcher, grammar, [])
+    assert draft.constrained([5, 6], [-1, 0], 8) == ([], [], 0)
 
 
 PERSON = {"properties": {"b": {"uniqueItems": True}}}

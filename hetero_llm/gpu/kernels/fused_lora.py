@@ -7,9 +7,11 @@ three parts, in one grid:
   adapters of the step's rows are stacked there, one below the other: a tile takes lines of several
   adapters for all rows, and stores what belongs together. They put the sums into memory that holds
   `NOT_YET` before.
-- The other programs are those of the plain product. They load their tile of B early, too.
+- The other programs are those of the plain product. They load their tile of B early, too; with
+  one row while their last weights are on their way, since there each register counts.
 - When such a program has summed up its tile, it reads the sums, again until none is `NOT_YET`,
-  multiplies them with B, and adds them before its result is rounded.
+  multiplies them with B, and adds them before its result is rounded. With one row each thread does
+  so with a few sums of its own, and what comes out is summed up with the product.
 
 A sum is one word, so its reader needs no fence and no counter. Programs start in the order of
 their numbers, so those that are waited for run before those that wait (as in CUTLASS's serial
@@ -56,7 +58,7 @@ MOST_LOOKS = tl.constexpr(1 << 20)
 _TOGETHER = 128  # lines of B that are multiplied at once, of one or several adapters
 _MOST_SHARES = 8  # of K
 _MOST_SUMS = 8192  # that a program reads at once: 64 registers of four warps
-_LEAST_TILES = 2  # of K in a share of one row
+_LEAST_TILES = 1  # of K in a share of one row
 _LINES_OF_ROW = 2  # of A in a program, of one row: as few registers as the product takes
 _FILL = 1024  # words that a program sets to `NOT_YET`
 
@@ -112,14 +114,22 @@ class Shrinking:
     block_k: int
 
     @staticmethod
-    def of_row(weights: LoraSlots, num_warps: int) -> Shrinking:
-        """Of one row: many small programs, whose sums are there before they are needed."""
+    def of_row(
+        weights: LoraSlots, num_warps: int, *, lines: int = _LINES_OF_ROW,
+        least_tiles: int = _LEAST_TILES,
+    ) -> Shrinking:  # fmt: skip
+        """Of one row: many small programs, whose sums are there before they are needed.
+
+        Args:
+            lines: of A in a program.
+            least_tiles: of K in a share.
+        """
         block_k = 256 * num_warps
         tiles = triton.cdiv(weights.a.shape[2], block_k)
-        each = max(_LEAST_TILES, triton.cdiv(tiles, _MOST_SHARES))
+        each = max(least_tiles, triton.cdiv(tiles, _MOST_SHARES))
         width = weights.parts * weights.rank
         shares = triton.cdiv(tiles, each)
-        return Shrinking(_LINES_OF_ROW, width // _LINES_OF_ROW, shares, each * block_k, block_k)
+        return Shrinking(lines, width // lines, shares, each * block_k, block_k)
 
     @staticmethod
     def of_rows(
@@ -207,6 +217,36 @@ def num_shrinking(lora):
 
 
 @triton.jit
+def store_words(pointers, sums):
+    """Float32 sums where `take_words` looks for them."""
+    bits = sums.to(tl.int32, bitcast=True)
+    tl.store(pointers, tl.where(bits == NOT_YET, _OTHER_NAN, bits))
+
+
+@triton.jit
+def take_words(pointers, stride, NUMBER: tl.constexpr):
+    """The sum of NUMBER tiles of float32 that other programs put there, `stride` words apart, in
+    their order, as soon as all are there; leaves `NOT_YET`."""
+    words = (tl.load(pointers, volatile=True),)
+    for i in tl.static_range(1, NUMBER):
+        words = words + (tl.load(pointers + i * stride, volatile=True),)
+    missing = (words[0] == NOT_YET).to(tl.int32)
+    for i in tl.static_range(1, NUMBER):
+        missing |= (words[i] == NOT_YET).to(tl.int32)
+    total = tl.zeros(missing.shape, tl.float32)
+    if tl.sum(missing) == 0:
+        for i in tl.static_range(NUMBER):
+            total += words[i].to(tl.float32, bitcast=True)
+    else:
+        for i in tl.static_range(NUMBER):
+            every = tl.full(missing.shape, 1, tl.int1)
+            total += _wait_for_sums(words[i], pointers + i * stride, every)
+    for i in tl.static_range(NUMBER):
+        tl.store(pointers + i * stride, tl.full(missing.shape, NOT_YET, tl.int32))
+    return total
+
+
+@triton.jit
 def _store_sums(pointers, sums, mask):
     bits = sums.to(tl.int32, bitcast=True)
     tl.store(pointers, tl.where(bits == NOT_YET, _OTHER_NAN, bits), mask=mask)
@@ -269,56 +309,102 @@ def shrink_row(
 
 
 @triton.jit
-def prepare_row(lora, features, feature, n, RANK: tl.constexpr, PARTS: tl.constexpr):
-    """What `add_to_row` needs besides the sums. Loaded behind the first weights, which are on their
-    way for longer than the slot that B depends on.
-
-    Args:
-        feature: the first of `features`, which lie in one part.
+def prepare_row(lora, PARTS: tl.constexpr):
+    """What `look_for_row` needs, loaded before the wait for the kernel before and behind the first
+    weights: nothing waits for it then.
 
     Returns:
-        [features, RANK] of the row's B, the row's slot, and the first line of the part's A.
+        The row's slot, and where all parts but the first one begin.
     """
-    _, _, _, slots, _, _, b, _, bounds, _, b_stride, _, _, _, _ = lora
-    slot = tl.load(slots)
-    pointers = b + slot.to(tl.int64) * b_stride + features.to(tl.int64)[:, None] * RANK
-    inside = (slot >= 0) & (features < n)
-    factors = tl.load(pointers + tl.arange(0, RANK)[None, :], mask=inside[:, None], other=0.0)
-    return factors, slot, _part_of(bounds, feature, PARTS) * RANK
+    _, _, _, slots, _, _, _, _, bounds, _, _, _, _, _, _ = lora
+    prepared = (tl.load(slots),)
+    for i in tl.static_range(1, PARTS):
+        prepared = prepared + (tl.load(bounds + i),)
+    return prepared
 
 
 @triton.jit
-def _row_sums(lora, prepared, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr):
-    """Pointers [shares, RANK] to the row's sums, and which there are."""
-    _, _, sums, _, _, _, _, _, _, _, _, _, _, _, _ = lora
-    _, slot, first = prepared
-    shares = tl.arange(0, triton.next_power_of_2(SHARES))
-    line = first + tl.arange(0, RANK)
-    mask = ((slot >= 0) & (shares < SHARES))[:, None] & (line >= 0)[None, :]
-    return sums + shares[:, None] * (PARTS * RANK) + line[None, :], mask
+def look_for_row(
+    lora, prepared, tile, n, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr,
+    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """Asks for the row's B and sums, for `add_to_row`, while the last weights are on their way.
 
-
-@triton.jit
-def look_for_row(lora, prepared, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr):
-    """Reads the row's sums for the first time: for `add_to_row`, while weights are summed up."""
-    pointers, mask = _row_sums(lora, prepared, RANK, PARTS, SHARES)
-    return tl.load(pointers, mask=mask, other=0, volatile=True)
-
-
-@triton.jit
-def add_to_row(
-    total, lora, prepared, bits, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr
-):
-    """total [features, 1] + the row's B times its sums.
+    Sums are spread over the columns of the product's own sums, as many times as they take: a thread
+    reads a word or a few, waits for these alone, and what it adds is summed up with the product. So
+    there is neither a barrier nor a change of layout more than without adapters.
 
     Args:
         prepared: of `prepare_row`.
-        bits: of `look_for_row`.
+        tile: of features.
+        COLUMNS: of the product's own sums.
+
+    Returns:
+        B [BLOCK_N, times, COLUMNS], the words [times, COLUMNS], where they lie, and which exist.
     """
-    factors, _, _ = prepared
-    pointers, mask = _row_sums(lora, prepared, RANK, PARTS, SHARES)
-    low = tl.sum(_wait_for_sums(bits, pointers, mask), 0).to(factors.dtype).to(tl.float32)
-    return total + tl.sum(factors.to(tl.float32) * low[None, :], 1)[:, None]
+    _, _, sums, _, _, _, b, _, _, _, b_stride, _, _, _, _ = lora
+    slot = prepared[0]
+    first = 0  # line of the part's A
+    for i in tl.static_range(1, PARTS):
+        first += (tile * BLOCK_N >= prepared[i]).to(tl.int32) * RANK
+    TIMES: tl.constexpr = triton.next_power_of_2(triton.cdiv(SHARES * RANK, COLUMNS))
+    number = tl.arange(0, TIMES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    there = (number < SHARES * RANK) & (slot >= 0)
+    # As if they were aligned to nothing: neighbours then lie in different threads, as those of the
+    # product's sums do.
+    line = tl.multiple_of(number % RANK, [1, 1])
+    pointers = sums + first + (number // RANK * (PARTS * RANK) + line)
+    words = tl.load(pointers, mask=there, other=0, volatile=True)
+    features = tl.arange(0, BLOCK_N)[:, None, None]
+    inside = there[None, :, :]
+    if not EVEN_N:
+        inside = inside & (features < n - tile * BLOCK_N)
+    matrix = b + slot.to(tl.int64) * b_stride + tile.to(tl.int64) * (BLOCK_N * RANK)
+    factors = tl.load(matrix + (features * RANK + line[None, :, :]), mask=inside, other=0.0)
+    return factors, words, pointers, there
+
+
+# All lanes of a warp leave the loop at once: the compiler need not bring them together again.
+_AWAIT_WORD = tl.constexpr(f"""{{
+.reg .pred missing, any;
+.reg .b32 looks;
+mov.b32 $0, $1;
+mov.b32 looks, {MOST_LOOKS.value};
+look:
+setp.eq.s32 missing, $0, {_WORD_NOT_YET};
+setp.gt.and.s32 missing, looks, 0, missing;
+vote.sync.any.pred any, missing, 0xffffffff;
+@!any bra.uni there;
+@missing ld.relaxed.gpu.global.b32 $0, [$2];
+sub.s32 looks, looks, 1;
+bra.uni look;
+there:
+}}""")
+
+
+@triton.jit
+def _await_words(words, pointers, there):
+    """Float32 sums; `words`: what was there when it was read first. A warp waits for its own, not
+    for all of the program's."""
+    if IN_INTERPRETER:
+        return _wait_for_sums(words, pointers, there)
+    else:
+        words = tl.inline_asm_elementwise(
+            _AWAIT_WORD, "=&r,r,l", [words, pointers], dtype=tl.int32, is_pure=False, pack=1
+        )
+        return words.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def add_to_row(sums, found):
+    """sums [features, COLUMNS] + the row's B times its sums, which are to be summed up with these.
+
+    Args:
+        found: of `look_for_row`.
+    """
+    factors, words, pointers, there = found
+    low = _await_words(words, pointers, there)
+    return sums + tl.sum(factors.to(tl.float32) * low[None, :, :], 1)
 
 
 @triton.jit

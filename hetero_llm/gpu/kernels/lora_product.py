@@ -3,18 +3,35 @@
 | rows, adapters, product | kernels |
 |---|---|
 | up to `fused_lora.MAX_ROWS` rows, ranks up to `fused_lora.MAX_RANK`, bf16 or fp16, `skinny_gemm.linear` or a `QuantizedProduct` with few rows | one: the product with the adapters inside |
-| all others | three: `lora_shrink`, the product, `lora_expand` |
+| `skinny_gemm.linear` with more rows than `skinny_gemm.MAX_ROWS`: the library's product | three: `lora_shrink`, `lora_expand` into the new output, the product added to it |
+| all others | three: `lora_shrink`, the product, `lora_expand` added to its output |
+| gate and up of all but the first line (`product_before_gate`) | three: `lora_shrink`, the product, `lora_gate` in the place of its activation |
+
+An expand behind the product reads and writes the output once more. Before it, it only writes: the
+library's product reads the output under its arithmetic, which takes longer.
 
 Sums of products with adapters inside lie in memory that a step has set up before (`StepRows`).
 """  # noqa: E501
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from hetero_llm.gpu.kernels import fused_lora, quantized_gemm, skinny_gemm
+from hetero_llm.gpu.kernels.experts import align
 from hetero_llm.gpu.kernels.fused_lora import FusedAdapters, num_sums, row_slots
-from hetero_llm.gpu.kernels.lora import LoraSlots, lora_expand, lora_shrink
+from hetero_llm.gpu.kernels.lora import (
+    LoraSlots,
+    RowGroups,
+    block_of,
+    choose,
+    lora_expand,
+    lora_shrink,
+)
+from hetero_llm.gpu.kernels.lora_gate import lora_gate
 from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct
 from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig
 from hetero_llm.models.layers import Product
@@ -39,6 +56,8 @@ class StepRows:
             words: `sums_of_product` of all products together.
         """
         self.distinct: Tensor | None = None
+        self._num_slots = num_slots
+        self._groups: dict[int, RowGroups] = {}  # by the rows of a block
         if words == 0:
             self.slots = adapter_of.index_select(0, request_slots)
             return
@@ -50,6 +69,27 @@ class StepRows:
         """Room for the sums of the next product; None: there is no more, as a layer runs twice."""
         begin, self._taken = self._taken, self._taken + words
         return self._sums[begin : self._taken] if self._taken <= len(self._sums) else None
+
+    def groups_for(self, x: Tensor, weights: LoraSlots) -> RowGroups:
+        """The rows by adapter, for a product of x; made where the first product asks for them."""
+        block = block_of(choose(len(x), weights.rank, x.dtype))
+        if block not in self._groups:
+            self._groups[block] = group_rows(self.slots, num_slots=self._num_slots, block=block)
+        return self._groups[block]
+
+
+def group_rows(slots: Tensor, *, num_slots: int, block: int) -> RowGroups:
+    """Groups the rows of a step by adapter, on the device.
+
+    Args:
+        slots: [M] int32, `NO_SLOT` for rows without an adapter.
+        num_slots: adapter slots.
+        block: see `RowGroups`.
+    """
+    assert slots.dtype == torch.int32 and slots.ndim == 1, (slots.dtype, slots.shape)
+    groups = align((slots + 1)[:, None], num_slots + 1, block)
+    assert groups.pairs is not None
+    return RowGroups(groups.pairs, groups.experts, len(slots), block)
 
 
 def sums_of_product(product: Product, m: int, weights: LoraSlots) -> int:
@@ -74,13 +114,61 @@ def product_with_adapters(
         weights: of the layer.
 
     Returns:
-        [M, N] in x's dtype.
+        [M, N] in x's dtype. The adapter's part is rounded to it before the library's product adds
+        to it, the product's part before the adapter's is added by `lora_expand`.
     """
     y = None if rows.distinct is None else _fused(product, x, weight, bias, rows, weights)
     if y is not None:
         return y
-    u = lora_shrink(x, rows.slots, weights)
-    return lora_expand(product(x, weight, bias), u, rows.slots, weights)
+    if len(x) == 0:
+        return product(x, weight, bias)
+    groups = rows.groups_for(x, weights)
+    u = lora_shrink(x, groups, weights)
+    if product is skinny_gemm.linear and len(x) > skinny_gemm.MAX_ROWS:
+        y = x.new_empty(len(x), len(weight))
+        lora_expand(y, u, groups, weights, add=False, bias=bias)
+        return y.addmm_(x, weight.t())
+    return lora_expand(product(x, weight, bias), u, groups, weights)
+
+
+@dataclass(frozen=True)
+class GateAdapters:
+    """Adapters that a product of gate and up still lacks, for the activation behind it."""
+
+    u: Tensor
+    groups: RowGroups
+    weights: LoraSlots
+
+    def gate(self, gate_up: Tensor, name: str) -> Tensor:
+        """`activation.gated_activation` of the product with its adapters."""
+        return lora_gate(gate_up, self.u, self.groups, self.weights, name=name)
+
+
+def product_before_gate(
+    product: Product,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    rows: StepRows,
+    weights: LoraSlots,
+) -> tuple[Tensor, GateAdapters | None]:
+    """`product_with_adapters` of gate and up, whose activation may add the adapters.
+
+    Args:
+        weights: of two parts of one size.
+
+    Returns:
+        [M, N] in x's dtype, and what its activation must add; None: nothing.
+    """
+    y = None if rows.distinct is None else _fused(product, x, weight, bias, rows, weights)
+    if y is not None:
+        return y, None
+    if len(x) == 0:
+        return product(x, weight, bias), None
+    groups = rows.groups_for(x, weights)
+    u = lora_shrink(x, groups, weights)
+    return product(x, weight, bias), GateAdapters(u, groups, weights)
 
 
 def _fused(

@@ -1,5 +1,6 @@
 """Residual add and norm in one kernel, one program a row: RMS norm, Gemma's, layer norm. The first
-two may write rows in 8 bits for the product that follows.
+two may write rows in 8 bits for the product that follows. RMS norms of the queries and of the keys
+of a fused projection, in place.
 
 The references are the functions of `models.layers`; timed by `bench.kernels.elementwise`.
 """
@@ -24,6 +25,7 @@ from hetero_llm.models.layers import Affine
 from hetero_llm.models.layers import add_gemma_rms_norm as add_gemma_rms_norm_reference
 from hetero_llm.models.layers import add_layer_norm as add_layer_norm_reference
 from hetero_llm.models.layers import add_rms_norm as add_rms_norm_reference
+from hetero_llm.models.layers import norm_projections as norm_projections_reference
 
 __all__ = [
     "MAX_NORM_SIZE",
@@ -33,6 +35,8 @@ __all__ = [
     "add_layer_norm_reference",
     "add_rms_norm",
     "add_rms_norm_reference",
+    "norm_projections",
+    "norm_projections_reference",
     "quantized_rms_norm",
     "quantizes_norms",
 ]
@@ -109,6 +113,37 @@ def _quantized_rms_norm(
 
 
 @triton.jit
+def _norm_part(
+    qkv_ptr, weight_ptr, place, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr
+):
+    """Norms qkv[place : place + SIZE] in place."""
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    columns = tl.arange(0, PADDED)
+    inside = columns < SIZE
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    values = tl.load(qkv_ptr + place + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
+    norm = ((values * scale).to(dtype).to(tl.float32) * weight).to(dtype)
+    tl.store(qkv_ptr + place + columns, norm, mask=inside)
+
+
+@triton.jit
+def _norm_projections(
+    qkv_ptr, q_weight_ptr, k_weight_ptr, row_stride, eps,
+    QUERIES: tl.constexpr, QUERIES_PADDED: tl.constexpr,
+    KEYS: tl.constexpr, KEYS_PADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, 2): queries, keys."""
+    row = tl.program_id(0).to(tl.int64) * row_stride
+    if tl.program_id(1) == 0:
+        _norm_part(qkv_ptr, q_weight_ptr, row, eps, QUERIES, QUERIES_PADDED, PDL)
+    else:
+        _norm_part(qkv_ptr, k_weight_ptr, row + QUERIES, eps, KEYS, KEYS_PADDED, PDL)
+
+
+@triton.jit
 def _parameter(pointer, columns, inside, default: tl.constexpr, PADDED: tl.constexpr):
     """A weight or bias in its stored type, which takes fewer registers; `default` if missing."""
     if pointer is None:
@@ -174,6 +209,36 @@ def add_gemma_rms_norm(
     and after the product.
     """
     return _rms_norm(x, residual, weight, eps, gemma=True)
+
+
+def norm_projections(
+    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """See `layers.norm_projections`; rounded where the torch path rounds.
+
+    Args:
+        qkv: [T, queries + 2 * keys], rows contiguous; float32, bfloat16 or float16; overwritten.
+        q_weight, k_weight: [queries] and [keys], `MAX_NORM_SIZE` at most, dtype of qkv.
+        eps: Added to the mean of squares.
+
+    Returns:
+        `qkv`.
+    """
+    queries, keys = len(q_weight), len(k_weight)
+    assert qkv.shape[1] == queries + 2 * keys and qkv.stride(1) == 1, (qkv.shape, qkv.stride())
+    assert q_weight.dtype == k_weight.dtype == qkv.dtype and max(queries, keys) <= MAX_NORM_SIZE
+    if len(qkv):
+        padded = triton.next_power_of_2(queries)
+        _norm_projections[(len(qkv), 2)](
+            *(qkv, q_weight, k_weight, qkv.stride(0), eps),
+            QUERIES=queries,
+            QUERIES_PADDED=padded,
+            KEYS=keys,
+            KEYS_PADDED=triton.next_power_of_2(keys),
+            num_warps=_num_warps(padded),
+            **pdl_options(qkv.device),
+        )
+    return qkv
 
 
 def _rms_norm(

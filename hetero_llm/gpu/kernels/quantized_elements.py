@@ -319,6 +319,31 @@ def subtract(values, zero, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def multiply(values, factor, DTYPE: tl.constexpr):
+    """values * factor, two by two, rounded to DTYPE (not in the interpreter)."""
+    if IN_INTERPRETER:
+        return values * factor.to(tl.float32)
+    elif tl.bfloat16 == DTYPE:
+        return tl.inline_asm_elementwise(
+            "mul.bf16x2 $0, $1, $2;",
+            "=r,r,r",
+            [values, factor],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.f16x2 $0, $1, $2;",
+            "=r,r,r",
+            [values, factor],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
 def unpack_words(words, KIND: tl.constexpr):
     """int32 words of two lanes -> what `pairs_of_part` takes: 8 bits: float32 values of the four
     bytes; 4 bits: a word of two bfloat16 for each part; in the interpreter the words themselves."""

@@ -44,6 +44,7 @@ from hetero_llm.gpu.kernels.quantized_elements import INT4, KIND_CODES
 from hetero_llm.gpu.kernels.quantized_gemm import (
     SCALE_TYPES,
     PreparedMatrix,
+    folds,
     multiply_chunk,
     scale_rows,
 )
@@ -57,7 +58,7 @@ Weights = Tensor | PreparedMatrix
 """Of all experts: [experts, N, K], or a matrix of experts x N rows."""
 
 
-# large: a line for each argument.
+# large: half of it are arguments.
 @triton.jit(do_not_specialize=["num_rows", "num_pairs", "max_blocks", "steps"])
 def quantized_grouped_kernel(
     x,  # [num_rows, k], x_stride apart
@@ -101,6 +102,7 @@ def quantized_grouped_kernel(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVICT: tl.constexpr,
+    FOLD: tl.constexpr,  # see quantized_gemm.multiply_chunk
     PDL: tl.constexpr,
 ):
     """y[pair] = x[pair // PER_ROW] @ matrix[expert]^T, perhaps gated; grid (blocks * tiles,
@@ -131,7 +133,7 @@ def quantized_grouped_kernel(
             sums = multiply_chunk(
                 *(sums, start + piece * CHUNK, x, data, scale, zero, offset, order, features, rows),
                 *(num_rows, total, k, width, x_stride, groups, scale_stride, zero_stride),
-                *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT),
+                *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT, FOLD),
             )
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
@@ -200,6 +202,7 @@ def plan_quantized_product(
         "EVEN_N": n % config.block_n == 0,
         "EVEN_K": k % config.block_k == 0 and k == matrix.padded_columns,
         "EVICT": "evict_first" if config.evict_first else "",
+        "FOLD": folds(matrix, config.block_m),
         "num_warps": config.num_warps,
         **pdl_options(x.device),
     }

@@ -5,8 +5,9 @@ As in `skinny_gemm`, a product is as fast as its weights are read, and there are
 - `vector_quantized_kernel`, one row: codes become float32 in registers and are multiplied and
   summed outside the tensor cores. Sixteen bytes of a row lie in one thread, all under one scale (or
   one for each quarter, below), so scales cost one multiply for each 16 bytes.
-- `matrix_quantized_kernel`, up to 128 rows: codes become 16-bit values in registers, which are the
-  left operand of the tensor cores; the rows are the right one. Scales multiply the sums of a group.
+- `matrix_quantized_kernel`, up to 256 rows: codes become 16-bit values in registers, which are the
+  left operand of the tensor cores; the rows are the right one. Scales multiply the sums of a group
+  or, where those are more numbers than its weights, the weights (`folds`).
 
 Zero points are taken off before the tensor cores (exact), or off the sums (vector kernel, by the
 sum of the inputs). Split K, the merge of its parts and the launch are those of `skinny_gemm`.
@@ -55,6 +56,7 @@ from hetero_llm.gpu.kernels.lora import LoraSlots
 from hetero_llm.gpu.kernels.quantized_elements import (
     INT4,
     KIND_CODES,
+    multiply,
     pairs_of_part,
     parts,
     subtract,
@@ -62,9 +64,10 @@ from hetero_llm.gpu.kernels.quantized_elements import (
 )
 from hetero_llm.gpu.kernels.skinny_gemm import (
     SkinnyConfig,
-    arrival_counters,
     finish_tile,
     fuses,
+    prefetch_weight,
+    room_for_partials,
     steps_per_split,
     unpack_pairs,
 )
@@ -77,7 +80,7 @@ from hetero_llm.quantization.matrix import (
     with_scale_of_each_row,
 )
 
-MAX_ROWS = 128
+MAX_ROWS = 256
 """Of one product. Which numbers of rows take it is up to `quantized_product`."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -85,6 +88,7 @@ _LANES = (128, 64, 32, 16)
 _CHUNK = 256  # columns at most: the rows of x of a chunk are in shared memory at once
 _ALIGNED = 16  # elements in each scale's row are padded to this, for 16-byte loads
 _ROWS_AT_ONCE = 1 << 14
+_WIDE = 1 << 14  # features of 8 bits for which there are programs enough of 64
 _FEW_ELEMENTS = 1 << 25  # of 4 bits, in a matrix that the vector kernel is the faster one for
 # By rows: features, warps and stages of a program, and the warps of all programs that K is split
 # for. The last table is of kinds that are looked up or take long to convert.
@@ -93,22 +97,31 @@ _EIGHT_BITS = {
     16: (64, 4, 4, 700),
     32: (64, 4, 3, 700),
     64: (128, 8, 3, 700),
-    128: (128, 8, 2, 700),
 }
 _INT4 = {
     8: (32, 1, 4, 700),
     16: (64, 2, 3, 700),
     32: (64, 4, 3, 1000),
     64: (64, 4, 3, 700),
-    128: (128, 8, 2, 700),
+}
+_FP4 = {
+    8: (64, 2, 3, 760),
+    16: (64, 4, 3, 1000),
+    32: (64, 4, 3, 1000),
+    64: (128, 8, 3, 700),
 }
 _TABLES = {
     8: (64, 2, 3, 2500),
     16: (64, 4, 3, 2500),
     32: (64, 4, 3, 2500),
     64: (64, 4, 2, 700),
-    128: (128, 8, 2, 700),
 }
+# For tiles of 128 rows: columns of a program at most (or one chunk), its features (128 where that
+# would be too few programs) and warps, and warps of all programs. The tensor cores are the limit
+# here, and next to them reads of x from L2, once for each tile of features.
+_LARGE = ((128, 256, 8, 760), (256, 128, 8, 760))
+_SHARED_BYTES = 227 << 10  # of a multiprocessor from sm_90 on
+_FULL_TILE = 64  # rows, from which on there may be several tiles of rows
 _WARPS_AT_ONCE = 8  # of a multiprocessor, by estimate
 _LINES, _LORA_K = 32, 128  # of A, lines and columns: as much shared memory as any product takes
 _INT4_ZERO = tl.constexpr(INT4_ZERO)
@@ -191,11 +204,14 @@ def prepares(matrix: QuantizedMatrix) -> bool:
     return _per_row(matrix) or matrix.group % _LANES[-1] == 0
 
 
-def prepare(matrix: QuantizedMatrix) -> PreparedMatrix:
+def prepare(matrix: QuantizedMatrix, *, lanes: int | None = None) -> PreparedMatrix:
     """The same matrix as the kernels read it; called once for each, when a model is loaded.
 
     Codes and scales are written anew and `matrix` stays as it is, so a call needs memory for
     both; the caller frees `matrix` if only the result is multiplied with.
+
+    Args:
+        lanes: Of a chunk, at most; for measurements.
     """
     assert prepares(matrix), f"no prepared form of groups of {matrix.group}"
     scale, row_scale = matrix.scale, matrix.row_scale
@@ -209,7 +225,14 @@ def prepare(matrix: QuantizedMatrix) -> PreparedMatrix:
     num = 2 if eight_bits else 4
     # Bytes of a block stay within it, so that the library's products with blocks can read them.
     most = min(max(group, 2 * _LANES[-1]), _CHUNK) if eight_bits and rows > 1 else _CHUNK
+    if lanes is not None:
+        most = min(most, lanes * num)
     lanes = _lanes_of_chunk(matrix.shape[1], group, num, most)
+    offset = matrix.offset
+    if group >= lanes * num and scale.itemsize == 2:
+        # Which half of a word is a chunk's would be known when the kernel runs, and for such a
+        # scalar Triton takes the weights to the tensor cores by way of shared memory.
+        scale, offset = scale.float(), None if offset is None else offset.float()
     # Experts of a layer are one matrix: what lies between the two forms is larger than either.
     pieces = matrix.data.view(torch.uint8).split(_ROWS_AT_ONCE)
     codes = (piece if eight_bits else unpack_codes(piece) for piece in pieces)
@@ -223,7 +246,7 @@ def prepare(matrix: QuantizedMatrix) -> PreparedMatrix:
         None if per_row else _in_words(scale),
         scale.dtype,
         None if matrix.zero is None else _zero_words(matrix.zero, max(1, lanes * num // group)),
-        None if matrix.offset is None else _in_words(matrix.offset),
+        None if offset is None else _in_words(offset),
         row_scale,
         matrix.order,
     )
@@ -424,8 +447,9 @@ def _multiply_row(
     columns = place + tl.arange(0, WORDS)
     sums = tl.zeros((BLOCK_N, WORDS // 4), tl.float32)
     w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
+    scales_of_rows = load_row_scale(row_scale, features, n)
     if RANK > 0:
-        prepared = prepare_row(lora, features, tile * BLOCK_N, n, RANK, PARTS)
+        prepared = prepare_row(lora, PARTS)
     wait_for_inputs(PDL)
     let_next_start(PDL)
     for _ in tl.range(place + WORDS, stop, WORDS, num_stages=1):
@@ -438,15 +462,22 @@ def _multiply_row(
         columns += WORDS
         w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
     if RANK > 0:
-        bits = look_for_row(lora, prepared, RANK, PARTS, SHARES)
+        found = look_for_row(
+            *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, WORDS // 4, EVEN_N)
+        )
     sums = _add_tile(
         *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
         *(groups, scale_stride, zero_stride),
         *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
     )
-    total = scale_rows(tl.sum(sums, axis=1)[:, None], row_scale, features, n)
-    if RANK > 0:
-        total = add_to_row(total, lora, prepared, bits, RANK, PARTS, SHARES)
+    if RANK == 0:
+        total = tl.sum(sums, axis=1)[:, None] * scales_of_rows
+    elif row_scale is None:
+        total = tl.sum(add_to_row(sums, found), axis=1)[:, None]
+    else:
+        more = add_to_row(tl.zeros(sums.shape, tl.float32), found)
+        sums, more = tl.reduce((sums, more), 1, _add_both)
+        total = sums[:, None] * scales_of_rows + more[:, None]
     rows = tl.arange(0, 1)
     finish_tile(
         *(total, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
@@ -523,6 +554,21 @@ def vector_quantized_kernel(
 
 
 @triton.jit
+def _add_both(one, other, more, still_more):
+    return one + more, other + still_more
+
+
+@triton.jit
+def load_row_scale(row_scale, features, n):
+    """[features, 1], or 1. Loaded before the wait: at the end of a program it would be waited for
+    as long as for the first weights."""
+    if row_scale is None:
+        return 1.0
+    else:
+        return tl.load(row_scale + features, mask=features < n, other=0.0)[:, None]
+
+
+@triton.jit
 def scale_rows(sums, row_scale, features, n):
     if row_scale is None:
         return sums
@@ -564,8 +610,14 @@ def multiply_chunk(
     groups, scale_stride, zero_stride,
     KIND: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     SCALE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
+    FOLD: tl.constexpr,
 ):  # fmt: skip
-    """sums + scaled products of the chunk of columns that begins at `first`."""
+    """sums + scaled products of the chunk of columns that begins at `first`.
+
+    FOLD: weights are multiplied with their scales and rounded to x's type, as `dequantize_to` does
+    it, and all products have one sum. Without it each group has a sum of its own, which is scaled
+    in fp32: exact, but it costs two instructions for each row and group.
+    """
     PARTS: tl.constexpr = 2 if KIND < INT4 else 4
     CHUNK: tl.constexpr = LANES * PARTS
     DTYPE: tl.constexpr = x.dtype.element_ty
@@ -592,28 +644,30 @@ def multiply_chunk(
                 base += zero_of_slot(zeros, i, GROUPS)
             elif offset is None:
                 base += _INT4_ZERO
-        for j in tl.static_range(TOGETHER):
-            right = _load_inputs(x, order, begin + j * LANES + inner, rows, m, k, x_stride, EVEN_K)
-            left = values[i * TOGETHER + j]
-            if KIND == INT4:
-                left = subtract(left, base.to(DTYPE), DTYPE)
-            if GROUP == 0:
-                sums = tl.dot(left, right, sums)
-            else:
-                of_part = tl.dot(left, right, of_part)
-            if offset is not None:
-                # Their sum for each feature: the tensor cores have time, threads have not.
-                of_inputs = tl.dot(tl.full(left.shape, 1.0, right.dtype), right, of_inputs)
         if GROUP > 0:
             if i % LOADED == 0:
                 word = (group + i) // PER_WORD
                 scales = _load_column(scale, word, features, words, scale_stride, n, ROWS, EVEN_N)
                 if offset is not None:
                     offsets = _load_column(offset, word, features, words, zero_stride, n, 1, EVEN_N)
-            if LOADED == PER_WORD:
-                sums += of_part * of_slot(scales, i % LOADED, SCALE)
+            slot = i % LOADED if LOADED == PER_WORD else (group + i) % PER_WORD
+            of_group = of_slot(scales, slot, SCALE)
+        for j in tl.static_range(TOGETHER):
+            right = _load_inputs(x, order, begin + j * LANES + inner, rows, m, k, x_stride, EVEN_K)
+            left = values[i * TOGETHER + j]
+            if KIND == INT4:
+                left = subtract(left, base.to(DTYPE), DTYPE)
+            if FOLD:
+                left = multiply(left, of_group.to(DTYPE), DTYPE)
+            if GROUP == 0 or FOLD:
+                sums = tl.dot(left, right, sums)
             else:
-                sums += of_part * of_slot(scales, (group + i) % PER_WORD, SCALE)
+                of_part = tl.dot(left, right, of_part)
+            if offset is not None:
+                # Their sum for each feature: the tensor cores have time, threads have not.
+                of_inputs = tl.dot(tl.full(left.shape, 1.0, right.dtype), right, of_inputs)
+        if GROUP > 0 and not FOLD:
+            sums += of_part * of_group
             if offset is not None:
                 sums += of_inputs * of_slot(offsets, (group + i) % PER_WORD, SCALE)
     return sums
@@ -626,19 +680,25 @@ def _multiply_rows(
     KIND: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT_K: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PIECES: tl.constexpr, PREFETCH: tl.constexpr, EVICT: tl.constexpr,
+    PDL: tl.constexpr,
     RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr, TOGETHER: tl.constexpr,
+    FOLD: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of features of `matrix_quantized_kernel`."""
+    """One tile of features, for BLOCK_M rows, of `matrix_quantized_kernel`."""
     CHUNK: tl.constexpr = LANES * (2 if KIND < INT4 else 4)
     TILE: tl.constexpr = CHUNK * CHUNKS
-    features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.arange(0, BLOCK_M)
+    features = tile // ROW_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tile % ROW_TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     start = tl.program_id(1) * steps * TILE
     stop = tl.minimum(padded, start + steps * TILE)
     prepared = 0  # nothing
     if RANK > 0:
         prepared = prepare_rows(lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER)
+    scales_of_rows = load_row_scale(row_scale, features, n)
+    if PREFETCH > 0:
+        LANE: tl.constexpr = CHUNK // LANES
+        prefetch_weight(data, features, start // LANE, n, width, PIECES, PREFETCH // LANE)
     wait_for_inputs(PDL)
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for place in tl.range(0, stop - start, TILE, num_stages=STAGES):
@@ -647,11 +707,11 @@ def _multiply_rows(
             sums = multiply_chunk(
                 *(sums, first, x, data, scale, zero, offset, order, features, rows),
                 *(m, n, k, width, x_stride, groups, scale_stride, zero_stride),
-                *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT),
+                *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT, FOLD),
             )
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
-    sums = scale_rows(sums, row_scale, features, n)
+    sums = sums * scales_of_rows
     finish_tile(
         *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared),
         *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, RANK, PARTS, SHARES, TOGETHER),
@@ -695,7 +755,11 @@ def matrix_quantized_kernel(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    PIECES: tl.constexpr,
+    PREFETCH: tl.constexpr,  # columns of each feature that are brought into L2 before the wait
     EVICT: tl.constexpr,
+    FOLD: tl.constexpr,  # see multiply_chunk
+    ROW_TILES: tl.constexpr,  # programs that share a tile of features; with adapters 1
     PDL: tl.constexpr,
     RANK: tl.constexpr = 0,  # 0: without adapters
     PARTS: tl.constexpr = 0,
@@ -704,14 +768,14 @@ def matrix_quantized_kernel(
     LINES: tl.constexpr = 1,
     LORA_K: tl.constexpr = 1,
 ):
-    """At most BLOCK_M rows; grid (tiles of N, SPLIT_K), the shrinking programs first. Every split
-    has at least one tile of K."""
+    """At most ROW_TILES x BLOCK_M rows; grid (tiles of N x ROW_TILES, SPLIT_K), the shrinking
+    programs first. Every split has at least one tile of K."""
     if RANK == 0:
         _multiply_rows(
             *(tl.program_id(0), x, data, scale, zero, offset, row_scale, order, bias, y, partials),
             *(counters, lora, m, n, k, width, padded, x_stride, groups, scale_stride, zero_stride),
             *(steps, KIND, LANES, CHUNKS, GROUP, ROWS, SCALE, BLOCK_M, BLOCK_N, SPLIT_K, STAGES),
-            *(EVEN_N, EVEN_K, HAS_BIAS, EVICT, PDL, 0, 0, 1, 1),
+            *(EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH, EVICT, PDL, 0, 0, 1, 1, FOLD, ROW_TILES),
         )
     else:
         shrinking = num_shrinking(lora)
@@ -725,7 +789,8 @@ def matrix_quantized_kernel(
                 *(bias, y, partials, counters, lora, m, n, k, width, padded, x_stride, groups),
                 *(scale_stride, zero_stride, steps),
                 *(KIND, LANES, CHUNKS, GROUP, ROWS, SCALE, BLOCK_M, BLOCK_N, SPLIT_K, STAGES),
-                *(EVEN_N, EVEN_K, HAS_BIAS, EVICT, PDL, RANK, PARTS, SHARES, TOGETHER),
+                *(EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH, EVICT, PDL),
+                *(RANK, PARTS, SHARES, TOGETHER, FOLD, 1),
             )
 
 
@@ -733,20 +798,51 @@ def fits(config: SkinnyConfig, m: int, matrix: PreparedMatrix) -> bool:
     """Whether a product of m rows can be launched so.
 
     The vector kernel (`block_m` 1) takes 256 lanes a warp in `block_k`, which it counts in columns
-    as the other one does, and at most 16 features. Nothing is prefetched: with as many programs as
-    `choose` makes that gained nothing.
+    as the other one does, and at most 16 features; it prefetches nothing.
     """
     if config.block_m == 1:
         tile = 256 * matrix.parts * config.num_warps
         alike = config.block_k == tile and config.block_n <= _ALIGNED and config.num_stages == 1
+        alike &= config.prefetch == 0
     else:
-        alike = config.block_k % matrix.chunk == 0
+        alike = config.block_k % matrix.chunk == 0 and config.prefetch % (8 * matrix.parts) == 0
+        alike &= m <= config.block_m or not config.waits
+    # One row of the vector kernel reads one scale for all features of a program.
+    whole = BLOCK_ROWS % config.block_n == 0 or (config.block_m > 1 and matrix.rows == 1)
+    rows = min(m, config.block_m) if config.block_m >= _FULL_TILE else m
     return (
         alike
-        and config.prefetch == 0
-        and BLOCK_ROWS % config.block_n == 0
-        and config.fits(m, matrix.shape[0], -(-matrix.padded_columns // 16) * 16)
+        and whole
+        and m <= MAX_ROWS
+        and config.fits(rows, matrix.shape[0], -(-matrix.padded_columns // 16) * 16)
     )
+
+
+def folds(matrix: PreparedMatrix, block_m: int) -> bool:
+    """Whether a product of tiles of `block_m` rows multiplies weights by their scales and rounds
+    them again, as `dequantize` does, instead of multiplying sums.
+
+    That is fewer instructions as soon as a group's sums are more numbers than its weights, and
+    one set of sums is enough, which leaves registers for larger tiles.
+    """
+    return 0 < matrix.group <= block_m and matrix.offset is None
+
+
+def shared_bytes(config: SkinnyConfig, matrix: PreparedMatrix) -> int:
+    """Shared memory of a program of the matrix kernel with at least two stages, as Triton 3.6
+    allocates it: what goes from there to registers has one stage less than the inputs."""
+    inputs = 2 * config.block_k * config.block_m
+    words = [(1, 0 if matrix.zero is None else max(matrix.group, matrix.chunk))]
+    in_word = max(1, 4 // matrix.scale_dtype.itemsize)
+    for tensor in (matrix.scale, matrix.offset):
+        words.append((in_word, 0 if tensor is None else matrix.group))
+    loaded = sum(
+        max(config.block_k // matrix.chunk, config.block_k // (groups * columns))
+        for groups, columns in words
+        if columns > 0
+    )
+    codes = config.block_n * (config.block_k // matrix.parts * 2 + 4 * loaded)
+    return inputs * config.num_stages + codes * (config.num_stages - 1)
 
 
 def plan_launch(
@@ -757,16 +853,18 @@ def plan_launch(
     y: Tensor,
     config: SkinnyConfig,
     adapters: FusedAdapters | None = None,
+    fold: bool | None = None,
 ) -> Launch:
-    """The launch that writes x @ matrix^T + bias into `y`; see `quantized_linear`."""
+    """The launch that writes x @ matrix^T + bias into `y`; see `quantized_linear`.
+
+    Args:
+        fold: In place of what `folds` says, for measurements.
+    """
     m, n, k = x.shape[0], *matrix.shape
     assert fits(config, m, matrix), f"{config} does not fit m={m}, n={n}, k={k}, {matrix.kind}"
-    tiles = triton.cdiv(n, config.block_n)
-    partials = counters = None
-    if config.split_k > 1:
-        size = tiles * config.split_k * config.block_n * config.block_m
-        partials = torch.empty(size, dtype=torch.float32, device=x.device)
-        counters = arrival_counters(x.device)
+    row_tiles = triton.cdiv(m, config.block_m)
+    tiles = triton.cdiv(n, config.block_n) * row_tiles
+    partials, counters = room_for_partials(tiles * config.block_n, config, x.device)
     steps = steps_per_split(matrix.padded_columns, config)
     scales = (matrix.scale, matrix.zero, matrix.offset, matrix.row_scale, matrix.order)
     groups = matrix.groups
@@ -792,6 +890,7 @@ def plan_launch(
     lora = None
     if adapters is not None:
         assert fuses(config, adapters.weights), f"{config} does not fit the adapters"
+        assert row_tiles == 1, f"adapters of {m} rows in tiles of {config.block_m}"
         shrinking = shrinking_programs(config, m, adapters.weights)
         more, lora, constants = kernel_arguments(x, adapters, shrinking, config.split_k)
         tiles += more
@@ -809,6 +908,16 @@ def plan_launch(
     options["BLOCK_M"] = config.block_m
     options["CHUNKS"] = config.block_k // matrix.chunk
     options["STAGES"] = config.num_stages
+    options["FOLD"] = folds(matrix, config.block_m) if fold is None else fold
+    options["ROW_TILES"] = row_tiles
+    # As in `skinny_gemm`: useful before a wait only; one request of 128 bytes or more a thread.
+    options["PREFETCH"] = config.prefetch if options["PDL"] else 0
+    pieces = max(1, min(32 * config.num_warps // config.block_n, config.prefetch // 128))
+    options["PIECES"] = 1 << (pieces.bit_length() - 1)
+    small = matrix.parts == 2 and config.num_warps == 2 and config.block_m * config.block_n <= 256
+    if small and x.is_cuda:
+        # Eight programs at once. Asked for nothing, ptxas takes 72 or 96, and local memory.
+        options["maxnreg"] = 128
     return Launch(matrix_quantized_kernel, (tiles, config.split_k), arguments, options)
 
 
@@ -828,7 +937,7 @@ def quantized_linear(
     CUDA graph after one run outside of it.
 
     Args:
-        x: [M, K] bf16 or fp16, rows contiguous, M at most 128, K a multiple of 16; `serves` says.
+        x: [M, K] bf16 or fp16, rows contiguous, M at most 256, K a multiple of 16; `serves` says.
         matrix: Of N rows and K columns.
         bias: [N] of x's dtype.
         config: How to launch it; by default what `choose` says.
@@ -882,9 +991,8 @@ def serves(x: Tensor, matrix: PreparedMatrix, bias: Tensor | None) -> bool:
 
 
 def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
-    """A launch of a product of m rows that fits: on an H200 the best, or nearly, for fp8, int4 and
-    nf4 in the layers of an 8B shape (`bench.kernels.quantized_gemm`); int8 goes with fp8, fp4 with
-    nf4.
+    """A launch of a product of m rows that fits: on an H200 the best, or nearly, for fp8, int4,
+    nf4 and fp4 in the layers of an 8B shape (`bench.kernels.quantized_gemm`); int8 goes with fp8.
 
     What decides: with many small programs on each multiprocessor there are always some that wait
     for memory while others convert; elements of 4 bits are bound by the instructions that convert
@@ -899,17 +1007,35 @@ def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
         tile = 256 * matrix.parts
         warps = next(w for w in (4, 2, 1) if w <= most and (w == 1 or columns % (tile * w) == 0))
         return SkinnyConfig(1, 4, tile * warps, num_warps=warps)
-    block_m = next(size for size in (8, 16, 32, 64, 128) if m <= size)
-    of_kind = _EIGHT_BITS if matrix.parts == 2 else (_INT4 if matrix.kind == "int4" else _TABLES)
-    block_n, warps, stages, enough = of_kind[block_m]
-    block_k = max(matrix.chunk, min(_CHUNK, columns) // matrix.chunk * matrix.chunk)
-    if matrix.lanes * block_m < 64 * warps:  # x's tiles are copied 4 bytes a thread at least
-        block_n, warps = 32, 2
-    config = SkinnyConfig(block_m, block_n, block_k, 1, warps, stages)
-    tiles = triton.cdiv(n, block_n)
+    block_m = next((size for size in (8, 16, 32, 64) if m <= size), 128)
+    if block_m == 128:
+        most, block_n, warps, enough = next(of for of in _LARGE if matrix.chunk <= of[0])
+        if matrix.rows > 1 or (matrix.group > 0 and not folds(matrix, block_m)):
+            block_n = 128  # two sets of sums; blocks of rows
+        if triton.cdiv(n, block_n) * triton.cdiv(m, block_m) * warps < enough:
+            block_n = 128
+        block_k = most // matrix.chunk * matrix.chunk
+        config = SkinnyConfig(block_m, block_n, block_k, 1, warps, num_stages=4)
+        while config.num_stages > 2 and shared_bytes(config, matrix) > _SHARED_BYTES:
+            config = dataclasses.replace(config, num_stages=config.num_stages - 1)
+    else:
+        of_kind = {"int4": _INT4, "fp4": _FP4}.get(matrix.kind, _TABLES)
+        of_kind = _EIGHT_BITS if matrix.parts == 2 else of_kind
+        block_n, warps, stages, enough = of_kind[block_m]
+        if matrix.parts == 2 and block_m == 8 and n >= _WIDE:
+            block_n, warps = 64, 4
+        block_k = max(matrix.chunk, min(_CHUNK, columns) // matrix.chunk * matrix.chunk)
+        if matrix.lanes * block_m < 64 * warps:  # x's tiles are copied 4 bytes a thread at least
+            block_n, warps = 32, 2
+        config = SkinnyConfig(block_m, block_n, block_k, 1, warps, stages)
+    tiles = triton.cdiv(n, block_n) * triton.cdiv(m, block_m)
     for split in (2, 4, 8):
         wider = dataclasses.replace(config, split_k=split)
         if tiles * config.split_k * warps >= enough or not fits(wider, m, matrix):
             break
         config = wider
+    if matrix.parts == 2 and 8 <= config.block_m <= 32 and config.split_k == 2:
+        # The first share is summed up soon after the second: its reader waits for next to nothing.
+        waiting = dataclasses.replace(config, waits=True)
+        config = waiting if fits(waiting, m, matrix) else config
     return config

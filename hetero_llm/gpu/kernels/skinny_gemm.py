@@ -36,6 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hetero_llm.gpu.kernels.fused_lora import (
+    NOT_YET,
     FusedAdapters,
     Shrinking,
     add_to_row,
@@ -48,6 +49,8 @@ from hetero_llm.gpu.kernels.fused_lora import (
     prepare_rows,
     shrink_row,
     shrink_rows,
+    store_words,
+    take_words,
 )
 from hetero_llm.gpu.kernels.launch import (
     IN_INTERPRETER,
@@ -65,7 +68,11 @@ MAX_ROWS = 64
 
 _DTYPES = (torch.bfloat16, torch.float16)
 MAX_TILES = 1 << 16  # tiles of a product with split K: the length of the counters
+MAX_WORDS = 1 << 22  # sums that programs wait for in a product
 _SHARED_BYTES = 227 << 10  # of a multiprocessor from sm_90 on
+# Of a thread of the vector kernel with adapters, by features: those that it takes without, so that
+# as many programs run at once. The compiler would take 79, but needs no local memory with 72.
+_MOST_REGISTERS = {8: 72}
 _GROUP = 8  # elements of 16 bits in one 16-byte load
 
 
@@ -84,6 +91,8 @@ class SkinnyConfig:
         prefetch: Weights of each feature that are brought into L2 before the wait, behind those
             that are loaded there; 0: none. A power of two from 64 on.
         evict_first: Weights are the first to leave L2.
+        waits: With split K the last share's program waits for the others' sums, instead of the last
+            program to arrive merging all.
     """
 
     block_m: int
@@ -94,6 +103,7 @@ class SkinnyConfig:
     num_stages: int = 1
     prefetch: int = 0
     evict_first: bool = True
+    waits: bool = False
 
     @property
     def loads_early(self) -> bool:
@@ -110,7 +120,13 @@ class SkinnyConfig:
             and last_share > 0
             and (self.prefetch == 0 or loaded + self.prefetch <= last_share)
             and (self.split_k == 1 or triton.cdiv(n, self.block_n) <= MAX_TILES)
+            and (not self.waits or self.num_partials(n) <= MAX_WORDS)
         )
+
+    def num_partials(self, n: int) -> int:
+        """Sums of n features that programs hand over."""
+        handed_over = self.split_k - (1 if self.waits else 0)
+        return triton.cdiv(n, self.block_n) * handed_over * self.block_n * self.block_m
 
 
 def steps_per_split(k: int, config: SkinnyConfig) -> int:
@@ -131,7 +147,7 @@ def _load_weight(
 
 
 @triton.jit
-def _prefetch_weight(weight, features, start, n, k, PIECES: tl.constexpr, PREFETCH: tl.constexpr):
+def prefetch_weight(weight, features, start, n, k, PIECES: tl.constexpr, PREFETCH: tl.constexpr):
     """Brings weight[features, start : start + PREFETCH] into L2, one request per thread."""
     BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     offsets = tl.minimum(features, n - 1).to(tl.int64)[:, None] * k + start
@@ -180,7 +196,10 @@ def finish_tile(
     TOGETHER: tl.constexpr,
 ):
     """Writes `sums` [BLOCK_N, BLOCK_M] of a tile of features to y; in a split product, the last
-    program merges first. With a RANK it adds each row's adapter, see `fused_lora.add_to_rows`."""
+    program merges first. With a RANK it adds each row's adapter, see `fused_lora.add_to_rows`.
+
+    Without counters, the last one is that of the last share. It reads the sums of the others, which
+    `sums_to_await` holds, until all are there: no fence and no counter stands between them."""
     if SPLIT_K == 1:
         if RANK > 0:
             sums = add_to_rows(
@@ -191,22 +210,35 @@ def finish_tile(
     else:
         one = BLOCK_N * BLOCK_M
         inner = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
-        shares = partials + tile.to(tl.int64) * (SPLIT_K * one) + inner
-        tl.store(shares + tl.program_id(1) * one, sums)
-        # All threads' stores come before the release of the one thread that counts.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLIT_K - 1:
-            merged = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for share in tl.static_range(SPLIT_K):
-                merged += tl.load(shares + share * one, cache_modifier=".cg")
-            tl.store(counters + tile, 0)
-            if RANK > 0:
-                merged = add_to_rows(
-                    *(merged, lora, prepared, features, rows, m, n),
-                    *(RANK, PARTS, SHARES, TOGETHER),
-                )
-            _store_output(y, merged, bias, features, rows, m, n, HAS_BIAS)
+        if counters is None:
+            shares = partials + tile.to(tl.int64) * ((SPLIT_K - 1) * one) + inner
+            if tl.program_id(1) < SPLIT_K - 1:
+                store_words(shares + tl.program_id(1) * one, sums)
+            else:
+                merged = take_words(shares, one, SPLIT_K - 1) + sums
+                if RANK > 0:
+                    merged = add_to_rows(
+                        *(merged, lora, prepared, features, rows, m, n),
+                        *(RANK, PARTS, SHARES, TOGETHER),
+                    )
+                _store_output(y, merged, bias, features, rows, m, n, HAS_BIAS)
+        else:
+            shares = partials + tile.to(tl.int64) * (SPLIT_K * one) + inner
+            tl.store(shares + tl.program_id(1) * one, sums)
+            # All threads' stores come before the release of the one thread that counts.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+            if arrived == SPLIT_K - 1:
+                merged = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                for share in tl.static_range(SPLIT_K):
+                    merged += tl.load(shares + share * one, cache_modifier=".cg")
+                tl.store(counters + tile, 0)
+                if RANK > 0:
+                    merged = add_to_rows(
+                        *(merged, lora, prepared, features, rows, m, n),
+                        *(RANK, PARTS, SHARES, TOGETHER),
+                    )
+                _store_output(y, merged, bias, features, rows, m, n, HAS_BIAS)
 
 
 @triton.jit
@@ -259,26 +291,28 @@ def _multiply_row(
     sums = tl.zeros((BLOCK_N, PAIRS // 4), tl.float32)
     if STAGES == 1:
         w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+        if RANK > 0:
+            prepared = prepare_row(lora, PARTS)
         if PREFETCH > 0:
-            _prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
+            prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
         wait_for_inputs(PDL)
         let_next_start(PDL)
         row = load_row(x, columns, k_pairs, EVEN_K)
-        if RANK > 0:
-            prepared = prepare_row(lora, features, tile * BLOCK_N, n, RANK, PARTS)
         for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
             sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
             columns += PAIRS
             w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
             row = load_row(x, columns, k_pairs, EVEN_K)
         if RANK > 0:
-            bits = look_for_row(lora, prepared, RANK, PARTS, SHARES)
+            found = look_for_row(
+                *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, PAIRS // 4, EVEN_N)
+            )
         sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
     else:
         if RANK > 0:
-            prepared = prepare_row(lora, features, tile * BLOCK_N, n, RANK, PARTS)
+            prepared = prepare_row(lora, PARTS)
         if PREFETCH > 0:
-            _prefetch_weight(weight, features, start, n, k_pairs, PIECES, PREFETCH // 2)
+            prefetch_weight(weight, features, start, n, k_pairs, PIECES, PREFETCH // 2)
         wait_for_inputs(PDL)
         let_next_start(PDL)
         for offset in tl.range(0, stop - start, PAIRS, num_stages=STAGES):
@@ -287,10 +321,12 @@ def _multiply_row(
             row = load_row(x, inner, k_pairs, EVEN_K)
             sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
         if RANK > 0:
-            bits = look_for_row(lora, prepared, RANK, PARTS, SHARES)
-    sums = tl.sum(sums, axis=1)[:, None]
+            found = look_for_row(
+                *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, PAIRS // 4, EVEN_N)
+            )
     if RANK > 0:
-        sums = add_to_row(sums, lora, prepared, bits, RANK, PARTS, SHARES)
+        sums = add_to_row(sums, found)
+    sums = tl.sum(sums, axis=1)[:, None]
     rows = tl.arange(0, 1)
     finish_tile(
         *(sums, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
@@ -304,7 +340,7 @@ def vector_product_kernel(
     weight,  # [n, k / 2] int32
     bias,  # [n] or None
     y,  # [1, n], the dtype of the product
-    partials,  # [tiles, SPLIT_K, BLOCK_N] fp32, or None
+    partials,  # [tiles, SPLIT_K, BLOCK_N] fp32, or `sums_to_await`, or None
     counters,  # [tiles] int32, zero between launches, or None
     lora,  # of fused_lora.kernel_arguments, then SPLIT_K is 1; or None
     n,
@@ -373,7 +409,7 @@ def _multiply_rows(
     if RANK > 0:
         prepared = prepare_rows(lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER)
     if PREFETCH > 0:
-        _prefetch_weight(weight, features, start, n, k, PIECES, PREFETCH)
+        prefetch_weight(weight, features, start, n, k, PIECES, PREFETCH)
     wait_for_inputs(PDL)
     row_pointers = x + rows.to(tl.int64)[None, :] * x_stride
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -403,7 +439,7 @@ def matrix_product_kernel(
     weight,  # [n, k]
     bias,  # [n] or None
     y,  # [m, n]
-    partials,  # [tiles, SPLIT_K, BLOCK_M, BLOCK_N] fp32, or None
+    partials,  # [tiles, SPLIT_K, BLOCK_M, BLOCK_N] fp32, or `sums_to_await`, or None
     counters,  # [tiles] int32, zero between launches, or None
     lora,  # of fused_lora.kernel_arguments, or None
     m,
@@ -461,6 +497,26 @@ def arrival_counters(device: torch.device) -> Tensor:
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
+@functools.cache
+def sums_to_await(device: torch.device) -> Tensor:
+    """Sums of other programs, `NOT_YET` where there are none; whoever takes one leaves that."""
+    if device.type == "cuda":
+        assert not torch.cuda.is_current_stream_capturing(), "run a product once before capturing"
+    return torch.full((MAX_WORDS,), NOT_YET.value, dtype=torch.int32, device=device)
+
+
+def room_for_partials(
+    n: int, config: SkinnyConfig, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """`partials` and `counters` of a product of n features."""
+    if config.split_k == 1:
+        return None, None
+    if config.waits:
+        return sums_to_await(device), None
+    partials = torch.empty(config.num_partials(n), dtype=torch.float32, device=device)
+    return partials, arrival_counters(device)
+
+
 def plan_launch(
     x: Tensor,
     weight: Tensor,
@@ -474,11 +530,7 @@ def plan_launch(
     (m, k), n = x.shape, weight.shape[0]
     assert config.fits(m, n, k), f"{config} does not fit m={m}, n={n}, k={k}"
     tiles = triton.cdiv(n, config.block_n)
-    partials = counters = None
-    if config.split_k > 1:
-        size = tiles * config.split_k * config.block_n * config.block_m
-        partials = torch.empty(size, dtype=torch.float32, device=x.device)
-        counters = arrival_counters(x.device)
+    partials, counters = room_for_partials(n, config, x.device)
     steps = steps_per_split(k, config)
     overlap = pdl_options(x.device)
     prefetch = config.prefetch if overlap["PDL"] else 0  # useful before a wait only; needs sm_90
@@ -505,6 +557,8 @@ def plan_launch(
         more, lora, constants = kernel_arguments(x, adapters, shrinking, config.split_k)
         tiles += more
         options |= constants
+        if config.block_m == 1 and config.block_n in _MOST_REGISTERS and x.is_cuda:
+            options["maxnreg"] = _MOST_REGISTERS[config.block_n]
     if config.block_m == 1:
         pairs = x.view(torch.int32), weight.view(torch.int32)
         arguments: tuple[Any, ...] = (*pairs, bias, y, partials, counters, lora, n, k // 2, steps)

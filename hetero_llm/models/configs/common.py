@@ -10,6 +10,7 @@ from typing import Any
 from hetero_llm.core.errors import ModelLoadError, shown
 from hetero_llm.models.config_reader import (
     LARGEST_SIZE,
+    MOST_LAYERS,
     ConfigSource,
     Reader,
     eos_and_bos,
@@ -163,6 +164,15 @@ def same_window(reader: Reader, num_layers: int) -> Windows:
     """`sliding_window` in every layer, None without the key."""
     stated = reader.raw.get("sliding_window") is not None
     return (reader.integer("sliding_window") if stated else None,) * num_layers
+
+
+def further_layers(reader: Reader, key: str, default: int) -> int:
+    """Layers that predict further tokens, stored behind the others and not served."""
+    count = reader.raw.get(key)
+    count = default if count is None else count
+    if type(count) is not int or not 0 <= count <= MOST_LAYERS:
+        raise reader.bad(key, "a number of layers is needed")
+    return count
 
 
 def max_window_layers(reader: Reader) -> int:

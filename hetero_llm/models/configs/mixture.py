@@ -1,4 +1,4 @@
-"""config.json of the mixtures of experts: Mixtral, PhiMoE and Qwen2-MoE."""
+"""config.json of the mixtures of experts: Mixtral, PhiMoE, Qwen2-MoE, Qwen3-MoE and MiniMax-M2."""
 
 from __future__ import annotations
 
@@ -9,14 +9,23 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import ConfigSource, Reader
 from hetero_llm.models.configs.common import (
     Windows,
+    further_layers,
     llama_fields,
     max_window_layers,
     same_window,
     windows_of_layer_types,
+    with_defaults,
     with_rope_theta,
 )
 
 _MIXTRAL_ROPE_THETA = 1e6  # PhiMoE's, too
+_MINIMAX_M2_ROPE_THETA = 5e6
+_MINIMAX_M2_ARITHMETIC = {
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +65,21 @@ class Qwen2MoeConfig(MixtralConfig):
     renormalize: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3MoeConfig(MixtralConfig):
+    """`sparse_layers`, `renormalize`, `intermediate_size`: See `Qwen2MoeConfig`."""
+
+    sparse_layers: tuple[bool, ...]
+    renormalize: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniMaxM2Config(MixtralConfig):
+    """`further_layers`: See `common.further_layers`."""
+
+    further_layers: int
+
+
 def read(source: ConfigSource) -> MixtralConfig:
     """Mixtral."""
     source.refuse("attention_bias")
@@ -64,7 +88,7 @@ def read(source: ConfigSource) -> MixtralConfig:
     windows = same_window(reader, reader.layers("num_hidden_layers"))
     return MixtralConfig(
         **_fields(source, windows, norm_eps=1e-5),
-        **_expert_fields(reader, "num_local_experts", "intermediate_size", 2),
+        **expert_fields(reader, "num_local_experts", "intermediate_size", 2),
     )
 
 
@@ -72,7 +96,7 @@ def read_phimoe(source: ConfigSource) -> PhiMoEConfig:
     """PhiMoE, by transformers' own class and by its remote code."""
     source = with_rope_theta(source, _MIXTRAL_ROPE_THETA)
     reader = source.config
-    experts = _expert_fields(reader, "num_local_experts", "intermediate_size", 2)
+    experts = expert_fields(reader, "num_local_experts", "intermediate_size", 2)
     if experts["experts_per_token"] != 2:
         raise reader.bad("num_experts_per_tok", "this router chooses 2")
     jitter = reader.raw.get("router_jitter_noise", 0.01)
@@ -97,7 +121,7 @@ def read_qwen2_moe(source: ConfigSource) -> Qwen2MoeConfig:
     num_layers = reader.layers("num_hidden_layers")
     return Qwen2MoeConfig(
         **_fields(source, _windows(reader, num_layers), norm_eps=1e-6),
-        **_expert_fields(reader, "num_experts", "moe_intermediate_size", 4),
+        **expert_fields(reader, "num_experts", "moe_intermediate_size", 4),
         qkv_bias=reader.flag("qkv_bias", True),
         sparse_layers=_sparse_layers(reader, num_layers),
         shared_expert_size=reader.integer("shared_expert_intermediate_size"),
@@ -105,12 +129,63 @@ def read_qwen2_moe(source: ConfigSource) -> Qwen2MoeConfig:
     )
 
 
-def _fields(source: ConfigSource, windows: Windows, *, norm_eps: float) -> dict[str, Any]:
+def read_qwen3_moe(source: ConfigSource) -> Qwen3MoeConfig:
+    """Qwen3-MoE. As in transformers' class all layers have the window, or none."""
+    reader = source.config
+    num_layers = reader.layers("num_hidden_layers")
+    null = "sliding_window" in reader.raw and reader.raw["sliding_window"] is None
+    window = None
+    if not null and reader.flag("use_sliding_window", False):
+        window = reader.integer("sliding_window", 4096)
+    windows = (window,) * num_layers
+    if reader.raw.get("layer_types") is not None:
+        needs = "use_sliding_window"
+        if windows_of_layer_types(reader, num_layers, window, needs=needs) != windows:
+            reason = f"mixed layers are not supported with {source.architecture}"
+            raise reader.bad("layer_types", reason)
+    bias = reader.flag("attention_bias", False)
+    return Qwen3MoeConfig(
+        **_fields(source, windows, norm_eps=1e-6),
+        **expert_fields(reader, _qwen3_count_key(reader), "moe_intermediate_size", 8),
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        sparse_layers=_sparse_layers(reader, num_layers),
+        renormalize=reader.flag("norm_topk_prob", False),
+    )
+
+
+def read_minimax_m2(source: ConfigSource) -> MiniMaxM2Config:
+    """MiniMax-M2, by transformers' own class and by its remote code."""
+    source.refuse("attention_bias", "sliding_window", "shared_intermediate_size")
+    reader = source.config
+    for key, value in _MINIMAX_M2_ARITHMETIC.items():
+        if reader.raw.get(key, value) != value:
+            raise reader.bad(key, f"not supported with {source.architecture}")
+    types = reader.raw.get("attn_type_list")
+    if types is not None and (not isinstance(types, list) or set(map(str, types)) - {"1"}):
+        raise reader.bad("attn_type_list", f"not supported with {source.architecture}")
+    if reader.raw.get("rotary_dim") is not None:
+        share = reader.integer("rotary_dim") / reader.integer("head_dim", 128)
+        source = with_defaults(source, {"partial_rotary_factor": share})
+    source = with_rope_theta(source, _MINIMAX_M2_ROPE_THETA)
+    windows = (None,) * reader.layers("num_hidden_layers")
+    return MiniMaxM2Config(
+        **_fields(source, windows, norm_eps=1e-6, default_head_dim=128, partial_rotary=True),
+        **expert_fields(reader, "num_local_experts", "intermediate_size", 8),
+        further_layers=further_layers(reader, "num_mtp_modules", 0),
+    )
+
+
+def _fields(
+    source: ConfigSource, windows: Windows, *, norm_eps: float, **options: Any
+) -> dict[str, Any]:
+    """`options`: Of `llama_fields`."""
     source.refuse("mlp_bias")
-    return llama_fields(source, windows, norm_eps=norm_eps, needs_kv_heads=True)
+    return llama_fields(source, windows, norm_eps=norm_eps, needs_kv_heads=True, **options)
 
 
-def _expert_fields(reader: Reader, count_key: str, size_key: str, default_k: int) -> dict[str, Any]:
+def expert_fields(reader: Reader, count_key: str, size_key: str, default_k: int) -> dict[str, Any]:
     """`MixtralConfig`'s own fields."""
     num_experts = reader.integer(count_key)
     k = reader.integer("num_experts_per_tok", default_k)
@@ -121,6 +196,15 @@ def _expert_fields(reader: Reader, count_key: str, size_key: str, default_k: int
         "experts_per_token": k,
         "expert_size": reader.integer(size_key),
     }
+
+
+def _qwen3_count_key(reader: Reader) -> str:
+    """The checkpoints say "num_experts", transformers 5 writes "num_local_experts"."""
+    keys = ("num_experts", "num_local_experts")
+    stated = [key for key in keys if reader.raw.get(key) is not None]
+    if len({reader.integer(key) for key in stated}) > 1:
+        raise reader.bad("num_local_experts", f"differs from {stated[0]}")
+    return stated[0] if stated else "num_experts"
 
 
 def _sparse_layers(reader: Reader, num_layers: int) -> tuple[bool, ...]:

@@ -16,8 +16,13 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import model_class
 
-# Parameters that the model cards state: 46.7 and 14.3 billion.
-PUBLISHED = {"mixtral-8x7b": 46_702_792_704, "qwen1.5-moe-a2.7b": 14_315_784_192}
+# Parameters that the model cards state: 46.7, 14.3, 30.5 and 106 billion.
+PUBLISHED = {
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "glm-4.5-air": 106_852_251_264,
+}
 
 
 def config_of(shape: str, folder: Path) -> ModelConfig:

@@ -339,11 +339,80 @@ def test_route_sparse_mixer(
     assert jitter == 0 or num_experts == 2 or (weights < 1).any()
 
 
+@pytest.mark.parametrize(
+    "num_experts, k, groups, kept, dtype",
+    [
+        (160, 8, 1, 1, torch.float32),
+        (7, 3, 1, 1, BF16),
+        (12, 4, 4, 2, torch.float32),
+        (12, 4, 3, 1, torch.float16),
+        (6, 6, 3, 3, torch.float32),
+    ],
+)
+def test_route_sigmoid(
+    device: torch.device, num_experts: int, k: int, groups: int, kept: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(k)
+    logits = (torch.randn(9, num_experts, generator=generator) * 3).to(dtype).to(device)
+    correction = (torch.randn(num_experts, generator=generator) * 0.4 - 1).to(device)
+    for renormalize in (False, True):
+        settings = {"groups": groups, "kept_groups": kept, "renormalize": renormalize}
+        ids, weights = routing.route_sigmoid(
+            logits, correction=correction, k=k, scale=2.5, **settings
+        )
+        expected_ids, expected = routing.route_sigmoid_reference(
+            logits, correction, k, scale=2.5, **settings
+        )
+        assert torch.equal(ids.long(), expected_ids)
+        torch.testing.assert_close(weights, expected, rtol=2e-6, atol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+def test_sigmoids_at_their_ends(device: torch.device) -> None:
+    """Weights that are all zero stay so, equal experts come in order, and what is no number leads
+    to no expert that there is not."""
+    logits = torch.tensor(
+        [[-200.0] * 5, [200.0] * 5, [float("nan")] * 5, [0.0, -200.0, 200.0, 0.0, 0.0]],
+        device=device,
+    )
+    correction = torch.zeros(5, device=device)
+    ids, weights = routing.route_sigmoid(
+        logits, correction=correction, k=2, groups=1, kept_groups=1, renormalize=True, scale=3.0
+    )
+    assert weights[0].tolist() == [0.0, 0.0] and weights[1].tolist() == [1.5, 1.5]
+    assert ids[0].tolist() == ids[1].tolist() == [0, 1] and ids[3].tolist() == [2, 0]
+    assert int(ids.min()) >= 0 and int(ids.max()) < 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize(
+    "rows, num_experts, hidden", [(1, 6, 64), (2, 5, 40), (7, 33, 1500), (65, 3, 64), (0, 4, 16)]
+)
+def test_gate_product(
+    device: torch.device, rows: int, num_experts: int, hidden: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(hidden)
+    wide = torch.randn(rows, hidden + 8, generator=generator).to(dtype).to(device)
+    weight = torch.randn(num_experts, hidden, generator=generator).to(device)
+    for x in (wide[:, :hidden].contiguous(), wide[:, :hidden]):  # rows may be strided
+        y = routing.gate_product(x, weight)
+        assert y.dtype == torch.float32
+        expected = routing.gate_product_reference(x, weight)
+        torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-5)
+
+
 def test_rows_of_logits_may_be_strided(device: torch.device) -> None:
     wide = torch.randn(6, 20, device=device)
     view = wide[:, 4:12]
     ids, weights = routing.route_top_k(view, k=2, renormalize=False, rounded=False)
     expected = routing.route_top_k(view.contiguous(), k=2, renormalize=False, rounded=False)
+    assert torch.equal(ids, expected[0]) and torch.equal(weights, expected[1])
+    settings = {"k": 2, "groups": 2, "kept_groups": 1, "renormalize": True, "scale": 1.0}
+    correction = torch.zeros(8, device=device)
+    ids, weights = routing.route_sigmoid(view, correction=correction, **settings)
+    expected = routing.route_sigmoid(view.contiguous(), correction=correction, **settings)
     assert torch.equal(ids, expected[0]) and torch.equal(weights, expected[1])
     ids, weights = routing.route_sparse_mixer(view, jitter=0.1)
     expected = routing.route_sparse_mixer(view.contiguous(), jitter=0.1)
@@ -353,11 +422,12 @@ def test_rows_of_logits_may_be_strided(device: torch.device) -> None:
 # -- In a model ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "phimoe"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "phimoe"])
 def test_speed_up_replaces_routers_and_experts(
     device: torch.device, tmp_path: Path, family: str
 ) -> None:
-    folder = make_tiny_checkpoint(tmp_path, family, layers=1)
+    changes = {"first_k_dense_replace": 0} if family == "glm4_moe" else {}
+    folder = make_tiny_checkpoint(tmp_path, family, layers=1, changes=changes)
     config = load_model_config(folder)
     model = load_model(folder, config, dtype=torch.float32, device=device, show_progress=False)
     (block,) = (m.mlp for m in model.modules() if isinstance(m, DecoderLayer))

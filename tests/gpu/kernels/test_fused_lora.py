@@ -82,6 +82,7 @@ def check(
         (16, 3, 40, 160, (32, 64), SkinnyConfig(16, 32, 32, num_stages=3), torch.bfloat16),
         (19, 24, 16, 256, (32,), SkinnyConfig(32, 32, 64, 2, num_stages=3), torch.bfloat16),
         (64, 5, 16, 384, (64, 64), SkinnyConfig(64, 64, 64, 3, num_stages=3), torch.bfloat16),
+        (3, 2, 16, 256, (32,), SkinnyConfig(8, 16, 64, 4, waits=True), torch.bfloat16),
     ],
 )
 def test_equals_the_reference(device, m, slots, rank, k, features, config, dtype):

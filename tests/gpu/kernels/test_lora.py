@@ -10,6 +10,7 @@ import torch
 
 from hetero_llm.gpu.kernels import lora as op
 from hetero_llm.gpu.kernels.lora import NO_SLOT, LoraSlots
+from hetero_llm.gpu.kernels.lora_product import group_rows
 
 
 def filled(
@@ -43,19 +44,35 @@ def check(weights: LoraSlots, slots: list[int], seed: int = 0) -> torch.Tensor:
     device, m = weights.a.device, len(slots)
     generator = torch.Generator().manual_seed(seed)
     k, n = weights.a.shape[2], weights.b.shape[1]
-    x = torch.randn(m, k + 8, generator=generator).to(device, weights.a.dtype)[:, 8:]
-    wide = torch.randn(m, n + 16, generator=generator).to(device, weights.a.dtype)
+    dtype = weights.a.dtype
+    x = torch.randn(m, k + 8, generator=generator).to(device, dtype)[:, 8:]
+    wide = torch.randn(m, n + 16, generator=generator).to(device, dtype)
     before, y = wide.clone(), wide[:, :n]
     where = torch.tensor(slots, dtype=torch.int32, device=device)
     expected = op.lora_reference(y, x, where, weights)
-    u = op.lora_shrink(x, where, weights)
-    assert op.lora_expand(y, u, where, weights) is y
+    assert torch.equal(wide, before)
+    block = op.block_of(op.choose(m, weights.rank, dtype))
+    groups = group_rows(where, num_slots=len(weights.a), block=block)
+    u = op.lora_shrink(x, groups, weights)
+    assert op.lora_expand(y, u, groups, weights) is y
     # u is rounded to the adapters' type before it is multiplied with B.
-    eps = torch.finfo(y.dtype).eps
-    torch.testing.assert_close(y, expected, rtol=2 * eps, atol=8 * eps * weights.rank**0.5)
+    eps = torch.finfo(dtype).eps
+    tolerance = {"rtol": 2 * eps, "atol": 8 * eps * weights.rank**0.5}
+    torch.testing.assert_close(y, expected, **tolerance)
     plain = where == NO_SLOT
     assert torch.equal(wide[plain], before[plain])
     assert torch.equal(wide[:, n:], before[:, n:])
+
+    bias = torch.randn(n, generator=generator).to(device, dtype)
+    for given in (bias, None):
+        written = torch.full_like(wide, torch.nan)
+        op.lora_expand(written[:, :n], u, groups, weights, add=False, bias=given)
+        assert written[:, n:].isnan().all()
+        start = torch.zeros(m, n, dtype=dtype, device=device)
+        start += 0 if given is None else given
+        wanted = op.lora_reference(start, x, where, weights)
+        torch.testing.assert_close(written[:, :n], wanted, **tolerance)
+        assert torch.equal(written[:, :n][plain], start[plain])
     return y.float() - before[:, :n].float()
 
 
@@ -66,6 +83,7 @@ def check(weights: LoraSlots, slots: list[int], seed: int = 0) -> torch.Tensor:
         (5, 3, 1, 272, (40, 24, 24)),
         (17, 4, 8, 96, (130,)),
         (65, 2, 40, 80, (16, 16)),
+        (150, 5, 16, 136, (600, 24)),
         (3, 2, 100, 144, (70, 10)),
     ],
 )

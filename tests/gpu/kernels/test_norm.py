@@ -12,6 +12,8 @@ from hetero_llm.gpu.kernels.norm import (
     add_layer_norm_reference,
     add_rms_norm,
     add_rms_norm_reference,
+    norm_projections,
+    norm_projections_reference,
     quantized_rms_norm,
     quantizes_norms,
 )
@@ -170,6 +172,24 @@ def test_a_layer_norm_far_from_zero_keeps_its_digits(device: torch.device) -> No
     (norm,), _ = add_layer_norm(x, None, None, [(None, None)], 1e-5)
     expected = torch.nn.functional.layer_norm(x.double(), (512,)).float()
     torch.testing.assert_close(norm, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows, queries, keys", [(1, 64, 16), (3, 96, 40), (2, 6144, 1024)])
+def test_norms_of_projections(
+    device: torch.device, dtype: torch.dtype, rows: int, queries: int, keys: int
+) -> None:
+    """In place, of rows with something behind them; values stay as they are."""
+    torch.manual_seed(rows)
+    wide = torch.randn(rows, queries + 2 * keys + 8, device=device).to(dtype) * 3
+    qkv, expected = wide.clone()[:, :-8], wide.clone()[:, :-8]
+    q_weight, k_weight = (torch.randn(n, device=device).to(dtype) for n in (queries, keys))
+    assert norm_projections(qkv, q_weight, k_weight, 1e-5) is qkv
+    norm_projections_reference(expected, q_weight, k_weight, 1e-5)
+    tolerance = (DEVICE_TOLERANCE if device.type == "cuda" else INTERPRETER_TOLERANCE)[dtype]
+    torch.testing.assert_close(qkv, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(qkv[:, -keys:], wide[:, -keys - 8 : -8])
+    assert len(norm_projections(qkv[:0], q_weight, k_weight, 1e-5)) == 0
 
 
 def test_empty(device: torch.device) -> None:

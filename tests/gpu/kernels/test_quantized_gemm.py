@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hetero_llm.gpu.kernels import quantized_gemm as op
+from hetero_llm.gpu.kernels.dequantize import dequantize_to
 from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig
 from hetero_llm.quantization.matrix import BLOCK_ROWS, KINDS, Kind, QuantizedMatrix, dequantize
 from tests.quantization.matrices import random_matrix
@@ -27,7 +28,7 @@ def config_for(m: int, matrix: op.PreparedMatrix, **changes: int) -> SkinnyConfi
     if m == 1:
         small = SkinnyConfig(1, 16, 256 * matrix.parts, num_warps=1)
     else:
-        block_m = next(size for size in (8, 16, 32, 64, 128) if m <= size)
+        block_m = next((size for size in (8, 16, 32, 64) if m <= size), 128)
         small = SkinnyConfig(block_m, 32, matrix.chunk, num_warps=2, num_stages=3)
     return replace(small, **changes)
 
@@ -132,19 +133,96 @@ def test_sizes_that_are_no_multiples_of_the_tiles(device, m, kind, n, k, setting
     check(device, m, random_matrix(kind, n, k, **settings), with_bias=True)
 
 
-@pytest.mark.parametrize("m", [8, 9, 16, 31, 64, 65])
+@pytest.mark.parametrize("m", [8, 9, 16, 31, 64, 65, 96, 128, 130, 255])
 def test_numbers_of_rows(device, m):
     kind = KINDS[m % len(KINDS)]
     check(device, m, random_matrix(kind, 40, 128, group=64), dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    "kind, n, k, settings",
+    [
+        ("fp8", 130, 400, {"group": 128, "rows": BLOCK_ROWS}),
+        ("int8", 21, 400, {"group": 128, "row_scale": True}),
+        ("int4", 40, 384, {"group": 128, "zeros": "zero", "order": True}),
+        ("int4", 18, 592, {"group": 128, "zeros": "offset"}),
+        ("int4", 33, 80, {}),
+        ("fp4", 33, 208, {"group": 16, "scale_dtype": torch.float8_e4m3fn, "row_scale": True}),
+        ("fp4", 7, 96, {"group": 32, "scale_dtype": torch.bfloat16}),
+        ("nf4", 20, 336, {"group": 64}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("m", [65, 130])
+def test_many_rows_of_odd_shapes(device, m, kind, n, k, settings):
+    matrix = random_matrix(kind, n, k, **settings)
+    assert op.folds(op.prepare(matrix), 128) == (bool(settings) and "offset" not in str(settings))
+    check(device, m, matrix, dtype=torch.bfloat16, with_bias=True)
+
+
+def test_scales_multiply_weights_as_soon_as_that_is_less():
+    def of(kind, group, **settings):
+        return op.prepare(random_matrix(kind, 4, 256, group=group, **settings))
+
+    assert [op.folds(of("fp4", 16), m) for m in (1, 8, 16)] == [False, False, True]
+    assert [op.folds(of("nf4", 64), m) for m in (32, 64)] == [False, True]
+    assert not op.folds(of("int4", 256, zeros="zero"), 128)
+    assert not op.folds(of("int4", 32, zeros="offset"), 128)
+    assert not op.folds(of("fp8", None), 128)  # a scale for each row is applied to the sums
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_both_places_of_scales(device, fold):
+    matrix = random_matrix("int4", 40, 256, group=64, zeros="zero")
+    x, _ = inputs(device, 9, *matrix.shape, torch.float16)
+    prepared = op.prepare(matrix.to(device))
+    y = torch.empty(9, 40, dtype=torch.float16, device=device)
+    op.plan_launch(x, prepared, None, y=y, config=config_for(9, prepared), fold=fold)()
+    expected = x.cpu().double() @ dequantize(matrix, torch.float64).t()
+    error = (y.cpu().double() - expected).abs().max() / expected.abs().max()
+    assert error < ERRORS[torch.float16]
+
+
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("zeros", [None, "zero", "offset"])
+def test_chunks_within_a_group_have_a_word_for_each_scale(device, m, zeros):
+    matrix = random_matrix("int4", 16, 512, group=128, zeros=zeros, scale_dtype=torch.float16)
+    prepared = op.prepare(matrix, lanes=32)
+    assert prepared.chunk == 128 and prepared.scale_dtype == torch.float32
+    assert op.prepare(matrix).chunk == 256 and op.prepare(matrix).scale_dtype == torch.float16
+    x, _ = inputs(device, m, *matrix.shape, torch.float16)
+    prepared = op.prepare(matrix.to(device), lanes=32)
+    whole = dequantize_to(prepared, torch.empty(16, 512, device=device))
+    assert torch.equal(whole.cpu(), dequantize(matrix, torch.float32))
+    y = op.quantized_linear(x, prepared, config=config_for(m, prepared))
+    expected = x.cpu().double() @ dequantize(matrix, torch.float64).t()
+    error = (y.cpu().double() - expected).abs().max() / expected.abs().max()
+    assert error < ERRORS[torch.float16]
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("m, k", [(1, 2048), (9, 640)])
-def test_split_products_repeat_exactly(device, m, k, kind):
-    """The first one leaves its arrival counters at zero: the next one starts with them."""
+@pytest.mark.parametrize(
+    "m, k, splits, waits",
+    [(1, 2048, 2, False), (1, 2048, 2, True), (9, 640, 2, True), (2, 1024, 4, False),
+     (2, 1024, 4, True), (130, 640, 2, False)],
+)  # fmt: skip
+def test_split_products_repeat_exactly(device, m, k, splits, kind, waits):
+    """The first one leaves counters of zero, or no sum: the next one starts with them."""
     matrix = random_matrix(kind, 16, k, group=64)
-    first = check(device, m, matrix, split_k=2)
-    assert torch.equal(check(device, m, matrix, split_k=2), first)
+    first = check(device, m, matrix, split_k=splits, waits=waits)
+    assert torch.equal(check(device, m, matrix, split_k=splits, waits=waits), first)
+    if waits:
+        assert torch.equal(check(device, m, matrix, split_k=splits), first)
+
+
+def test_sums_that_are_no_numbers_are_handed_over(device):
+    """Whatever the sums of a share are, none looks like one that is still missing."""
+    prepared = op.prepare(random_matrix("fp8", 16, 512, group=128, device=device))
+    x = torch.zeros(2, 512, dtype=torch.float16, device=device)
+    x[0, :256] = torch.nan
+    config = config_for(2, prepared, split_k=2, waits=True)
+    y = op.quantized_linear(x, prepared, config=config)
+    assert y[0].isnan().all() and (y[1] == 0).all()
 
 
 def test_a_tile_of_several_chunks(device):
@@ -235,6 +313,8 @@ def test_every_choice_fits(model):
             for m in range(1, op.MAX_ROWS + 1):
                 config = op.choose(m, matrix)
                 assert op.fits(config, m, matrix), (m, n, k, kind, config)
+                small = config.num_stages < 2 or op.shared_bytes(config, matrix) <= 227 << 10
+                assert small, (m, kind, config)
 
 
 def test_what_fits():
@@ -247,7 +327,12 @@ def test_what_fits():
     tiles = SkinnyConfig(16, 32, 256, num_stages=3)
     assert op.fits(tiles, 9, matrix) and op.fits(replace(tiles, split_k=4), 9, matrix)
     assert not op.fits(replace(tiles, block_k=128), 9, matrix)  # no whole chunk
-    assert not op.fits(replace(tiles, prefetch=64), 9, matrix)
+    assert op.fits(replace(tiles, prefetch=256), 9, matrix)
+    assert not op.fits(replace(tiles, prefetch=2048), 9, matrix)  # more than there are
+    assert not op.fits(replace(vector, prefetch=64), 1, matrix)
+    large = on_meta("int4", 1 << 18, 1024, 64)
+    assert op.fits(replace(tiles, split_k=2), 9, large)
+    assert not op.fits(replace(tiles, split_k=4, waits=True), 9, large)  # no room for the sums
     with pytest.raises(AssertionError, match="does not fit m=17"):
         x = torch.zeros(17, 1024, dtype=torch.float16)
         op.plan_launch(x, matrix, None, y=torch.empty(17, 16), config=tiles)

@@ -83,6 +83,7 @@ def test_sizes_that_are_no_multiples_of_the_tiles(device, m, n, k, config):
     [
         (1, SkinnyConfig(1, 4, 256, split_k=4, num_warps=1)),
         (9, SkinnyConfig(16, 16, 64, split_k=4, num_stages=2)),
+        (9, SkinnyConfig(16, 16, 64, split_k=4, num_stages=2, waits=True)),
     ],
 )
 def test_split_products_repeat_exactly(device, m, config):

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from hetero_llm.gpu.kernels import experts as op
 from hetero_llm.gpu.kernels.experts import experts, experts_reference
-from hetero_llm.gpu.kernels.routing import route_top_k
+from hetero_llm.gpu.kernels.routing import (
+    gate_product,
+    gate_product_reference,
+    route_sigmoid,
+    route_top_k,
+)
 from hetero_llm.models.config import Gate
+from hetero_llm.models.experts import sigmoid_top_k
 from tests.gpu.kernels.test_experts import CLAMPED, biases_of, check, route, tensors
 from tests.gpu.scenarios.serving import GREEDY, TIES, generate, regrets, start, tokens_of
 from tests.models.tiny import make_tiny_checkpoint
@@ -87,6 +93,43 @@ def test_a_graph_serves_every_route(device: torch.device, rows: int) -> None:
         torch.testing.assert_close(y, expected, atol=bound, rtol=0)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 64, 65, 300])
+@pytest.mark.parametrize(("num_experts", "groups"), [(160, 1), (256, 8)])
+def test_a_graph_of_a_router_in_float32(device: torch.device, rows: int, num_experts: int,
+                                        groups: int) -> None:  # fmt: skip
+    """Real sizes, captured once; the host is never asked."""
+    x = torch.randn(rows, 5120, device=device, dtype=BF16)
+    weight = torch.randn(num_experts, 5120, device=device) / 5120**0.5
+    correction = torch.randn(num_experts, device=device) * 0.1
+    settings = {"groups": groups, "kept_groups": max(1, groups // 2), "renormalize": True}
+
+    def body() -> tuple[Tensor, Tensor, Tensor]:
+        logits = gate_product(x, weight)
+        return logits, *route_sigmoid(logits, correction=correction, k=8, scale=2.5, **settings)
+
+    body()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        body()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits, ids, weights = body()
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        torch.testing.assert_close(logits, gate_product_reference(x, weight), atol=1e-4, rtol=1e-4)
+        expected_ids, expected = sigmoid_top_k(logits, correction, 8, scale=2.5, **settings)
+        # Sums that differ in the last bit may come in another order.
+        order, expected_order = ids.argsort(1), expected_ids.argsort(1)
+        same = (ids.gather(1, order) == expected_ids.gather(1, expected_order)).all(1)
+        assert same.float().mean() > 0.98
+        shares = weights.gather(1, order)[same], expected.gather(1, expected_order)[same]
+        torch.testing.assert_close(*shares, rtol=1e-5, atol=1e-7)
+
+
 def test_sorting_of_many_pairs(device: torch.device) -> None:
     ids = torch.randint(0, 60, (9001, 4), device=device, dtype=torch.int32)
     groups = op.align(ids, 60, 128)
@@ -115,10 +158,13 @@ def test_biases_and_gates(device: torch.device, rows: int, gate: Gate) -> None:
             check(x, *route(device, rows, 8, 4), gate_up, down, gate, biases)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "phimoe"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "phimoe"]
+)
 def test_through_the_engine(tmp_path: Path, family: str) -> None:
     """Judged token by token by transformers in float32; graphs, chunks and prefix hits."""
-    variant, changes = ("three_of_seven", HEADS_OF_16) if family == "mixtral" else ("", WIDE)
+    variant = "three_of_seven" if family == "mixtral" else ""
+    changes = WIDE if family in ("qwen2_moe", "phimoe") else HEADS_OF_16
     folder = make_tiny_checkpoint(tmp_path, family, variant, changes=changes)
     generator = torch.Generator().manual_seed(1)
     lengths = [1, 2, 7, 16, 17, 23, 33, 38]
@@ -136,9 +182,10 @@ def test_through_the_engine(tmp_path: Path, family: str) -> None:
         assert together[:3] == alone
 
 
-def test_half_precision_through_the_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "glm4_moe", "minimax_m2"])
+def test_half_precision_through_the_engine(tmp_path: Path, family: str) -> None:
     """bf16 reaches the vector and tensor-core kernels; a near tie may fall either way."""
-    folder = make_tiny_checkpoint(tmp_path, "mixtral", changes=HEADS_OF_16)
+    folder = make_tiny_checkpoint(tmp_path, family, changes=HEADS_OF_16)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (5, 9, 20, 31)]
     params = [GREEDY] * len(prompts)

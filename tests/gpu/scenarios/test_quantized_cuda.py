@@ -138,6 +138,9 @@ def test_experts_of_gpt_oss(rows: int) -> None:
         ("qwen2_moe", "awq"),
         ("qwen2_moe", "nvfp4"),
         ("phimoe", "float-quantized"),
+        ("qwen3_moe", "fp8 blocks"),
+        ("glm4_moe", "fp8 blocks"),
+        ("minimax_m2", "gptq"),
     ],
 )
 def test_mixtures(tmp_path: Path, family: str, form: str) -> None:

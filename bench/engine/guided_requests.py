@@ -1,0 +1,217 @@
+"""Requests that follow a JSON schema: their first token, and the extraction of fifty fields.
+
+    python -m bench.engine.guided_requests --model FOLDER --device cuda --parts fields
+    python -m bench.engine.guided_requests --shape llama-3.1-8b --device cuda --parts first
+
+One request at a time, greedy, no detokenization, prompts that share nothing. The model is a folder
+with its tokenizer (a scale-up of the demo model, or "demo"), or a shape with random weights and the
+made-up vocabulary of `guided_decode`. Parts:
+
+- first: ms until `AsyncLLMEngine` has the first token of a prompt of `--prompt` tokens: without a
+  schema, with one of 10 KB that the engine has seen, and with one that it has not. The three take
+  turns; differences are medians over the rounds of a round's difference.
+- fields: through `LLM.generate`, tokens a second behind the first one of an object with fifty
+  fields of short strings, numbers, dates and enumerations, whose names are forced: without a schema
+  and without drafts ("plain", as many tokens), with the schema and without drafts, and with drafts
+  of forced tokens, which are the default. Medians of the rounds, and of a round's ratio to "plain".
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.common import bench_parser, names_of, print_table, write_results
+from bench.engine.guided_decode import write_tokenizer
+from bench.generation import greedy
+from bench.shapes import CPU_SHAPES, SHAPES, Prompts, write_config
+from hetero_llm import LLM, AsyncLLMEngine, SamplingParams, StructuredOutputsParams
+from hetero_llm.demo_models import ALIASES, demo_folder
+from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.models.read_config import load_model_config
+
+PARTS = ("first", "fields")
+SUBJECTS = ("customer", "supplier", "invoice", "order", "payment")
+FIELDS: dict[str, dict[str, Any]] = {
+    "name": {"type": "string", "maxLength": 20},
+    "number": {"type": "integer", "minimum": 0, "maximum": 999999},
+    "date": {"type": "string", "pattern": r"^\d{4}-\d{2}-\d{2}$"},
+    "city": {"type": "string", "maxLength": 16},
+    "amount": {"type": "number", "minimum": 0, "maximum": 9999},
+    "currency": {"enum": ["EUR", "USD", "GBP", "JPY"]},
+    "status": {"enum": ["open", "paid", "late", "cancelled"]},
+    "street": {"type": "string", "maxLength": 24},
+    "country": {"type": "string", "minLength": 2, "maxLength": 2},
+    "email": {"type": "string", "maxLength": 24},
+}
+SCHEMA_BYTES = 10 * 1024
+MOST_TOKENS = 1400
+
+
+def schema(number: int = 0, *, at_least: int = 0) -> dict[str, Any]:
+    """An object of fifty fields.
+
+    Args:
+        number: another number gives other names, 0 the plain ones.
+        at_least: bytes; fields have descriptions of the length that it takes.
+    """
+    suffix = f"_{number}" if number else ""
+    properties = {
+        f"{subject}_{field}{suffix}": dict(kind)
+        for subject in SUBJECTS
+        for field, kind in FIELDS.items()
+    }
+    wanted = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    missing = at_least - len(json.dumps(wanted))
+    if missing > 0:
+        words = "as it is written in the document, without what surrounds it, "
+        each = -(-missing // len(properties))
+        for kind in properties.values():
+            kind["description"] = (words * each)[:each]
+    return wanted
+
+
+def guided(wanted: dict[str, Any]) -> StructuredOutputsParams:
+    return StructuredOutputsParams(json=wanted, disable_any_whitespace=True)
+
+
+async def first(
+    engine: AsyncLLMEngine, prompts: Prompts, length: int, rounds: int
+) -> list[dict[str, Any]]:
+    seen = schema(at_least=SCHEMA_BYTES)
+    times: dict[str, list[float]] = {"unguided": [], "seen": [], "new": []}
+    for turn in range(rounds + 2):
+        new = schema(turn + 1, at_least=SCHEMA_BYTES)
+        for arm, own in (("unguided", None), ("seen", seen), ("new", new)):
+            prompt = Prompt(token_ids=prompts.one(length))
+            params = greedy(1, structured_outputs=None if own is None else guided(own))
+            begin = time.perf_counter()
+            async for output in engine.generate(prompt, params, f"{turn} {arm}"):
+                if turn > 1:
+                    times[arm].append((time.perf_counter() - begin) * 1e3)
+                assert len(output.outputs[0].token_ids) == 1 and not output.num_cached_tokens
+    row: dict[str, Any] = {"prompt": length, "schema_bytes": len(json.dumps(seen))}
+    for arm, values in times.items():
+        row[f"{arm}_ms"] = median(values)
+    for arm in ("seen", "new"):
+        pairs = zip(times[arm], times["unguided"], strict=True)
+        row[f"{arm}_adds_ms"] = median(a - b for a, b in pairs)
+    return [row]
+
+
+async def first_of_an_engine(arguments: dict[str, Any], *given: Any) -> list[dict[str, Any]]:
+    engine = await asyncio.to_thread(AsyncLLMEngine, arguments)
+    try:
+        return await first(engine, *given)
+    finally:
+        await engine.shutdown(0)
+
+
+def fields(llm: LLM, prompts: Prompts, length: int, rounds: int) -> list[dict[str, Any]]:
+    ends = {"ignore_eos": False, "structured_outputs": guided(schema())}
+    params = {
+        "drafts": greedy(MOST_TOKENS, **ends),
+        "no drafts": greedy(MOST_TOKENS, **ends, num_speculative_tokens=0),
+    }
+    found: dict[str, list[float]] = {"plain": [], **{arm: [] for arm in params}}
+    tokens, steps = [], []
+    for turn in range(rounds + 1):
+        prompt = prompts.one(length)
+        before = llm.metrics()
+        rates = {}
+        for arm in ("drafts", "no drafts"):
+            number, rates[arm] = _rate(llm, prompt, params[arm])
+            if arm == "drafts":
+                after = llm.metrics()
+                name = "spec_decode_num_accepted_tokens"
+                steps.append(number / max(1, number - after[name] + before[name]))
+                tokens.append(number)
+        plain = greedy(tokens[-1], num_speculative_tokens=0)
+        _, rates["plain"] = _rate(llm, prompt, plain)
+        if turn:
+            for arm, rate in rates.items():
+                found[arm].append(rate)
+    row: dict[str, Any] = {"tokens": median(tokens[1:]), "tokens/step": median(steps[1:])}
+    row |= {f"{arm} tok/s": median(values) for arm, values in found.items()}
+    for arm in params:
+        pairs = zip(found[arm], found["plain"], strict=True)
+        row[f"{arm}/plain"] = median(a / b for a, b in pairs)
+    return [row]
+
+
+def _rate(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[int, float]:
+    """Tokens of the answer, and tokens a second behind the first."""
+
+    def took(wanted: SamplingParams) -> tuple[float, Any]:
+        begin = time.perf_counter()
+        (output,) = llm.generate(prompt_token_ids=[prompt], sampling_params=wanted, use_tqdm=False)
+        return time.perf_counter() - begin, output.outputs[0]
+
+    one = greedy(1, structured_outputs=params.structured_outputs, num_speculative_tokens=0)
+    short, _ = took(one)
+    whole, output = took(params)
+    number = len(output.token_ids)
+    if params.structured_outputs is not None:
+        assert output.finish_reason == "stop", f"{number} tokens do not hold the object"
+    return number, (number - 1) / (whole - short)
+
+
+def arguments_of(args: argparse.Namespace, place: Path) -> tuple[dict[str, Any], int]:
+    """The engine's arguments, and its vocabulary's size.
+
+    Args:
+        place: an empty folder for a shape's files.
+    """
+    more = {"device": args.device, "max_num_seqs": 4, "enable_prefix_caching": False}
+    more |= {"max_model_len": args.prompt + MOST_TOKENS + 16, "disable_log_stats": True}
+    if args.device == "cpu":
+        more["cpu_threads"] = args.threads
+    if args.model:
+        folder = demo_folder(args.model) if args.model in ALIASES else Path(args.model)
+        return {"model": str(folder), **more}, load_model_config(folder).vocab_size
+    config = {**(SHAPES | CPU_SHAPES)[args.shape], "bos_token_id": 1, "eos_token_id": 2}
+    made = write_config(config, place)
+    write_tokenizer(made, config["vocab_size"])
+    return {"model": str(made), "load_format": "dummy", **more}, config["vocab_size"]
+
+
+def main() -> None:
+    parser = bench_parser(__doc__)
+    parser.add_argument("--model", help="a folder, or demo")
+    parser.add_argument("--shape", choices=list(SHAPES | CPU_SHAPES), default="S")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2, help="of the native executor")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens")
+    parser.add_argument("--parts", type=names_of(PARTS), default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as place:
+        arguments, vocab = arguments_of(args, Path(place))
+        given = (Prompts(vocab), args.prompt, args.rounds)
+        if "first" in args.parts:
+            results["first"] = asyncio.run(first_of_an_engine(arguments, *given))
+            print_table(results["first"])
+        if "fields" in args.parts:
+            with LLM(**arguments) as llm:
+                results["fields"] = fields(llm, *given)
+            print_table(results["fields"])
+    name = Path(args.model).name if args.model else args.shape
+    about = {"model": name, "device": args.device, "prompt": args.prompt, "rounds": args.rounds}
+    machine = "c" if args.device == "cpu" else "g"
+    write_results(f"guided_requests.{name}.{machine}", {**about, **results}, args.out)
+
+
+if __name__ == "__main__":
+    main()

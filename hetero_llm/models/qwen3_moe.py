@@ -1,0 +1,29 @@
+"""Qwen3-MoE ("Qwen3 Technical Report", Qwen team 2025): Qwen3's attention, and experts without a
+shared one."""
+
+from __future__ import annotations
+
+from hetero_llm.models.blocks import MLP, GatedMLP, LayerNames
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.configs.mixture import Qwen3MoeConfig
+from hetero_llm.models.experts import TopKRouter
+from hetero_llm.models.mixtral import MixtralBlock, MixtralForCausalLM
+
+
+class Qwen3MoeForCausalLM(MixtralForCausalLM):
+    """See `CausalLM`."""
+
+    layer_names = LayerNames(mixture="mlp", expert=("gate_proj", "up_proj", "down_proj"))
+
+    def make_mlp(self, config: ModelConfig, index: int) -> MLP:
+        assert isinstance(config, Qwen3MoeConfig)
+        if not config.sparse_layers[index]:
+            return GatedMLP(config)
+        router = TopKRouter(
+            config.hidden_size,
+            config.num_experts,
+            config.experts_per_token,
+            renormalize=config.renormalize,
+            rounded=True,
+        )
+        return MixtralBlock(config, router)
