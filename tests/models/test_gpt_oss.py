@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
+from hetero_llm.cpu.executor import unsupported_reason
 from hetero_llm.gpu.fused import speed_up_experts
 from hetero_llm.lora.targets import adapter_targets
 from hetero_llm.models.config import ClampedSwish
@@ -22,7 +23,7 @@ from hetero_llm.models.configs.gpt_oss import GptOssConfig
 from hetero_llm.models.experts import Experts, expert_weight, softmax_top_k
 from hetero_llm.models.invariant import make_batch_invariant
 from hetero_llm.models.layers import CausalLM
-from hetero_llm.models.loader import load_model
+from hetero_llm.models.loader import load_model, quantized_sizes
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.quantization.matrix import dequantize
 from tests.models.mxfp4_checkpoints import CONFIG, make_both
@@ -103,6 +104,11 @@ def test_the_published_configuration(tmp_path: Path) -> None:
     assert (config.rope.theta, config.rope.factor, config.rope.truncate) == (150000, 32.0, False)
     assert config.rope.attention_factor == pytest.approx(0.1 * math.log(32) + 1)
     assert config.quantization == CONFIG and config.eos_token_ids == (200002,)
+
+
+def test_torch_serves_it_on_a_cpu(tmp_path: Path) -> None:
+    """The executor knows neither sinks nor these experts."""
+    assert unsupported_reason(read(tmp_path), torch.bfloat16) is not None
 
 
 def test_absent_keys_are_those_of_transformers_class(tmp_path: Path) -> None:
@@ -289,10 +295,13 @@ def test_random_weights_in_mxfp4(folders: tuple[Path, Path]) -> None:
         values = dequantize(experts.quantized["down"].matrix, torch.float32)
         assert 0.01 < float(values.std()) < 0.03
     sequences = random_sequences(9)
-    (found,) = log_probs(model, sequences)
-    assert found.isfinite().all()
-    assert torch.equal(log_probs(random(), sequences)[0], found)
-    assert not torch.equal(log_probs(random(1), sequences)[0], found)
+    (logits,) = log_probs(model, sequences)
+    assert logits.isfinite().all()
+    assert torch.equal(log_probs(random(), sequences)[0], logits)
+    assert not torch.equal(log_probs(random(1), sequences)[0], logits)
+    for load_format in ("auto", "dummy"):  # linear layers are plain
+        found = quantized_sizes(folders[0], config, dtype=torch.float32, load_format=load_format)
+        assert found == {}
     config = replace(config, expert_size=24)
     with pytest.raises(ConfigError, match="dummy.*experts: groups of 32 columns do not divide"):
         load_model(
