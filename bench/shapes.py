@@ -178,6 +178,25 @@ CPU_SHAPES: dict[str, Config] = {
     "tiny": SHAPES["tiny"],
 }
 
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 201088,
+    "eos_token_id": 200002,
+    "max_position_embeddings": 131072,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "rope_theta": 150000,
+}
+
 MOE_SHAPES: dict[str, Config] = {
     "mixtral-8x7b": {
         **SHAPES["mistral-7b"],
@@ -253,6 +272,8 @@ MOE_SHAPES: dict[str, Config] = {
         "rope_theta": 1000000.0,
         "tie_word_embeddings": False,
     },
+    "gpt-oss-20b": {**_GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}},
+    "gpt-oss-20b-bf16": _GPT_OSS,
     "tiny": {
         **SHAPES["tiny"],
         "architectures": ["MixtralForCausalLM"],

@@ -122,6 +122,10 @@ TEXT: tuple[TextRow, ...] = (
     ),
     TextRow(("GPTJForCausalLM",), "GPT-J, GPT4All-J", "gpt-j", ("gptj",)),
     TextRow(
+        ("GptOssForCausalLM",), "gpt-oss-20b, gpt-oss-120b (not in the manual)", tiny=("gpt_oss",),
+        test_files=("tests/models/test_gpt_oss.py",),
+    ),
+    TextRow(
         ("GPTNeoXForCausalLM",), "GPT-NeoX, Pythia, Dolly V2, StableLM alpha", "gpt-neox",
         ("gpt_neox",),
     ),

@@ -71,7 +71,7 @@ def experts_touched(llm: LLM, prompts: Prompts, batch: int, steps: int = _COUNTE
 def bytes_per_step(
     config: ModelConfig, touched: float, batch: int, context: float
 ) -> dict[str, float]:
-    """What a decode step in bf16 must read, in bytes, by kind.
+    """What a decode step in bf16 must read, in bytes, by kind; experts maybe in MXFP4.
 
     Args:
         touched: Experts of a layer that are visited.
@@ -83,9 +83,10 @@ def bytes_per_step(
     one = sum((m.gate_up.numel() + m.down.numel()) // m.down.shape[0] for m in experts)
     linears = [m for m in model.modules() if isinstance(m, Linear)]
     matrices = sum(m.weight.numel() * (1 + isinstance(m, Float32Linear)) for m in linears)
+    of_expert = 2.0 if config.quantization is None else 0.5 + 2 / 32  # scales are bf16 in memory
     key = config.num_kv_heads * config.head_dim * config.num_layers
     return {
-        "experts": 2.0 * touched * one,
+        "experts": of_expert * touched * one,
         "matrices": 2.0 * matrices,
         "kv": 2.0 * 2 * key * batch * context,
     }

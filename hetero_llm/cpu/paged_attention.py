@@ -225,7 +225,7 @@ def native_row_kernel(
     *,
     chunks: bool | None = None,
 ) -> NativeRowKernel | None:
-    """The kernel for this cache; None where the library or the shape does not allow it.
+    """The kernel for this cache; None where the library, the shape or sinks do not allow it.
 
     Args:
         scoring: how products become scores; a number is their scale alone.
@@ -233,7 +233,7 @@ def native_row_kernel(
             tiles and is faster from about 30 tokens up (docs/history/log.md).
     """
     scoring = scoring if isinstance(scoring, Scoring) else Scoring(scoring)
-    if not supports(cache.shape) or cache.data.device.type != "cpu":
+    if scoring.sinks or not supports(cache.shape) or cache.data.device.type != "cpu":
         return None
     library = native.load()
     if library is None:

@@ -131,9 +131,9 @@ def speed_up_experts(model: CausalLM) -> None:
 def _function_of(module: Experts) -> ExpertsFunction:
     """The kernels for the weights that it has. Quantized ones are kept in the order of the kernels
     alone; those that have no such order stay with torch."""
-    quantized, activation = module.quantized, module.activation.name
+    quantized, activation, biases = module.quantized, module.activation.name, module.biases
     if not quantized:
-        return partial(experts, activation=activation)
+        return partial(experts, activation=activation, biases=biases)
     if not all(prepares(stack.matrix) for stack in quantized.values()):
         return module.function
     prepared = {}
@@ -144,7 +144,9 @@ def _function_of(module: Experts) -> ExpertsFunction:
     down = prepared.get("down", module.down)
 
     def function(x: Tensor, ids: Tensor, weights: Tensor, *_: Tensor) -> Tensor:
-        return quantized_experts(x, ids, weights, gate_up, down, activation=activation)
+        return quantized_experts(
+            x, ids, weights, gate_up, down, activation=activation, biases=biases
+        )
 
     return function
 
@@ -161,7 +163,7 @@ def quantize_where_rows_are_made(model: CausalLM) -> None:
         elif isinstance(module, GatedMLP) and _may_quantize(module.down_proj):
             gate = module.activation
             gate.function = partial(
-                _gate_rows, name=gate.name, linear=module.down_proj, plain=gate.function
+                _gate_rows, name=cast(str, gate.name), linear=module.down_proj, plain=gate.function
             )
 
 

@@ -109,15 +109,27 @@ class StepAttention:
         }
 
     def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = self._context.keys[layer], self._context.values[layer]
         inverses = self._context.inverses[layer]
         store(k, v, self._inputs.slot_mapping, keys, values, inverses=inverses)
-        return self._attend(layer, q, keys, values)
+        return self._attend(layer, q, keys, values, sinks)
 
     def rotary(
-        self, layer: int, qkv: torch.Tensor, heads: RotaryHeads, rows: StepRotary
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        heads: RotaryHeads,
+        rows: StepRotary,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = self._context.keys[layer], self._context.values[layer]
         norm = heads.qk_norm
@@ -134,7 +146,7 @@ class StepAttention:
             heads.num_heads,
             inverses=self._context.inverses[layer],
         )
-        return self._attend(layer, q, keys, values)
+        return self._attend(layer, q, keys, values, sinks)
 
     def select(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         if self._sampled is None or layer != self._sampled.layer:
@@ -142,13 +154,20 @@ class StepAttention:
         return x.index_select(0, self._sampled.rows)
 
     def _attend(
-        self, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         config = self._context.config
         window = config.sliding_windows[layer]
         scale, kv_scales = config.attn_scale, self._context.kv_scales[layer]
         if self._sampled is not None and layer == self._sampled.layer:
-            return self._attend_sampled(self._sampled, self.select(layer, q), keys, values)
+            own = self.select(layer, q)
+            return self._attend_sampled(self._sampled, own, keys, values, sinks)
+        assert not self._library or sinks is None, "`LibraryPlanner` leaves sinks to our kernel"
         if not self._planned and len(self._library) == 1:  # it is the whole step
             part = self._library[0]
             return _attend_by_library(q, keys, values, part, scale, window, kv_scales)
@@ -168,6 +187,7 @@ class StepAttention:
                 softcap=config.attn_softcap,
                 slopes=self._context.slopes,
                 kv_scales=kv_scales,
+                sinks=sinks,
                 any_cut=self._any_cut,
                 out=out,
             )
@@ -177,7 +197,12 @@ class StepAttention:
         return out
 
     def _attend_sampled(
-        self, sampled: SampledRows, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self,
+        sampled: SampledRows,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """q: [N, H, D] of these rows."""
         context = self._context
@@ -195,6 +220,7 @@ class StepAttention:
             softcap=context.config.attn_softcap,
             slopes=context.slopes,
             kv_scales=context.kv_scales[sampled.layer],
+            sinks=sinks,
             any_cut=sampled.any_cut,
         )
 
@@ -220,7 +246,7 @@ class LibraryPlanner:
 
     Measured (docs/history/log.md): one chunk is fastest through cuDNN from a thousand tokens on; a
     call for each of many shorter ones costs more than FlashAttention's single call for all. Models
-    with soft caps or ALiBi use neither.
+    with soft caps, ALiBi or sinks use neither.
     """
 
     def __init__(self, context: AttentionContext, dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ A family's file states what differs from Llama: the names in its checkpoints (`M
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -211,7 +212,9 @@ class MLP(Protocol):
         """[T, hidden] -> [T, hidden]."""
         ...
 
-    def checkpoint_tensors(self, prefix: str, names: LayerNames) -> dict[str, Tensor]:
+    def checkpoint_tensors(
+        self, prefix: str, names: LayerNames
+    ) -> Mapping[str, Tensor | RearrangedView]:
         """See `CausalLM.checkpoint_tensors`; `prefix` is the layer's."""
         ...
 

@@ -47,7 +47,9 @@ class WholeTexts:
         self._config = config
         self._length = length
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor:
         """See `Attend`; T is a multiple of the length."""
         config = self._config
         query, key, value = (
@@ -61,7 +63,7 @@ class WholeTexts:
         window = config.sliding_windows[layer]
         if window is not None:
             seen &= back < window
-        if config.attn_softcap is None:
+        if config.attn_softcap is None and sinks is None:
             bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
             if config.alibi_slopes is not None:
                 slopes = torch.tensor(config.alibi_slopes, device=q.device)
@@ -72,14 +74,27 @@ class WholeTexts:
             )
         else:
             scores = (query @ key.transpose(2, 3)).float() * config.attn_scale
-            scores = config.attn_softcap * torch.tanh(scores / config.attn_softcap)
+            if config.attn_softcap is not None:
+                scores = config.attn_softcap * torch.tanh(scores / config.attn_softcap)
             scores = scores.masked_fill(~seen, -torch.inf)
-            attended = scores.softmax(-1).to(value.dtype) @ value
+            if sinks is not None:
+                own = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+                scores = torch.cat((scores, own), -1)
+            weights = scores.softmax(-1)[..., : self._length]
+            attended = weights.to(value.dtype) @ value
         return attended.transpose(1, 2).reshape(q.shape)
 
-    def rotary(self, layer: int, qkv: Tensor, heads: RotaryHeads, rows: StepRotary) -> Tensor:
+    def rotary(
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: RotaryHeads,
+        rows: StepRotary,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `Attend`."""
-        return self(layer, *heads(qkv, rows))
+        return self(layer, *heads(qkv, rows), sinks=sinks)
 
     def select(self, layer: int, x: Tensor) -> Tensor:
         """See `Attend`."""

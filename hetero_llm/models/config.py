@@ -10,7 +10,20 @@ from typing import Any
 from hetero_llm.models.rope_config import RopeConfig
 from hetero_llm.quantization.names import OnlineName
 
-__all__ = ["ModelConfig", "RopeConfig"]
+__all__ = ["ClampedSwish", "Gate", "ModelConfig", "RopeConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwish:
+    """(up + 1) * gate * sigmoid(alpha * gate), with gates of at most `limit` and ups within it on
+    both sides: what the experts of gpt-oss have for a gate. In float32, rounded once."""
+
+    alpha: float
+    limit: float
+
+
+Gate = str | ClampedSwish
+"""Of a `GatedActivation`: the name of an `Activation`, or all of it."""
 
 
 # large: one field for each number that shape or arithmetic of a decoder-only model depends on.
@@ -35,6 +48,7 @@ class ModelConfig:
         attn_softcap: The scaled scores become cap * tanh(score / cap) (Gemma2); None: no cap.
         alibi_slopes: Per query head; slope * (position of the key - position of the query) is added
             to the scores ("Train Short, Test Long", Press et al. 2022). None: nothing is added.
+        attn_sinks: Each layer gives `Attend` one more score for the softmax of each head (gpt-oss).
         eos_token_ids: Those of config.json, then those of generation_config.json, each once.
         word_embed_size: Width of the embedding table; differs from hidden_size in OPT-350m.
         quantization: `quantization_config` of the checkpoint; None: its weights are plain.
@@ -74,5 +88,6 @@ class ModelConfig:
     norm_affine: bool = True
     attn_softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
+    attn_sinks: bool = False
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
     online_quantization: OnlineName | None = None

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hetero_llm.models.config import Gate
 from hetero_llm.models.layers import Float32Linear, GatedActivation, Linear, Product
 from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedStack, dequantize
 
@@ -205,18 +206,29 @@ class SparseMixerRouter(Router):
 
 
 class Experts(nn.Module):
-    """Gated MLPs without biases; each token uses those that its router chose.
+    """Gated MLPs; each token uses those that its router chose.
 
     `function` may be replaced on the instance (grouped and row-independent products). Quantized
     weights are a `QuantizedStack` each, and a function has to take them.
     """
 
-    def __init__(self, num_experts: int, hidden: int, inner: int, activation: str) -> None:
+    def __init__(
+        self, num_experts: int, hidden: int, inner: int, activation: Gate, *, bias: bool = False
+    ) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * inner, hidden))
         self.down = nn.Parameter(torch.empty(num_experts, hidden, inner))
+        self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2 * inner)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(num_experts, hidden)) if bias else None
         self.activation = GatedActivation(activation)
         self.function: ExpertsFunction = self.plain
+
+    @property
+    def biases(self) -> tuple[Tensor, Tensor] | None:
+        """Of gate_up [experts, 2 * inner] and of down [experts, hidden]."""
+        if self.gate_up_bias is None or self.down_bias is None:
+            return None
+        return self.gate_up_bias, self.down_bias
 
     @property
     def quantized(self) -> dict[str, QuantizedStack]:
@@ -264,9 +276,13 @@ class Experts(nn.Module):
         captured in a CUDA graph.
         """
 
+        biases = self.biases
+
         def mlp(tokens: Tensor, expert: int) -> Tensor:
-            inner = self.activation(product(tokens, expert_weight(gate_up, expert, x.dtype), None))
-            return product(inner, expert_weight(down, expert, x.dtype), None).float()
+            first, second = (None, None) if biases is None else (b[expert] for b in biases)
+            inner = product(tokens, expert_weight(gate_up, expert, x.dtype), first)
+            inner = self.activation(inner)
+            return product(inner, expert_weight(down, expert, x.dtype), second).float()
 
         if x.device.type == "cpu":
             return sum_by_own_tokens(mlp, x, ids, weights)

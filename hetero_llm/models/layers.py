@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.config import ClampedSwish, Gate, ModelConfig
 from hetero_llm.models.rotary import StepRotary, apply_rotary
 from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedWeight, quantized_product
 
@@ -37,6 +37,9 @@ class Attend(Protocol):
     `config.sliding_windows[layer]` (a query at position p sees keys in (p - window, p]), scores
     multiplied by `config.attn_scale`, then `config.attn_softcap` and `config.alibi_slopes` applied.
     The inputs may be strided views (last dim contiguous).
+
+    `sinks` [heads], of any float type, are given by all layers or by none (`config.attn_sinks`):
+    one more score for each head's softmax, whose weight multiplies nothing.
     """
 
     def __call__(
@@ -45,6 +48,8 @@ class Attend(Protocol):
         q: Tensor,  # [T, heads, head_dim]
         k: Tensor,  # [T, kv_heads, head_dim]
         v: Tensor,  # [T, kv_heads, head_dim]
+        *,
+        sinks: Tensor | None = None,  # [heads]
     ) -> Tensor:  # [T, heads, head_dim]
         ...
 
@@ -54,9 +59,11 @@ class Attend(Protocol):
         qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
         heads: RotaryHeads,
         rows: StepRotary,
+        *,
+        sinks: Tensor | None = None,
     ) -> Tensor:  # [T, heads, head_dim]
         """Norms and rotates the queries and keys of a fused projection, then does the same:
-        `self(layer, *heads(qkv, rows))`, perhaps in fewer kernels."""
+        `self(layer, *heads(qkv, rows), sinks=sinks)`, perhaps in fewer kernels."""
         ...
 
     def select(self, layer: int, x: Tensor) -> Tensor:
@@ -177,6 +184,37 @@ class RearrangedView:
         stored = stored.to(self.view.dtype)
         arranged = stored.reshape(self.view.shape) if self.arrange is None else self.arrange(stored)
         self.view.copy_(arranged)
+
+
+@dataclass(frozen=True, slots=True)
+class BankView(RearrangedView):
+    """Where the matrices of all experts go that the files hold as one tensor: plain, each
+    transposed, or quantized, with rows below each other (`formats.mxfp4`).
+
+    Attributes:
+        view: [experts * rows, columns] of our parameter; `shape`: [experts, columns, rows].
+        order: The file's rows of all matrices, [experts * rows, anything] -> ours; None: as stored.
+    """
+
+    order: Callable[[Tensor], Tensor] | None = None
+
+    @staticmethod
+    def of_experts(weights: Tensor, arrange: Callable[[Tensor], Tensor] | None = None) -> BankView:
+        """For a parameter [experts, rows, columns]; `arrange`: the file's [experts, rows, anything]
+        -> ours, [experts * rows, anything]."""
+        experts, rows, columns = weights.shape
+
+        def order(stored: Tensor) -> Tensor:
+            matrices = stored.unflatten(0, (experts, rows))
+            return matrices.flatten(0, 1) if arrange is None else arrange(matrices)
+
+        def transposed(stored: Tensor) -> Tensor:
+            matrices = stored.transpose(1, 2)
+            return matrices.flatten(0, 1) if arrange is None else arrange(matrices)
+
+        ordered = None if arrange is None else order
+        shape = (experts, columns, rows)
+        return BankView(weights.view(-1, columns), shape, transposed, ordered)
 
 
 class CausalLM(nn.Module):
@@ -491,15 +529,15 @@ class Activation(nn.Module):
 
 
 class GatedActivation(nn.Module):
-    """activation(gate) * up, of a fused projection's output.
+    """activation(gate) * up, of a fused projection's output; or what a `ClampedSwish` says.
 
     `function` may be replaced on the instance by a fused one.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: Gate) -> None:
         super().__init__()
         self.name = name
-        self.activation = Activation(name)
+        self.activation = Activation("sigmoid" if isinstance(name, ClampedSwish) else name)
         self.function: Callable[[Tensor], Tensor] = self.plain
 
     def forward(self, gate_up: Tensor) -> Tensor:
@@ -507,6 +545,11 @@ class GatedActivation(nn.Module):
         return self.function(gate_up)
 
     def plain(self, gate_up: Tensor) -> Tensor:
+        if isinstance(self.name, ClampedSwish):
+            gate, up = gate_up.float().chunk(2, dim=-1)
+            gate, up = gate.clamp(max=self.name.limit), up.clamp(-self.name.limit, self.name.limit)
+            swish = self.activation(self.name.alpha * gate).mul_(gate)
+            return swish.mul_(up.add_(1.0)).to(gate_up.dtype)
         gate, up = gate_up.chunk(2, dim=-1)
         return self.activation(gate).mul_(up)
 

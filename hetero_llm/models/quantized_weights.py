@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.experts import Experts, Router
-from hetero_llm.models.layers import CausalLM, Linear, RearrangedView
+from hetero_llm.models.layers import BankView, CausalLM, Linear, RearrangedView
 from hetero_llm.models.linear_weights import on_weight
 from hetero_llm.models.weight_files import StoredTensor, WeightFile
+from hetero_llm.quantization.formats import mxfp4
+from hetero_llm.quantization.formats.mxfp4 import Mxfp4Format
 from hetero_llm.quantization.formats.scheme import CheckpointFormat, Scheme, StoredPart
 from hetero_llm.quantization.matrix import (
     QuantizedMatrix,
@@ -30,6 +32,7 @@ from hetero_llm.quantization.matrix import (
     concatenate,
     dequantize,
     stack,
+    with_scale_of_each_row,
 )
 from hetero_llm.quantization.online import OnlineFormat, OnlineScheme
 
@@ -62,6 +65,9 @@ class LayerWeight:
         if isinstance(self.layer, Linear):
             self.layer.set_quantized(concatenate(parts))
             return
+        if len(parts) == 1:  # a bank of all experts, which has scales of single rows
+            self.layer.set_quantized(self.name, with_scale_of_each_row(parts[0]))
+            return
         each = len(parts) // self.parameter.shape[0]
         experts = [concatenate(parts[i : i + each]) for i in range(0, len(parts), each)]
         self.layer.set_quantized(self.name, stack(experts))
@@ -77,6 +83,8 @@ class MatrixPlan:
         first_row, rows, columns: where it lies in the weight, experts one below the other.
         arrange: see `RearrangedView`; None: rows stay in order.
         transposed: the file has [columns, rows], plain.
+        unpack: makes [rows, columns], in the weight's order, of the one plain tensor that the file
+            has for all experts (`BankView`); None: the file has a matrix.
         parts: the tensors that the files have of it.
     """
 
@@ -89,6 +97,7 @@ class MatrixPlan:
     transposed: bool
     scheme: Scheme
     parts: tuple[StoredPart, ...]
+    unpack: Callable[[Tensor], Tensor] | None = None
 
     @property
     def names(self) -> dict[str, str]:
@@ -153,11 +162,12 @@ def plan_matrices(
         scheme = None if place in plain else checkpoint_format.scheme(module)
         transposed = view.stride() != (view.shape[1], 1)
         height, width = reversed(view.shape) if transposed else view.shape
-        if isinstance(target, RearrangedView) and target.shape != tuple(view.shape):
+        bank = target if isinstance(target, BankView) else None
+        if isinstance(target, RearrangedView) and bank is None and target.shape != view.shape:
             scheme = None  # no matrix as it is stored, and none that any format quantizes
         parts: tuple[StoredPart, ...] = ()
         if scheme is not None:
-            parts = _parts_in_files(module, scheme, (height, width), transposed, stored)
+            parts = _parts_in_files(module, scheme, (height, width), transposed, stored, bank)
             # A bias of the model's own is no part of the matrix.
             parts = tuple(
                 p for p in parts if p.suffix != "bias" or p.name_in(module) not in targets
@@ -167,12 +177,19 @@ def plan_matrices(
             continue
         if transposed and not isinstance(checkpoint_format, OnlineFormat):
             raise ModelLoadError(f"{module}: quantized and stored transposed, which is not served")
-        arrange = None
-        if isinstance(target, RearrangedView):
+        arrange, unpack = None, None
+        if bank is not None and isinstance(scheme, OnlineScheme):
+            unpack = bank.arrange
+        elif bank is not None:
+            arrange = bank.order
+        elif isinstance(target, RearrangedView):
             arrange = target.arrange
         first_row = view.storage_offset() // width
         plans.append(
-            MatrixPlan(module, place, first_row, height, width, arrange, transposed, scheme, parts)
+            MatrixPlan(
+                *(module, place, first_row, height, width, arrange, transposed, scheme, parts),
+                unpack,
+            )
         )
     for plan in plans:
         if plan.weight in left:
@@ -196,7 +213,12 @@ def _never_quantized(model: CausalLM, weights: Sequence[LayerWeight]) -> set[int
 
 
 def _parts_in_files(
-    module: str, scheme: Scheme, shape: tuple[int, int], transposed: bool, stored: Stored
+    module: str,
+    scheme: Scheme,
+    shape: tuple[int, int],
+    transposed: bool,
+    stored: Stored,
+    bank: BankView | None,
 ) -> tuple[StoredPart, ...]:
     """The parts that the files have of a matrix; none if it is a plain weight."""
     weight = stored.get(f"{module}.weight")
@@ -210,6 +232,8 @@ def _parts_in_files(
         parts = tuple(
             replace(part, shapes=tuple(shape[::-1] for shape in part.shapes)) for part in parts
         )
+    if bank is not None and isinstance(scheme, OnlineScheme):
+        parts = tuple(replace(part, shapes=(bank.shape,)) for part in parts)
     found, problems = [], []
     for part in parts:
         name = part.name_in(module)
@@ -289,13 +313,20 @@ class MatrixFiller:
         del self._arrived[plan.module]
         if plan.transposed:
             arrived = {suffix: part.t().contiguous() for suffix, part in arrived.items()}
+        converted = self._matrices.setdefault(plan.weight, [])
         try:
-            matrix = plan.scheme.convert(arrived, plan.rows, plan.columns)
+            if plan.unpack is None:
+                matrix = plan.scheme.convert(arrived, plan.rows, plan.columns)
+                if plan.arrange is not None:
+                    matrix = arrange_rows(matrix, plan.arrange)
+                converted.append((plan.first_row, matrix))
+            else:  # one matrix after the other: quantizing takes several times their memory
+                rows = plan.rows // len(arrived["weight"])
+                for place, weight in enumerate(plan.unpack(arrived["weight"]).split(rows)):
+                    matrix = plan.scheme.convert({"weight": weight}, rows, plan.columns)
+                    converted.append((plan.first_row + place * rows, matrix))
         except ValueError as error:
             raise ModelLoadError(f"{plan.module}: {error}") from error
-        if plan.arrange is not None:
-            matrix = arrange_rows(matrix, plan.arrange)
-        self._matrices.setdefault(plan.weight, []).append((plan.first_row, matrix))
         self._missing[plan.weight] -= 1
         if self._missing[plan.weight] == 0:
             self._set(plan)
@@ -325,8 +356,17 @@ def quantize_weights(
     """Quantizes the plain weights of a model that has random ones.
 
     Raises:
-        ConfigError: the format is that of stored matrices.
+        ConfigError: the format is that of stored matrices, but for MXFP4.
     """
+    if isinstance(checkpoint_format, Mxfp4Format):
+        banks = [weight for weight in weights if isinstance(weight.layer, Experts)]
+        for weight in banks:
+            plain = weight.parameter.detach().flatten(0, 1)
+            try:
+                weight.set_quantized([mxfp4.quantize(plain)])
+            except ValueError as error:
+                raise ConfigError("load_format", "dummy", f"experts: {error}") from error
+        return
     if not isinstance(checkpoint_format, OnlineFormat):
         reason = f"there are no random weights of a {checkpoint_format.name} checkpoint"
         raise ConfigError("load_format", "dummy", reason)

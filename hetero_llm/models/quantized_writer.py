@@ -21,7 +21,7 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import read_json
 from hetero_llm.models.experts import Experts
 from hetero_llm.models.folders import PICKLED, SAFETENSORS
-from hetero_llm.models.layers import CausalLM, Linear
+from hetero_llm.models.layers import BankView, CausalLM, Linear
 from hetero_llm.models.loader import default_dtype, load_model
 from hetero_llm.models.quantized_weights import (
     LayerWeight,
@@ -78,6 +78,11 @@ def write_quantized(
     files = find_weight_files(folder, "auto", allow_pickle=allow_pickle)
     with default_dtype(torch.bfloat16), torch.device("meta"), weights_of() as weights:
         model = model_class(config.architecture)(config)
+    targets = model.checkpoint_tensors().items()
+    banks = [name for name, target in targets if isinstance(target, BankView)]
+    if banks:
+        reason = "holds the matrices of all experts, which no format here writes"
+        raise ModelLoadError(f"{folder}: {banks[0].removesuffix('.weight')} {reason}")
     stored = {tensor.name: (file, tensor) for file in files for tensor in file.tensors}
     try:
         plans = plan_matrices(model, weights, OnlineFormat(name), stored)

@@ -49,6 +49,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "GPT2LMHeadModel": Family("gpt2", "GPT2LMHeadModel", "layer_norm.read_gpt2"),
         "GPTNeoXForCausalLM": Family("gpt_neox", "GPTNeoXForCausalLM", "layer_norm.read_gpt_neox"),
         "GPTJForCausalLM": Family("gptj", "GPTJForCausalLM", "layer_norm.read_gptj"),
+        "GptOssForCausalLM": Family("gpt_oss", "GptOssForCausalLM", "gpt_oss.read"),
         "FalconForCausalLM": Family("falcon", "FalconForCausalLM", "falcon.read"),
         "RWForCausalLM": Family("falcon", "FalconForCausalLM", "falcon.read"),
         "BloomForCausalLM": Family("bloom", "BloomForCausalLM", "layer_norm.read_bloom"),

@@ -163,6 +163,7 @@ class FlatExperts(Experts):
         nn.Module.__init__(self)
         self.gate_up_proj = gate_up
         self.down_proj = down
+        self.gate_up_bias = self.down_bias = None
         self.activation = FlatGatedActivation(name, activation)
         self.function = self.plain
 

@@ -8,7 +8,8 @@ own path.
 Shapes: T tokens, H query heads in groups of G per KV head (H = N * G), head size D. The heads of a
 group become rows of one matrix, so K and V are never repeated in memory.
 
-Models with a soft cap or ALiBi go through `scored_attention`, all others through torch's attention.
+Models with a soft cap, ALiBi or sinks go through `scored_attention`, all others through torch's
+attention.
 """
 
 from __future__ import annotations
@@ -299,7 +300,13 @@ class PlannedAttention:
         self._row_by_row = row_by_row
 
     def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Stores K and V of this layer, then attends: q [T, H, D], k and v [T, N, D]."""
         if self._row_kernel is not None:
@@ -311,17 +318,23 @@ class PlannedAttention:
             self._cache.tokens.index_copy_(0, rows + size, v.reshape(len(v), -1))
         window = self._config.sliding_windows[layer]
         if len(self._groups) == 1:
-            return self._attend(self._groups[0], layer, window, q, k, v)
+            return self._attend(self._groups[0], layer, window, q, k, v, sinks)
         out = torch.empty_like(q)
         for group in self._groups:
             own = group.tokens
-            out[own] = self._attend(group, layer, window, q[own], k[own], v[own])
+            out[own] = self._attend(group, layer, window, q[own], k[own], v[own], sinks)
         return out
 
     def rotary(
-        self, layer: int, qkv: torch.Tensor, heads: RotaryHeads, rows: StepRotary
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        heads: RotaryHeads,
+        rows: StepRotary,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self(layer, *heads(qkv, rows))
+        return self(layer, *heads(qkv, rows), sinks=sinks)
 
     def select(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -334,6 +347,7 @@ class PlannedAttention:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         if group.plans is not None:
             assert self._row_kernel is not None
@@ -342,9 +356,9 @@ class PlannedAttention:
                 return self._row_kernel.attend(plan, layer, q)
             return self._row_kernel.attend_chunk(plan, layer, q)
         if self._row_by_row:
-            return self._attend_rows(group, layer, window, q)
+            return self._attend_rows(group, layer, window, q, sinks)
         if self._scored is not None:
-            return self._attend_scored(self._scored, group, layer, window, q, k, v)
+            return self._attend_scored(self._scored, group, layer, window, q, k, v, sinks)
         heads, dim = q.shape[1:]
         kv_heads = k.shape[1]
         mask = group.masks[window]
@@ -385,6 +399,7 @@ class PlannedAttention:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         if group.batch == 1 and group.count == group.context:  # all keys are in this step
             keys, values = k.unsqueeze(0), v.unsqueeze(0)
@@ -397,10 +412,16 @@ class PlannedAttention:
             values.transpose(1, 2),
             group.reach,
             window,
+            sinks,
         ).flatten(0, 1)
 
     def _attend_rows(
-        self, group: _Group, layer: int, window: int | None, q: torch.Tensor
+        self,
+        group: _Group,
+        layer: int,
+        window: int | None,
+        q: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """One call per token, over exactly the keys it sees, which are at consecutive positions."""
         keys, values = (piece[0].transpose(0, 1) for piece in self._gather(group, layer))
@@ -423,7 +444,7 @@ class PlannedAttention:
                 positions = torch.arange(own_keys.shape[2], dtype=torch.float32, device=q.device)
                 reach = Reach(positions[None, -1:], positions)
                 attended = self._scored.attend(
-                    q[token][None, None], own_keys, own_values, reach, None
+                    q[token][None, None], own_keys, own_values, reach, None, sinks
                 )
             out[token] = attended.reshape(-1, dim)
         return out

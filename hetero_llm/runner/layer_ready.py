@@ -32,16 +32,28 @@ class LayerReadyAttention:
         self._layer_ready = layer_ready
 
     def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self._layer_ready.wait(layer)
-        return self._attend(layer, q, k, v)
+        return self._attend(layer, q, k, v, sinks=sinks)
 
     def rotary(
-        self, layer: int, qkv: torch.Tensor, heads: RotaryHeads, rows: StepRotary
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        heads: RotaryHeads,
+        rows: StepRotary,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self._layer_ready.wait(layer)
-        return self._attend.rotary(layer, qkv, heads, rows)
+        return self._attend.rotary(layer, qkv, heads, rows, sinks=sinks)
 
     def select(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         return self._attend.select(layer, x)

@@ -1,5 +1,6 @@
-"""Attention whose scores change before the softmax: soft caps (Gemma 2) and ALiBi (Press et al.
-2022). torch's attention takes no soft cap, so the softmax is written out, in float32.
+"""Attention whose scores change before the softmax, or whose softmax counts one more: soft caps
+(Gemma 2), ALiBi (Press et al. 2022) and sinks (gpt-oss). torch's attention takes neither soft cap
+nor sinks, so the softmax is written out, in float32.
 
 Shapes: B sequences with R tokens each, H query heads in groups of G per KV head (H = N * G), head
 size D, C keys.
@@ -24,20 +25,22 @@ class Scoring:
         scale: `ModelConfig.attn_scale`.
         softcap: `ModelConfig.attn_softcap`.
         slopes: ALiBi's, of each query head.
+        sinks: `ModelConfig.attn_sinks`; their values come with each layer's queries.
     """
 
     scale: float
     softcap: float | None = None
     slopes: tuple[float, ...] | None = None
+    sinks: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig) -> Scoring:
-        return cls(config.attn_scale, config.attn_softcap, config.alibi_slopes)
+        return cls(config.attn_scale, config.attn_softcap, config.alibi_slopes, config.attn_sinks)
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is neither soft cap nor ALiBi."""
-        return self.softcap is None and self.slopes is None
+        """Whether there is neither soft cap nor ALiBi nor a sink."""
+        return self.softcap is None and self.slopes is None and not self.sinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class ScoredAttention:
         values: torch.Tensor,
         reach: Reach,
         window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attends for some tokens at a time, so that scores take little memory.
 
@@ -86,6 +90,7 @@ class ScoredAttention:
             q: [B, R, H, D]; either B or R is 1.
             keys, values: [B, N, C, D]; if R > 1, the last R are the tokens' own.
             window: a token sees the last `window` positions only.
+            sinks: [H]; None exactly where the scoring has none.
 
         Returns:
             [B, R, H, D] in q's dtype.
@@ -97,7 +102,7 @@ class ScoredAttention:
             for low in range(0, batch, at_once):
                 part = slice(low, low + at_once)
                 some = Reach(reach.rows[part], reach.keys, reach.sees)
-                out[part] = self.attend(q[part], keys[part], values[part], some, window)
+                out[part] = self.attend(q[part], keys[part], values[part], some, window, sinks)
             return out
         assert batch == 1
         keys, values = keys.float(), values.float()
@@ -112,7 +117,7 @@ class ScoredAttention:
                 seen = slice(first, start + part.stop)
             some = Reach(reach.rows[:, part], reach.keys[seen], sees)
             out[:, part] = self.attend(
-                q[:, part], keys[:, :, seen], values[:, :, seen], some, window
+                q[:, part], keys[:, :, seen], values[:, :, seen], some, window, sinks
             )
         return out
 
@@ -123,6 +128,7 @@ class ScoredAttention:
         values: torch.Tensor,
         reach: Reach,
         window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The same in one call, whose shapes depend on those of the arguments only."""
         batch, count, heads, dim = q.shape
@@ -142,6 +148,15 @@ class ScoredAttention:
         if window is not None:
             hidden |= distance <= -window
         scores.masked_fill_(hidden[:, None, None], float("-inf"))
-        weights = scores.softmax(-1).flatten(2, 3)
-        out = (weights @ values.float()).view(batch, kv_heads, group, count, dim)
+        assert (sinks is not None) == self._scoring.sinks
+        weights = scores.softmax(-1) if sinks is None else _softmax_with_sinks(scores, sinks)
+        out = (weights.flatten(2, 3) @ values.float()).view(batch, kv_heads, group, count, dim)
         return out.permute(0, 3, 1, 2, 4).reshape(batch, count, heads, dim).to(q.dtype)
+
+
+def _softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """[B, N, G, R, C] -> the same of weights, which add up to less than 1; sinks: [N * G]."""
+    own = sinks.float().view(scores.shape[1], scores.shape[2], 1, 1)
+    highest = torch.maximum(scores.amax(-1, keepdim=True), own)
+    weights = (scores - highest).exp_()
+    return weights.div_(weights.sum(-1, keepdim=True) + (own - highest).exp_())

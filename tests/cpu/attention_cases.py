@@ -69,6 +69,7 @@ def attend_all(
         attn_scale=case.dim**-0.5,
         attn_softcap=case.softcap,
         alibi_slopes=slopes_of(case),
+        attn_sinks=False,
     )
     scoring = Scoring(config.attn_scale, config.attn_softcap, config.alibi_slopes)
     kernel = native_row_kernel(cache, case.heads, scoring, chunks=True)

@@ -217,6 +217,12 @@ def test_shapes_the_kernel_cannot_do_stay_on_torch(dim: int, dtype: torch.dtype)
     assert native_row_kernel(cache, 1, 1.0) is None
 
 
+def test_sinks_stay_on_torch() -> None:
+    cache = PagedKVCache(KVCacheShape(1, 1, 64, 16, torch.float32), 2, CPU)
+    assert native_row_kernel(cache, 1, Scoring(1.0)) is not None
+    assert native_row_kernel(cache, 1, Scoring(1.0, sinks=True)) is None
+
+
 @pytest.mark.parametrize(("rows", "size"), [(1, 320), (16, 320), (33, 4096), (300, 768)])
 def test_norm_and_gate_equal_torch_up_to_one_rounding(rows: int, size: int) -> None:
     library = native.load()

@@ -28,10 +28,10 @@ from tests.models.tiny import make_tiny_checkpoint
 BLOCKS, SLOTS, MAX_LEN = 24, 4, 64
 
 
-FAMILIES = [("llama", "heads_of_16"), ("opt", "heads_of_16")]
+FAMILIES = [("llama", "heads_of_16"), ("opt", "heads_of_16"), ("gpt_oss", "heads_of_16")]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES, ids="-".join)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, variant = request.param
     return make_tiny_checkpoint(tmp_path_factory.mktemp(family), family, variant, layers=2)

@@ -25,6 +25,7 @@ def planner(
     windows: tuple[int | None, ...] = (None,),
     softcap: float | None = None,
     slopes: tuple[float, ...] | None = None,
+    sinks: bool = False,
 ) -> LibraryPlanner:
     monkeypatch.setattr(paged_attention, "cudnn_works", lambda *shape: cudnn)
     monkeypatch.setattr(paged_attention, "flash_works", lambda *shape: flash)
@@ -36,6 +37,7 @@ def planner(
             attn_scale=0.125,
             attn_softcap=softcap,
             alibi_slopes=slopes,
+            attn_sinks=sinks,
         ),
         cache=SimpleNamespace(shape=SimpleNamespace(block_size=16)),
         block_tables=torch.zeros(2048, device="cuda" if torch.cuda.is_available() else "cpu"),
@@ -88,8 +90,10 @@ def test_windows_and_missing_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan(none, (0, 0, 5000)) == ([], [True])
 
 
-@pytest.mark.parametrize("change", [{"softcap": 50.0}, {"slopes": (0.5, 0.25, 0.1, 0.05)}])
-def test_no_library_has_soft_caps_or_alibi(
+@pytest.mark.parametrize(
+    "change", [{"softcap": 50.0}, {"slopes": (0.5, 0.25, 0.1, 0.05)}, {"sinks": True}]
+)
+def test_no_library_has_soft_caps_alibi_or_sinks(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
     assert plan(planner(monkeypatch, **change), (0, 0, 5000), (1, 0, 40)) == ([], [True, True])

@@ -46,9 +46,9 @@ def whole_matrices(model: CausalLM) -> list[tuple[Linear, MatrixPlan]]:
     ]
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "bloom"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "bloom", "gpt_oss"])
 def test_attention_is_that_of_the_model(tmp_path: Path, family: str) -> None:
-    """Shared heads, a window, a cap of scores, ALiBi."""
+    """Shared heads, a window, a cap of scores, ALiBi, sinks."""
     model = load(make_tiny_checkpoint(tmp_path, family), None)
     ids = texts(3, 0)
     expected = logits(model, ids, DenseAttend(model.config, [LENGTH] * 3))

@@ -43,6 +43,7 @@ MIXTURES = {
     "glm4_moe": {**WIDE, "moe_intermediate_size": 64, "n_shared_experts": 3},
     "minimax_m2": {**WIDE, "intermediate_size": 64},
     "phimoe": {"hidden_size": 64, "intermediate_size": 128},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 128},
 }  # fmt: skip
 """Configurations of mixtures; the second layer of qwen2_moe and the first of glm4_moe have no
 experts."""

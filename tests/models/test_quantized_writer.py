@@ -134,3 +134,6 @@ def test_mistakes(tmp_path: Path) -> None:
     transposed = make_tiny_checkpoint(tmp_path / "gpt2", "gpt2", layers=1)
     with pytest.raises(ModelLoadError, match="stored transposed"):
         write_quantized(transposed, tmp_path / "other", "fp8", device="cpu")
+    banks = make_tiny_checkpoint(tmp_path / "banks", "gpt_oss", layers=1)
+    with pytest.raises(ModelLoadError, match="gate_up_proj holds the matrices of all experts"):
+        write_quantized(banks, tmp_path / "other", "fp8", device="cpu")

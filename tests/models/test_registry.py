@@ -41,8 +41,10 @@ def log_probs(model: CausalLM, sequences: list[Tensor]) -> list[Tensor]:
 class EndsOnly(DenseAttend):
     """In the last layer it returns the last token of each sequence alone."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.select(layer, super().__call__(layer, q, k, v))
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor:
+        return self.select(layer, super().__call__(layer, q, k, v, sinks=sinks))
 
     def select(self, layer: int, x: Tensor) -> Tensor:
         if layer < self.config.num_layers - 1:

@@ -129,7 +129,9 @@ class DenseAttend:
         self.lengths = lengths
         self.layers_seen: list[int] = []
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor:
         self.layers_seen.append(layer)
         config = self.config
         assert q.shape == (sum(self.lengths), config.num_heads, config.head_dim)
@@ -149,13 +151,23 @@ class DenseAttend:
                 if config.alibi_slopes is not None:
                     distance = torch.arange(first, i + 1).unsqueeze(1) - i
                     scores = scores + distance * torch.tensor(config.alibi_slopes)
-                weights = scores.softmax(0)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks.float()[None]))
+                weights = scores.softmax(0)[: len(values)]
                 out[start + i] = (weights.unsqueeze(-1) * values).sum(0).to(q.dtype)
             start += length
         return out
 
-    def rotary(self, layer: int, qkv: Tensor, heads: RotaryHeads, rows: StepRotary) -> Tensor:
-        return self(layer, *heads(qkv, rows))
+    def rotary(
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: RotaryHeads,
+        rows: StepRotary,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self(layer, *heads(qkv, rows), sinks=sinks)
 
     def select(self, layer: int, x: Tensor) -> Tensor:
         return x

@@ -37,6 +37,14 @@ _LONGROPE = rope(
     original_max_position_embeddings=64,
 )
 
+_OSS = {
+    **_GATED,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "sliding_window": 5,
+    "pad_token_id": 0,
+}
+
 # family -> (transformers class prefix, class suffix, variant -> configuration)
 FAMILIES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
     "mixtral": (
@@ -127,6 +135,21 @@ FAMILIES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
             "bare": {**_PHI, "sliding_window": 5, "router_jitter_noise": 0.3},
             "tied": {**_PHI, "lm_head_bias": True, "tie_word_embeddings": True},
             "longrope": {**_PHI, **_LONGROPE},
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        "ForCausalLM",
+        {
+            # YaRN by default; a limit that some gates and ups reach.
+            "heads_of_16": {**_OSS, "head_dim": 16, "swiglu_limit": 0.4},
+            "full": {
+                **_OSS,
+                "layer_types": ["full_attention"] * 3,
+                "attention_bias": False,
+                "tie_word_embeddings": True,
+                **rope("default"),
+            },
         },
     ),
 }

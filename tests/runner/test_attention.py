@@ -21,7 +21,12 @@ LAYERS, HEADS, KV_HEADS, DIM, BLOCK = 2, 6, 2, 16, 8
 STARTS, COUNTS = [0, 30, 7, 19, 64], [11, 1, 9, 1, 24]
 
 
-def config_of(*windows: int | None, softcap: float | None = None, alibi: bool = False) -> Any:
+SINKS = torch.tensor([0.5, -1.0, 2.0, 7.0, -30.0, 0.0])
+
+
+def config_of(
+    *windows: int | None, softcap: float | None = None, alibi: bool = False, sinks: bool = False
+) -> Any:
     slopes = tuple(0.5 ** (i + 1) for i in range(HEADS))
     return SimpleNamespace(
         sliding_windows=windows,
@@ -29,6 +34,7 @@ def config_of(*windows: int | None, softcap: float | None = None, alibi: bool = 
         attn_scale=0.3,
         attn_softcap=softcap,
         alibi_slopes=slopes if alibi else None,
+        attn_sinks=sinks,
     )
 
 
@@ -57,20 +63,23 @@ def attended(
     if config.alibi_slopes is not None:
         slopes = torch.tensor(config.alibi_slopes, dtype=torch.float64)
         scores = scores + slopes[:, None] * torch.tensor(distance)
-    return torch.einsum("hk,khd->hd", scores.softmax(-1), values)
+    if config.attn_sinks:
+        scores = torch.cat((scores, SINKS.double()[:, None]), -1)
+    return torch.einsum("hk,khd->hd", scores.softmax(-1)[:, : len(values)], values)
 
 
 SCORINGS = [
-    (None, None, False), (5, None, False), (100, None, False),
-    (5, 0.7, False), (None, None, True), (100, 0.7, True),
+    (None, None, False, False), (5, None, False, False), (100, None, False, False),
+    (5, 0.7, False, False), (None, None, True, False), (100, 0.7, True, False),
+    (None, None, False, True), (5, 0.7, True, True),
 ]  # fmt: skip
-SCORED = pytest.mark.parametrize(("window", "softcap", "alibi"), SCORINGS)
+SCORED = pytest.mark.parametrize(("window", "softcap", "alibi", "sinks"), SCORINGS)
 
 
 @pytest.mark.parametrize("row_by_row", [False, True])
 @SCORED
 def test_equals_softmax_over_the_context(
-    window: int | None, row_by_row: bool, softcap: float | None, alibi: bool
+    window: int | None, row_by_row: bool, softcap: float | None, alibi: bool, sinks: bool
 ) -> None:
     torch.manual_seed(0)
     cache, tables = filled_cache()
@@ -78,11 +87,12 @@ def test_equals_softmax_over_the_context(
     owner = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - starts, counts)
     blocks = tables[owner, positions // BLOCK]
-    config = config_of(None, window, softcap=softcap, alibi=alibi)
+    config = config_of(None, window, softcap=softcap, alibi=alibi, sinks=sinks)
     attention = TorchPagedAttention(config, cache, row_by_row)
     q = 3 * torch.randn(len(owner), HEADS, DIM)
     k, v = torch.randn(2, len(owner), KV_HEADS, DIM)
-    out = attention.plan(starts, counts, tables, positions, blocks)(1, q, k, v)
+    own = SINKS if sinks else None
+    out = attention.plan(starts, counts, tables, positions, blocks)(1, q, k, v, sinks=own)
     for row, (sequence, position) in enumerate(zip(owner, positions, strict=True)):
         ids = torch.from_numpy(tables[sequence].astype(np.int64))
         context = cache.data[ids, 1].double()  # [columns, 2, BLOCK, kv_heads, dim]
@@ -116,7 +126,7 @@ def drafted(starts: list[int], chunks: list[int], nodes: list[list[int]]) -> Tre
 @pytest.mark.parametrize("kind", ["masks", "row by row", "row kernel"])
 @SCORED
 def test_nodes_see_their_own_path(
-    window: int | None, kind: str, softcap: float | None, alibi: bool
+    window: int | None, kind: str, softcap: float | None, alibi: bool, sinks: bool
 ) -> None:
     """Trees beside a chunk and single rows; one tree's root is the first token of all."""
     torch.manual_seed(0)
@@ -127,12 +137,13 @@ def test_nodes_see_their_own_path(
     trees = drafted(starts.tolist(), chunks.tolist(), nodes)
     owner = np.repeat(np.arange(5), counts)
     blocks = tables[owner, trees.kv_indices // BLOCK]
-    config = config_of(None, window, softcap=softcap, alibi=alibi)
+    config = config_of(None, window, softcap=softcap, alibi=alibi, sinks=sinks)
     kernel = native_row_kernel(cache, HEADS, Scoring.of(config)) if kind == "row kernel" else None
     attention = TorchPagedAttention(config, cache, kind == "row by row", kernel)
     q = torch.randn(len(owner), HEADS, DIM)
     k, v = torch.randn(2, len(owner), KV_HEADS, DIM)
-    out = attention.plan(starts, counts, tables, trees.kv_indices, blocks, trees)(1, q, k, v)
+    attend = attention.plan(starts, counts, tables, trees.kv_indices, blocks, trees)
+    out = attend(1, q, k, v, sinks=SINKS if sinks else None)
     for row, sequence in enumerate(owner):
         path = [row - int(counts[:sequence].sum())]
         while path[0]:
@@ -150,11 +161,11 @@ def test_nodes_see_their_own_path(
 
 @SCORED
 def test_row_by_row_a_node_gets_the_bits_of_a_plain_row(
-    window: int | None, softcap: float | None, alibi: bool
+    window: int | None, softcap: float | None, alibi: bool, sinks: bool
 ) -> None:
     """Three rows as a chunk, and as the second path of a tree."""
     torch.manual_seed(0)
-    config = config_of(window, softcap=softcap, alibi=alibi)
+    config = config_of(window, softcap=softcap, alibi=alibi, sinks=sinks)
     cache, tables = filled_cache()
     q = torch.randn(3, HEADS, DIM)
     k, v = torch.randn(2, 3, KV_HEADS, DIM)
@@ -166,7 +177,8 @@ def test_row_by_row_a_node_gets_the_bits_of_a_plain_row(
         places = np.arange(13, 13 + len(rows))
         blocks = tables[0][places // BLOCK]
         attend = attention.plan(start, np.array([len(rows)]), tables[:1], places, blocks, taken)
-        outs.append(attend(0, q[rows], k[rows], v[rows])[chosen])
+        own = SINKS if sinks else None
+        outs.append(attend(0, q[rows], k[rows], v[rows], sinks=own)[chosen])
     assert torch.equal(*outs)
 
 
@@ -176,7 +188,7 @@ def test_scores_are_computed_a_few_rows_at_a_time(
     monkeypatch: pytest.MonkeyPatch, window: int | None, kind: str
 ) -> None:
     torch.manual_seed(0)
-    scoring, cpu = Scoring(0.3, 2.0, (0.5, 0.25, 0.125, 0.1)), torch.device("cpu")
+    scoring, cpu = Scoring(0.3, 2.0, (0.5, 0.25, 0.125, 0.1), True), torch.device("cpu")
     batch, count, context = (7, 1, 12) if kind == "batch" else (1, 7, 12)
     q = torch.randn(batch, count, 4, 16)
     keys, values = torch.randn(2, batch, 2, context, 16)
@@ -186,7 +198,8 @@ def test_scores_are_computed_a_few_rows_at_a_time(
         sees = torch.ones(7, 12).tril(5).bool()
         sees[6, 8] = False
     reach = Reach(rows, torch.arange(12.0), sees)
-    at_once = ScoredAttention(scoring, cpu)(q, keys, values, reach, window)
+    rest = (reach, window, SINKS[:4])
+    at_once = ScoredAttention(scoring, cpu)(q, keys, values, *rest)
     sizes: list[int] = []
     attend = ScoredAttention.attend
 
@@ -196,7 +209,7 @@ def test_scores_are_computed_a_few_rows_at_a_time(
 
     monkeypatch.setattr(ScoredAttention, "attend", counted)
     few = ScoredAttention(scoring, cpu, scores_at_once=4 * 12 * 3)
-    in_parts = few(q, keys, values, reach, window)
+    in_parts = few(q, keys, values, *rest)
     assert sizes == [3, 3, 1]
     torch.testing.assert_close(in_parts, at_once, rtol=1e-6, atol=1e-6)
 

@@ -6,6 +6,8 @@ Wrappers `activation` and `gated_activation`, references `*_reference`; timed by
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,7 @@ from hetero_llm.gpu.kernels.launch import (
     strided_grid,
     wait_for_inputs,
 )
+from hetero_llm.models.config import ClampedSwish, Gate
 from hetero_llm.models.layers import Activation, GatedActivation
 
 KINDS = {
@@ -28,6 +31,8 @@ KINDS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 """By the names of config.json: the names that `activate` knows."""
+CLAMPED = "clamped"
+"""What kernels with gates call a `ClampedSwish`, whose numbers they have beside it."""
 _ALL_KINDS = KINDS | {"sigmoid": "sigmoid", "tanh": "tanh"}
 """By the names of `layers.Activation`."""
 
@@ -63,11 +68,27 @@ def activate(x, NAME: tl.constexpr):
         return x / (1.0 + tl.exp(-2.0 * y))
 
 
+@triton.jit
+def clamped_swish(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """See `layers.ClampedSwish`, in float32; keeps NaN."""
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, up)
+    up = tl.where(up < -LIMIT, -LIMIT, up)
+    return (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+
+
+def gate_options(gate: Gate | None) -> dict[str, Any]:
+    """Constexprs of kernels with gates; None: there are no gates."""
+    if isinstance(gate, ClampedSwish):
+        return {"NAME": CLAMPED, "ALPHA": gate.alpha, "LIMIT": gate.limit}
+    return {"NAME": KINDS[gate] if gate else "", "ALPHA": 0.0, "LIMIT": 0.0}
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _activation(
     out_ptr, x_ptr, num_rows, row_stride,
     INNER: tl.constexpr, TILE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr,
-    PDL: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -79,10 +100,14 @@ def _activation(
         inside = columns < INNER
         gates = x_ptr + row * row_stride + columns
         gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
-        out = activate(gate, NAME).to(dtype)  # rounded before the product, as the torch path does
-        if GATED:
+        if NAME == "clamped":
             up = tl.load(gates + INNER, mask=inside, other=0.0).to(tl.float32)
-            out = (out.to(tl.float32) * up).to(dtype)
+            out = clamped_swish(gate, up, ALPHA, LIMIT).to(dtype)
+        else:
+            out = activate(gate, NAME).to(dtype)  # rounded before the product, as torch does
+            if GATED:
+                up = tl.load(gates + INNER, mask=inside, other=0.0).to(tl.float32)
+                out = (out.to(tl.float32) * up).to(dtype)
         tl.store(out_ptr + row * INNER + columns, out, mask=inside)
 
 
@@ -97,24 +122,30 @@ def activation(x: torch.Tensor, name: str) -> torch.Tensor:
         [T, inner], new and contiguous.
     """
     assert name in _ALL_KINDS, name
-    return _launch(x, _ALL_KINDS[name], x.shape[1], gated=False)
+    kind = {"NAME": _ALL_KINDS[name], "ALPHA": 0.0, "LIMIT": 0.0}
+    return _launch(x, kind, x.shape[1], gated=False)
 
 
-def gated_activation(gate_up: torch.Tensor, name: str) -> torch.Tensor:
+def gated_activation(gate_up: torch.Tensor, name: Gate) -> torch.Tensor:
     """activation(gate) * up, rounded where `GatedActivation.plain` rounds.
 
     Args:
         gate_up: [T, 2 * inner], gate first; float32, bfloat16 or float16; rows may be strided.
-        name: One of `layers.Activation` that config.json can name.
+        name: One of `layers.Activation` that config.json can name, or a `ClampedSwish`.
 
     Returns:
         [T, inner], contiguous.
     """
-    assert name in KINDS and gate_up.shape[1] % 2 == 0, (name, gate_up.shape)
-    return _launch(gate_up, KINDS[name], gate_up.shape[1] // 2, gated=True)
+    assert serves_gate(name) and gate_up.shape[1] % 2 == 0, (name, gate_up.shape)
+    return _launch(gate_up, gate_options(name), gate_up.shape[1] // 2, gated=True)
 
 
-def _launch(x: torch.Tensor, kind: str, inner: int, *, gated: bool) -> torch.Tensor:
+def serves_gate(gate: Gate) -> bool:
+    """Whether kernels with gates can compute it."""
+    return isinstance(gate, ClampedSwish) or gate in KINDS
+
+
+def _launch(x: torch.Tensor, kind: dict[str, Any], inner: int, *, gated: bool) -> torch.Tensor:
     """[T, inner] from the rows of x."""
     num_rows = len(x)
     assert x.dim() == 2 and x.stride(1) == 1, (x.shape, x.stride())
@@ -129,8 +160,8 @@ def _launch(x: torch.Tensor, kind: str, inner: int, *, gated: bool) -> torch.Ten
         x.stride(0),
         INNER=inner,
         TILE=_TILE,
-        NAME=kind,
         GATED=gated,
+        **kind,
         num_warps=_NUM_WARPS,
         **pdl_options(x.device),
     )
@@ -142,7 +173,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return gated_activation(gate_up, "silu")
 
 
-def gated_activation_reference(gate_up: torch.Tensor, name: str) -> torch.Tensor:
+def gated_activation_reference(gate_up: torch.Tensor, name: Gate) -> torch.Tensor:
     """`gated_activation` as the torch path computes it."""
     return GatedActivation(name).plain(gate_up)
 

@@ -25,9 +25,14 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
-from hetero_llm.gpu.kernels.activation import KINDS, activate
+from hetero_llm.gpu.kernels.activation import (
+    activate,
+    clamped_swish,
+    gate_options,
+    serves_gate,
+)
 from hetero_llm.gpu.kernels.launch import (
     IN_INTERPRETER,
     Launch,
@@ -36,11 +41,16 @@ from hetero_llm.gpu.kernels.launch import (
     wait_for_inputs,
 )
 from hetero_llm.gpu.kernels.skinny_gemm import add_products, load_row
+from hetero_llm.models.config import Gate
 from hetero_llm.models.experts import Experts
 
 _CHUNK = 1024
 _COMBINE_TILE = 1024
 ALL_BLOCKS = 1 << 16  # times the tiles of a product it still fits 32 bits
+
+
+Biases = tuple[Tensor, Tensor]
+"""Of gate_up and of down."""
 
 
 @dataclass(frozen=True)
@@ -188,14 +198,20 @@ def _outer_and(rows, columns, ROWS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def gated(sums, NAME: tl.constexpr, DTYPE: tl.constexpr):
+def gated(
+    sums, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
     """activation(gate) * up of [2, ...] sums, rounded where `GatedActivation.plain` rounds."""
     if len(sums.shape) == 3:
         gate, up = tl.split(tl.permute(sums, (1, 2, 0)))
     else:
         gate, up = tl.split(tl.permute(sums, (1, 0)))
-    active = activate(gate.to(DTYPE).to(tl.float32), NAME).to(DTYPE).to(tl.float32)
-    return active * up.to(DTYPE).to(tl.float32)
+    if NAME == "clamped":
+        gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
+        return clamped_swish(gate, up, ALPHA, LIMIT)
+    else:
+        active = activate(gate.to(DTYPE).to(tl.float32), NAME).to(DTYPE).to(tl.float32)
+        return active * up.to(DTYPE).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
@@ -210,8 +226,11 @@ def grouped_product_kernel(
     n,
     k,
     x_stride,
+    bias,  # [experts, n]; gated [experts, 2 * n]; None
     PER_ROW: tl.constexpr,  # pairs that share a row of x
     NAME: tl.constexpr,  # of the activation; "" is a plain product
+    ALPHA: tl.constexpr,  # of `clamped_swish`
+    LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -260,14 +279,18 @@ def grouped_product_kernel(
             sums = tl.dot(w, row, sums, input_precision="ieee")
         else:
             sums = tl.dot(row, w, sums, input_precision="ieee")
+    if bias is not None:
+        places = expert * (PARTS * n) + (parts // BLOCK_N) * n + features
+        more = tl.load(bias + places, mask=features < n, other=0.0).to(tl.float32)
+        sums += more[:, None] if SWAP else more[None, :]
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
     if NAME != "":
         if SWAP:
-            sums = gated(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), NAME, DTYPE)
+            sums = gated(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), NAME, ALPHA, LIMIT, DTYPE)
         else:
             by_part = tl.permute(tl.reshape(sums, (BLOCK_M, 2, BLOCK_N)), (1, 0, 2))
-            sums = gated(by_part, NAME, DTYPE)
+            sums = gated(by_part, NAME, ALPHA, LIMIT, DTYPE)
     outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     out_pointers = _matrix(y, rows.to(tl.int64) * n, outputs, not SWAP)
     tl.store(out_pointers, sums.to(DTYPE), mask=_outer_and(there, outputs < n, not SWAP))
@@ -339,7 +362,10 @@ def vector_gate_up_kernel(
     ids,  # [K] int
     n,
     k_pairs,  # k / 2
+    bias,  # [experts, 2 * n]; None
     NAME: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr,  # of gates and their partners together
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -359,7 +385,10 @@ def vector_gate_up_kernel(
     sums = _row_products(
         x, weight, rows, features < n, columns, k_pairs, DTYPE, EVEN_K, BLOCK_N, BLOCK_K // 2
     )
-    active = gated(tl.reshape(sums, (2, HALF)), NAME, DTYPE)
+    if bias is not None:
+        places = expert * (2 * n) + (parts // HALF) * n + features
+        sums += tl.load(bias + places, mask=features < n, other=0.0).to(tl.float32)
+    active = gated(tl.reshape(sums, (2, HALF)), NAME, ALPHA, LIMIT, DTYPE)
     outputs = tl.program_id(0) * HALF + tl.arange(0, HALF)
     tl.store(y + pair * n + outputs, active.to(DTYPE), mask=outputs < n)
 
@@ -373,6 +402,7 @@ def vector_down_kernel(
     shares,  # [K] float32
     n,
     k_pairs,
+    bias,  # [experts, n]; None
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -392,6 +422,9 @@ def vector_down_kernel(
             x + pair * k_pairs, weight, (expert * n + features) * k_pairs, features < n, columns,
             k_pairs, DTYPE, EVEN_K, BLOCK_N, BLOCK_K // 2,
         )  # fmt: skip
+        if bias is not None:
+            inside = features < n
+            sums += tl.load(bias + expert * n + features, mask=inside, other=0.0).to(tl.float32)
         total += sums.to(DTYPE).to(tl.float32) * tl.load(shares + pair)
     tl.store(y + features, total.to(DTYPE), mask=features < n)
 
@@ -434,7 +467,14 @@ def groups_of(ids: Tensor, num_experts: int, block_m: int) -> Groups:
 
 
 def plan_grouped_product(
-    x: Tensor, weight: Tensor, groups: Groups, *, y: Tensor, activation: str, config: GroupedConfig
+    x: Tensor,
+    weight: Tensor,
+    groups: Groups,
+    *,
+    y: Tensor,
+    activation: Gate,
+    config: GroupedConfig,
+    bias: Tensor | None = None,
 ) -> Launch:
     """The launch that writes a grouped product into `y`; see `grouped_product` for the shapes."""
     (rows, k), per_row = x.shape, groups.num_pairs // x.shape[0]
@@ -442,12 +482,13 @@ def plan_grouped_product(
     assert weight.is_contiguous() and weight.shape[2] == k and x.stride(1) == 1
     assert config.split_k == 1
     assert x.dtype == weight.dtype == y.dtype, (x.dtype, weight.dtype, y.dtype)
+    assert bias is None or (bias.shape == weight.shape[:2] and bias.is_contiguous())
     n = weight.shape[1] // (2 if activation else 1)
     blocks = groups.experts.numel()
     pairs, experts, count = groups.pairs, groups.experts, groups.num_pairs
     options = {
         "PER_ROW": per_row,
-        "NAME": KINDS[activation] if activation else "",
+        **gate_options(activation or None),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -463,13 +504,19 @@ def plan_grouped_product(
     return Launch(
         grouped_product_kernel,
         (blocks * triton.cdiv(n, config.block_n), 1),
-        (x, weight, y, pairs, experts, count, blocks, n, k, x.stride(0)),
+        (x, weight, y, pairs, experts, count, blocks, n, k, x.stride(0), bias),
         options,
     )
 
 
 def grouped_product(
-    x: Tensor, weight: Tensor, groups: Groups, *, activation: str, config: GroupedConfig
+    x: Tensor,
+    weight: Tensor,
+    groups: Groups,
+    *,
+    activation: Gate,
+    config: GroupedConfig,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Each pair's row of `x` times its expert's matrix.
 
@@ -478,15 +525,16 @@ def grouped_product(
         weight: [experts, N, K] of the same dtype, contiguous; with an activation [experts, 2 * N,
             K], gates first.
         groups: Of `align`, with the configuration's block_m.
-        activation: Its name: activation(gate) * up; "" is the plain product.
+        activation: Of the gates: activation(gate) * up; "" is the plain product.
         config: How to launch it.
+        bias: [experts, N], with an activation [experts, 2 * N]; added before it.
 
     Returns:
         [num_pairs, N] in x's dtype; rounded as `GatedActivation.plain` rounds.
     """
     n = weight.shape[1] // (2 if activation else 1)
     y = torch.empty((groups.num_pairs, n), dtype=x.dtype, device=x.device)
-    plan_grouped_product(x, weight, groups, y=y, activation=activation, config=config)()
+    plan_grouped_product(x, weight, groups, y=y, activation=activation, config=config, bias=bias)()
     return y
 
 
@@ -520,23 +568,24 @@ def combine(parts: Tensor, weights: Tensor, dtype: torch.dtype | None = None) ->
 
 def vector_experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *,
-    activation: str, configs: tuple[VectorConfig, VectorConfig],
+    activation: Gate, configs: tuple[VectorConfig, VectorConfig], biases: Biases | None = None,
 ) -> Tensor:  # fmt: skip
     """`experts` of one row, in 16 bits; `configs` of gate_up and of down."""
     assert x.shape[0] == 1 and x.is_contiguous() and gate_up.dtype == x.dtype == down.dtype
     (k, hidden, inner), options = (ids.shape[1], *down.shape[1:]), pdl_options(x.device)
     assert hidden % 2 == 0 and inner % 2 == 0, (hidden, inner)
     first, second = configs
+    first_bias, second_bias = biases or (None, None)
     middle = torch.empty((k, inner), dtype=x.dtype, device=x.device)
     vector_gate_up_kernel[(triton.cdiv(inner, first.block_n // 2), k)](
         x.view(torch.int32), gate_up.view(torch.int32), middle, ids, inner, hidden // 2,
-        NAME=KINDS[activation], BLOCK_N=first.block_n, BLOCK_K=first.block_k,
+        first_bias, **gate_options(activation), BLOCK_N=first.block_n, BLOCK_K=first.block_k,
         EVEN_K=hidden % first.block_k == 0, num_warps=first.num_warps, **options,
     )  # fmt: skip
     y = torch.empty_like(x)
     vector_down_kernel[(triton.cdiv(hidden, second.block_n),)](
         middle.view(torch.int32), down.view(torch.int32), y, ids, weights, hidden, inner // 2,
-        K=k, BLOCK_N=second.block_n, BLOCK_K=second.block_k,
+        second_bias, K=k, BLOCK_N=second.block_n, BLOCK_K=second.block_k,
         EVEN_K=inner % second.block_k == 0, num_warps=second.num_warps, **options,
     )  # fmt: skip
     return y
@@ -575,9 +624,8 @@ _BY_BLOCK = {
 }
 
 
-def serves(activation: str) -> bool:
-    """Whether `experts` can compute it."""
-    return activation in KINDS
+serves = serves_gate
+"""Whether `experts` can compute an activation."""
 
 
 def experts(
@@ -587,7 +635,8 @@ def experts(
     gate_up: Tensor,
     down: Tensor,
     *,
-    activation: str,
+    activation: Gate,
+    biases: Biases | None = None,
 ) -> Tensor:
     """The weighted sum of the outputs of each row's experts; `Experts.function` on a GPU.
 
@@ -597,7 +646,8 @@ def experts(
         weights: [T, k] float32, contiguous.
         gate_up: [experts, 2 * inner, hidden] in x's dtype, contiguous.
         down: [experts, hidden, inner] in x's dtype, contiguous.
-        activation: A name that `serves` knows.
+        activation: One that `serves` knows.
+        biases: Of gate_up [experts, 2 * inner] and of down [experts, hidden], contiguous; or None.
 
     Returns:
         [T, hidden] in x's dtype.
@@ -609,12 +659,16 @@ def experts(
     if rows == 1 and x.dtype != torch.float32 and hidden % 8 == 0 and inner % 8 == 0:
         configs = vector_config(8, hidden), vector_config(4 if hidden <= 4096 else 8, inner)
         return vector_experts(
-            x.contiguous(), ids, weights, gate_up, down, activation=activation, configs=configs
+            *(x.contiguous(), ids, weights, gate_up, down),
+            activation=activation,
+            configs=configs,
+            biases=biases,
         )
     first, second = choose(rows, k, num_experts, x.itemsize)
     groups = groups_of(ids, num_experts, first.block_m)
-    middle = grouped_product(x, gate_up, groups, activation=activation, config=first)
-    parts = grouped_product(middle, down, groups, activation="", config=second)
+    of_first, of_second = biases or (None, None)
+    middle = grouped_product(x, gate_up, groups, activation=activation, config=first, bias=of_first)
+    parts = grouped_product(middle, down, groups, activation="", config=second, bias=of_second)
     return combine(parts, weights)
 
 
@@ -625,9 +679,12 @@ def experts_reference(
     gate_up: Tensor,
     down: Tensor,
     *,
-    activation: str,
+    activation: Gate,
+    biases: Biases | None = None,
 ) -> Tensor:
     """`experts` as the torch path computes it; takes a `QuantizedStack` for a weight, too."""
     with torch.device("meta"):
         module = Experts(1, 1, 1, activation)
+    if biases is not None:
+        module.gate_up_bias, module.down_bias = (nn.Parameter(b, False) for b in biases)
     return module.plain(x, ids, weights, gate_up, down)

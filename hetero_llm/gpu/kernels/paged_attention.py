@@ -17,6 +17,11 @@ those whose bit is set in its ancestor mask. A plain row at position p has limit
 node i of a draft tree has its sequence's length as limit and the bits of itself and its ancestors,
 so the key of a node is at position limit + number of its ancestors.
 
+A sink is a learned score of each query head that takes part in the softmax without a value
+(gpt-oss; "Efficient Streaming Language Models with Attention Sinks", Xiao et al. 2023, compares
+with one that is 0): a whole tile begins its sums with it, and cut tiles get it once, when their
+pieces are merged.
+
 Wrapper `paged_attention`, reference `paged_attention_reference`; timed by `bench.attention`.
 """
 
@@ -142,7 +147,7 @@ def _prefetch(pointers, LINES: tl.constexpr):
 
 @triton.jit
 def _merge(
-    out_ptr, sums_ptr, states_ptr, cut_ptr, count_ptr, out_stride,
+    out_ptr, sums_ptr, states_ptr, cut_ptr, count_ptr, sink_ptr, out_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     TILE_M: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -152,6 +157,8 @@ def _merge(
     q_head = tl.program_id(1)
     wide = tl.arange(0, WIDE)
     dims = tl.arange(0, PADDED)
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + q_head).to(tl.float32) * 1.4426950408889634  # log2(e)
     wait_for_inputs(PDL)
     let_next_start(PDL)
     for index in tl.range(tl.program_id(0), total, tl.num_programs(0)):
@@ -160,8 +167,12 @@ def _merge(
         own_first, own_pieces, own_index = tl.load(cut + 1), tl.load(cut + 2), tl.load(cut + 3)
         first, index_there = tl.load(cut + 4), tl.load(cut + 6)
         pieces = own_pieces + tl.load(cut + 5)
-        highest = float("-inf")
-        weight = 0.0
+        if sink_ptr is not None:
+            highest = sink
+            weight = 1.0
+        else:
+            highest = float("-inf")
+            weight = 0.0
         acc = tl.zeros((PADDED,), tl.float32)
         for low in tl.range(0, pieces, WIDE):
             part = low + wide
@@ -295,6 +306,16 @@ def _sight(
 
 
 @triton.jit
+def _begin_with_sink(pointers, piece):
+    """Maxima and sums of weights of a tile's lines before any key: a whole tile's have the sink,
+    for pieces of cut ones `_merge` has it."""
+    sink = tl.load(pointers).to(tl.float32) * 1.4426950408889634  # log2(e)
+    whole = piece < 0
+    highest = tl.where(whole, sink, float("-inf"))
+    return highest, tl.zeros_like(sink) + tl.where(whole, 1.0, 0.0)
+
+
+@triton.jit
 def _keep(sums_ptr, states_ptr, kept, lines, dims, in_tile, acc, highest, weight):
     """Stores a piece of a cut tile for `_merge`."""
     TILE_M: tl.constexpr = lines.shape[0]
@@ -311,7 +332,7 @@ def _keep(sums_ptr, states_ptr, kept, lines, dims, in_tile, acc, highest, weight
 @triton.jit
 def _attend(
     out_ptr, q_ptr, key_ptr, value_ptr, table_ptr, limit_ptr, position_ptr, ancestor_ptr,
-    slope_ptr, kv_scale_ptr, item_ptr, count_ptr, sums_ptr, states_ptr,
+    slope_ptr, kv_scale_ptr, sink_ptr, item_ptr, count_ptr, sums_ptr, states_ptr,
     q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
     scale, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
@@ -358,8 +379,11 @@ def _attend(
         factor = scale
         if kv_scale_ptr is not None:
             factor = scale * tl.load(kv_scale_ptr + head)
-        highest = tl.full((TILE_M,), float("-inf"), tl.float32)
-        weight = tl.zeros((TILE_M,), tl.float32)
+        if sink_ptr is not None:
+            highest, weight = _begin_with_sink(sink_ptr + q_head, piece)
+        else:
+            highest = tl.full((TILE_M,), float("-inf"), tl.float32)
+            weight = tl.zeros((TILE_M,), tl.float32)
         acc = tl.zeros((TILE_M, PADDED), tl.float32)
         for start in tl.range(begin, end, TILE_N):
             token = start + columns
@@ -410,6 +434,7 @@ def paged_attention(
     softcap: float | None = None,
     slopes: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     any_cut: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -429,6 +454,8 @@ def paged_attention(
         slopes: [H] float32; if given, slope * (position of the key - position of the row) is added.
         kv_scales: [2, N] float32: what the cached keys of each head, and the values, are multiplied
             with; None: 1.
+        sinks: [H], contiguous, any float type: scores that the softmax of each head counts, too,
+            beside those of the keys; nothing is multiplied with their weights.
         any_cut: whether the work list may have cut tiles; False saves the merging kernel.
 
     Returns:
@@ -443,6 +470,8 @@ def paged_attention(
     if kv_scales is not None:
         assert kv_scales.shape == (2, kv_heads) and kv_scales.dtype == torch.float32
         assert kv_scales.is_contiguous()
+    if sinks is not None:
+        assert sinks.shape == (num_heads,) and sinks.is_contiguous()
     # The kernel's exponentials are powers of two; see there for the soft cap's.
     factor = scale * _LOG2_E * (1.0 if softcap is None else 2.0 / softcap)
     if out is None:
@@ -453,7 +482,7 @@ def paged_attention(
     sizes["PADDED"] = triton.next_power_of_2(dim)
     _attend[grid](
         *(out, q, key_cache, value_cache, block_tables, rows.limits, rows.positions),
-        *(rows.positions if ancestors is None else ancestors, slopes, kv_scales),
+        *(rows.positions if ancestors is None else ancestors, slopes, kv_scales, sinks),
         *(work.items, work.counts, workspace.sums, workspace.states),
         *(q.stride(0), out.stride(0), *key_cache.stride()[:3], block_tables.stride(0)),
         *(factor, 0 if window is None else window),
@@ -472,7 +501,8 @@ def paged_attention(
     if not any_cut:
         return out
     _merge[(min(num_rows, _MERGING_PROGRAMS), num_heads)](
-        *(out, workspace.sums, workspace.states, work.cut_rows, work.counts, out.stride(0)),
+        *(out, workspace.sums, workspace.states, work.cut_rows, work.counts, sinks),
+        out.stride(0),
         **sizes,
         WIDE=_MERGED_AT_ONCE,
         num_warps=4,
@@ -516,6 +546,7 @@ def paged_attention_reference(
     softcap: float | None = None,
     slopes: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_attention` in float32 with plain torch, row by row.
 
@@ -549,7 +580,10 @@ def paged_attention_reference(
         if slopes is not None:
             distance = _key_positions(token[seen], rows, row) - int(rows.positions[row])
             scores = scores + slopes.view(kv_heads, -1, 1) * distance
-        out[row] = torch.einsum("ngt,tnd->ngd", scores.softmax(-1), v).view(num_heads, dim)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float().view(kv_heads, -1, 1)), -1)
+        weights = scores.softmax(-1)[..., : len(v)]
+        out[row] = torch.einsum("ngt,tnd->ngd", weights, v).view(num_heads, dim)
     return out
 
 

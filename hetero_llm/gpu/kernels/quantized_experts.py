@@ -23,10 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hetero_llm.gpu.kernels.activation import KINDS
+from hetero_llm.gpu.kernels.activation import gate_options
 from hetero_llm.gpu.kernels.dequantize import dequantize_to
 from hetero_llm.gpu.kernels.experts import (
     ALL_BLOCKS,
+    Biases,
     GroupedConfig,
     Groups,
     combine,
@@ -49,6 +50,7 @@ from hetero_llm.gpu.kernels.quantized_gemm import (
 )
 from hetero_llm.gpu.kernels.quantized_gemm import choose as choose_tile
 from hetero_llm.gpu.kernels.skinny_gemm import MAX_ROWS
+from hetero_llm.models.config import Gate
 
 _WARPS = 1000  # of a product that K is split for: some 8 on each multiprocessor of an H200
 
@@ -82,8 +84,11 @@ def quantized_grouped_kernel(
     scale_stride,
     zero_stride,
     steps,  # tiles of K of one split
+    bias,  # [total]; None
     PER_ROW: tl.constexpr,  # pairs that share a row of x
     NAME: tl.constexpr,  # of the activation; "" is a plain product
+    ALPHA: tl.constexpr,  # of `clamped_swish`
+    LIMIT: tl.constexpr,
     KIND: tl.constexpr,
     LANES: tl.constexpr,
     CHUNKS: tl.constexpr,  # of a tile
@@ -133,8 +138,11 @@ def quantized_grouped_kernel(
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
     sums = scale_rows(sums, row_scale, features, total)
+    if bias is not None:
+        own = (tile * BLOCK_N + lanes % BLOCK_N < n) & (tl.program_id(1) == 0)
+        sums += tl.load(bias + features, mask=own, other=0.0).to(tl.float32)[:, None]
     if NAME != "":
-        sums = gated(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), NAME, DTYPE)
+        sums = gated(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), NAME, ALPHA, LIMIT, DTYPE)
     outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     out = y + tl.program_id(1).to(tl.int64) * num_pairs * n
     pointers = out + pair.to(tl.int64)[None, :] * n + outputs[:, None]
@@ -147,8 +155,9 @@ def plan_quantized_product(
     groups: Groups,
     *,
     y: Tensor,
-    activation: str,
+    activation: Gate,
     config: GroupedConfig,
+    bias: Tensor | None = None,
 ) -> Launch:
     """The launch that writes a grouped product into `y`; see `experts` for x and the groups.
 
@@ -156,6 +165,7 @@ def plan_quantized_product(
         y: [num_pairs, N] of x's dtype; with `split_k` above 1 [split_k, num_pairs, N] float32.
         matrix: Of experts x N rows; with an activation experts x 2N, gates of an expert first.
         config: With `block_k` a multiple of the matrix's chunk.
+        bias: A number for each row of the matrix, contiguous, added before the activation; or None.
     """
     (rows, k), n, splits = x.shape, y.shape[-1], config.split_k
     per_row, parts = groups.num_pairs // rows, 2 if activation else 1
@@ -164,6 +174,7 @@ def plan_quantized_product(
     assert matrix.shape[1] == k and matrix.shape[0] % (parts * n) == 0 and x.stride(1) == 1
     assert y.dtype == (x.dtype if splits == 1 else torch.float32)
     assert y.is_contiguous() and config.swap
+    assert bias is None or (bias.numel() == matrix.shape[0] and bias.is_contiguous())
     assert config.block_k % matrix.chunk == 0, (config, matrix.chunk)
     blocks = groups.experts.numel()
     more = matrix.zero if matrix.offset is None else matrix.offset
@@ -174,10 +185,10 @@ def plan_quantized_product(
     arguments += (0 if matrix.scale is None else matrix.scale.shape[1],)
     arguments += (0 if more is None else more.shape[1],)
     tiles = triton.cdiv(matrix.padded_columns, config.block_k)
-    arguments += (triton.cdiv(tiles, splits),)
+    arguments += (triton.cdiv(tiles, splits), bias)
     options = {
         "PER_ROW": per_row,
-        "NAME": KINDS[activation] if activation else "",
+        **gate_options(activation or None),
         "KIND": KIND_CODES[matrix.kind],
         "LANES": matrix.lanes,
         "CHUNKS": config.block_k // matrix.chunk,
@@ -238,7 +249,8 @@ def quantized_experts(
     gate_up: Weights,
     down: Weights,
     *,
-    activation: str,
+    activation: Gate,
+    biases: Biases | None = None,
 ) -> Tensor:
     """`experts` with quantized weights; one of the two may be plain.
 
@@ -251,7 +263,8 @@ def quantized_experts(
         weights: [T, k] float32, contiguous.
         gate_up: Of 2 * inner rows and hidden columns an expert, gates first.
         down: Of hidden rows and inner columns an expert.
-        activation: A name that `experts.serves` knows.
+        activation: One that `experts.serves` knows.
+        biases: See `experts`.
 
     Returns:
         [T, hidden] in x's dtype.
@@ -262,22 +275,29 @@ def quantized_experts(
         return torch.empty_like(x)
     if not (serves(x, gate_up) and serves(x, down)):
         first, second = (_dense(matrix, num_experts, x.dtype) for matrix in (gate_up, down))
-        return experts(x, ids, weights, first, second, activation=activation)
+        return experts(x, ids, weights, first, second, activation=activation, biases=biases)
     plain = choose_plain(rows, k, num_experts, x.itemsize)
     groups = groups_of(ids, num_experts, plain[0].block_m)
 
-    def product(x: Tensor, weights: Weights, config: GroupedConfig, activation: str) -> Tensor:
+    def product(
+        x: Tensor, weights: Weights, config: GroupedConfig, activation: Gate, bias: Tensor | None
+    ) -> Tensor:
         if isinstance(weights, Tensor):
-            return grouped_product(x, weights, groups, activation=activation, config=config)
+            return grouped_product(
+                x, weights, groups, activation=activation, config=config, bias=bias
+            )
         parts = 2 if activation else 1
         n = weights.shape[0] // num_experts // parts
         config = choose(groups, weights, n, parts)
         y = outputs_of(x, groups, n, config)
-        plan_quantized_product(x, weights, groups, y=y, activation=activation, config=config)()
+        plan_quantized_product(
+            x, weights, groups, y=y, activation=activation, config=config, bias=bias
+        )()
         return y
 
-    middle = product(x, gate_up, plain[0], activation)
-    return combine(product(middle, down, plain[1], ""), weights, x.dtype)
+    of_first, of_second = biases or (None, None)
+    middle = product(x, gate_up, plain[0], activation, of_first)
+    return combine(product(middle, down, plain[1], "", of_second), weights, x.dtype)
 
 
 def outputs_of(x: Tensor, groups: Groups, n: int, config: GroupedConfig) -> Tensor:

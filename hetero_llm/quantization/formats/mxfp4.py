@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hetero_llm.quantization.formats.modules import PlainModules
@@ -21,10 +22,12 @@ from hetero_llm.quantization.formats.values import (
     scale_of_exponents,
     width_of_groups,
 )
-from hetero_llm.quantization.matrix import QuantizedMatrix
+from hetero_llm.quantization.matrix import FP4_VALUES, QuantizedMatrix, pack_codes
 
 _GROUP = 32
 _BANKS = ("gate_up_proj", "down_proj")
+_ROWS_AT_ONCE = 1 << 12
+_LEAST = 2.0**-120  # of a group's largest number: its scale is a normal number of bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,31 @@ class Mxfp4Format:
         parent, _, last = module.rpartition(".")
         banked = last in _BANKS and parent.rpartition(".")[2] == "experts"
         return Mxfp4Bank() if banked and module not in self._plain else None
+
+
+def quantize(weight: Tensor) -> QuantizedMatrix:
+    """The matrix that MXFP4 makes of [N, K] floats: a group's scale is the power of two that
+    brings its largest number to 4 and more, and beyond 6 numbers are cut (OCP Microscaling Formats
+    1.0, section 6.3). For random weights: checkpoints come quantized.
+
+    Raises:
+        ValueError: groups do not divide the columns.
+    """
+    width_of_groups(weight.shape[1], _GROUP, 4)
+    parts = [_quantized_rows(rows) for rows in weight.split(_ROWS_AT_ONCE)]
+    codes, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return QuantizedMatrix("fp4", codes, scales, _GROUP)
+
+
+def _quantized_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed codes [N, K / 2], scales [N, K / 32] bfloat16."""
+    groups = weight.float().view(len(weight), -1, _GROUP)
+    largest = groups.abs().amax(2, keepdim=True).clamp_(min=_LEAST)
+    scale = (largest.log2().floor() - 2).exp2()
+    values = torch.tensor(FP4_VALUES[:8], device=weight.device)
+    codes = torch.bucketize(groups.abs() / scale, (values[1:] + values[:-1]) / 2)
+    codes = torch.where(groups < 0, codes + 8, codes)
+    return pack_codes(codes.view(weight.shape)), scale.squeeze(2).bfloat16()
 
 
 def read(config: Config) -> Mxfp4Format:

@@ -45,6 +45,16 @@ def test_bytes(tmp_path: Path) -> None:
     assert read["kv"] == 32 * 2 * 8 * 128 * 2 * 4 * 100
 
 
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """gpt-oss-20b has 20.91 billion parameters, by its model card."""
+    config = config_of("gpt-oss-20b", tmp_path)
+    with torch.device("meta"):
+        model = model_class(config.architecture)(config)
+    assert sum(p.numel() for p in model.parameters()) == 20_914_757_184
+    read = bytes_per_step(config, 4.0, 1, 100.0)
+    assert read["experts"] == 24 * 4 * 3 * 2880 * 2880 * 4.5 / 8
+
+
 def test_the_bench_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

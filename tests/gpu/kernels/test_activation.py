@@ -12,6 +12,7 @@ from hetero_llm.gpu.kernels.activation import (
     gated_activation_reference,
     silu_mul,
 )
+from hetero_llm.models.config import ClampedSwish
 
 NAMES = ["silu", "relu", "relu2", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"]
 ALL_NAMES = [*NAMES, "sigmoid", "tanh"]
@@ -35,6 +36,24 @@ def test_matches_torch(
     expected = gated_activation_reference(gate_up.clone(), name)
     result = gated_activation(gate_up, name)
     torch.testing.assert_close(result, expected, rtol=TOLERANCE[dtype], atol=ABSOLUTE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_clamped_gate(device: torch.device, dtype: torch.dtype) -> None:
+    """Numbers on both sides of all limits; gates have none below."""
+    gate = ClampedSwish(1.3, 2.5)
+    torch.manual_seed(0)
+    gate_up = (torch.randn(3, 2 * 1500, device=device) * 3).to(dtype)
+    result = gated_activation(gate_up, gate)
+    expected = gated_activation_reference(gate_up, gate)
+    torch.testing.assert_close(result, expected, rtol=TOLERANCE[dtype], atol=ABSOLUTE[dtype])
+    low, high = gate_up.double().chunk(2, 1)
+    low, high = low.clamp(max=2.5), high.clamp(-2.5, 2.5)
+    exact = (high + 1) * low * (1.3 * low).sigmoid()
+    torch.testing.assert_close(
+        result.double(), exact, rtol=TOLERANCE[dtype], atol=ABSOLUTE[dtype], check_dtype=False
+    )
+    assert gated_activation(torch.full((1, 2), torch.nan, device=device), gate).isnan().all()
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)

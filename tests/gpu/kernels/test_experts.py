@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from hetero_llm.gpu.kernels import experts as op
 from hetero_llm.gpu.kernels import routing
 from hetero_llm.gpu.kernels.experts import GroupedConfig, Groups, VectorConfig
 from hetero_llm.models.blocks import DecoderLayer
+from hetero_llm.models.config import ClampedSwish, Gate
 from hetero_llm.models.experts import Experts
+from hetero_llm.models.layers import GatedActivation
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
 from tests.models.tiny import make_tiny_checkpoint
@@ -47,10 +50,12 @@ def route(device: torch.device, rows: int, num_experts: int, k: int) -> tuple[Te
 
 
 def check(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, name: str = "silu"
-) -> Tensor:
-    y = op.experts(x, ids, weights, gate_up, down, activation=name)
-    expected = op.experts_reference(x, ids, weights, gate_up, down, activation=name)
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, name: Gate = "silu",
+    biases: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    settings: dict[str, Any] = {"activation": name, "biases": biases}
+    y = op.experts(x, ids, weights, gate_up, down, **settings)
+    expected = op.experts_reference(x, ids, weights, gate_up, down, **settings)
     assert y.dtype == x.dtype and y.shape == x.shape
     bound = TOLERANCE[x.dtype] * float(expected.abs().max())
     torch.testing.assert_close(y, expected, atol=bound, rtol=0)
@@ -89,6 +94,41 @@ def test_activations(device: torch.device, rows: int, name: str) -> None:
     x, gate_up, down = tensors(device, rows, 4, 16, 16, torch.float16)
     assert op.serves(name) and not op.serves("sigmoid")
     check(x, *route(device, rows, 4, 2), gate_up, down, name)
+
+
+CLAMPED = ClampedSwish(1.702, 1.0)  # a limit that many products reach
+
+
+def biases_of(gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """Of order one."""
+    first, second = (torch.randn(w.shape[:2], device=w.device).to(w.dtype) for w in (gate_up, down))
+    return first, second
+
+
+@pytest.mark.parametrize(
+    "rows, num_experts, k, hidden, inner, dtype",
+    [
+        (1, 4, 2, 40, 24, torch.float16),  # the vector kernels, with a rest of features
+        (1, 4, 2, 40, 24, torch.float32),
+        (9, 5, 3, 40, 24, torch.float32),
+        (33, 3, 2, 20, 12, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("gate", [CLAMPED, "silu"], ids=["clamped", "silu"])
+def test_biases_and_gates(
+    device: torch.device,
+    gate: Gate,
+    rows: int,
+    num_experts: int,
+    k: int,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(rows)
+    x, gate_up, down = tensors(device, rows, num_experts, hidden, inner, dtype)
+    biases = biases_of(gate_up, down)
+    check(x, *route(device, rows, num_experts, k), gate_up, down, gate, biases)
 
 
 def test_routes_that_are_not_balanced(device: torch.device) -> None:
@@ -140,18 +180,24 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
         (GroupedConfig(16, 32, 32, group=2, evict_first=True), ""),
         (GroupedConfig(16, 16, 64, swap=False), ""),
         (GroupedConfig(16, 16, 64, swap=False, group=1), "silu"),
+        (GroupedConfig(16, 16, 64, swap=False), CLAMPED),
+        (GroupedConfig(16, 16, 64), CLAMPED),
     ],
-    ids=["swapped", "plain", "gated"],
+    ids=["swapped", "plain", "gated", "clamped", "clamped swapped"],
 )
-def test_grouped_product(device: torch.device, config: GroupedConfig, activation: str) -> None:
+def test_grouped_product(device: torch.device, config: GroupedConfig, activation: Gate) -> None:
     rows, num_experts, n, k = 21, 3, 40, 72
     x, gate_up, _ = tensors(device, rows, num_experts, k, n, torch.float32)
     weight = gate_up if activation else gate_up[:, :n].contiguous()
     ids, _ = route(device, rows, num_experts, 2)
     groups = op.align(ids, num_experts, config.block_m)
-    y = op.grouped_product(x, weight, groups, activation=activation, config=config)
+    bias, _ = biases_of(weight, weight)
+    y = op.grouped_product(x, weight, groups, activation=activation, config=config, bias=bias)
     products = torch.einsum("pnk,pk->pn", weight[ids.flatten().long()], x.repeat_interleave(2, 0))
-    if activation:
+    products += bias[ids.flatten().long()]
+    if activation == CLAMPED:
+        products = GatedActivation(CLAMPED).plain(products)
+    elif activation:
         gate, up = products.chunk(2, dim=1)
         products = torch.nn.functional.silu(gate) * up
     torch.testing.assert_close(y, products, atol=2e-5, rtol=0)

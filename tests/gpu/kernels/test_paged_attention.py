@@ -3,6 +3,7 @@ types."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,7 @@ class Case:
     softcap: float | None = None
     alibi: bool = False
     scaled: bool = False
+    sinks: float | None = None  # a head's sinks are spread around it
     shared: int = 0
     differs: int | None = None
     tile: TileShape | None = None  # instead of tile_rows and keys
@@ -108,6 +110,15 @@ def block_tables(case: Case, slots: np.ndarray, blocks: list[int], order: np.nda
 
 def check(case: Case, device: torch.device, seed: int = 0) -> int:
     """Compares; returns how many rows have pieces of a tile of several sequences."""
+    out, expected, num_shared = run(case, device, seed)
+    tolerance = 1e-5 if case.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    return num_shared
+
+
+def run(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """What the kernel and the reference return, and how many rows have pieces of a tile of several
+    sequences."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     num = len(case.sequences)
@@ -148,6 +159,10 @@ def check(case: Case, device: torch.device, seed: int = 0) -> int:
     changes = {"window": case.window, "softcap": case.softcap, "slopes": slopes}
     if case.scaled:
         changes["kv_scales"] = 0.3 + torch.rand(2, case.kv_heads, device=device)
+    if case.sinks is not None:
+        generator = torch.Generator(device).manual_seed(seed)
+        sinks = case.sinks + torch.randn(case.heads, generator=generator, device=device)
+        changes["sinks"] = sinks.to(case.dtype)
     out = torch.full((total, case.heads, case.dim), float("nan"), device=device).to(case.dtype)
     device_tables = torch.from_numpy(tables).to(device)
     spare = np.zeros((3, 8), np.int32)
@@ -177,9 +192,7 @@ def check(case: Case, device: torch.device, seed: int = 0) -> int:
         scale=case.dim**-0.5,
         **changes,
     )
-    tolerance = 1e-5 if case.dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(out.float(), expected.float(), rtol=tolerance, atol=tolerance)
-    return int((cut_rows[:, 5] > 0).sum())
+    return out, expected, int((cut_rows[:, 5] > 0).sum())
 
 
 @pytest.mark.parametrize(
@@ -241,6 +254,39 @@ TREE = random_tree(np.random.default_rng(3), 64)
 )
 def test_scores_that_change(case: Case, device: torch.device) -> None:
     check(case, device)
+
+
+SINKS = [
+    Case([(0, 1, None), (37, 1, None), (5, 4, None)]),  # whole tiles
+    Case([(130, 1, None)], parallel=9, window=24),
+    Case([(130, 1, None), (40, 2, None)], parallel=9),  # one sequence in many pieces
+    Case([(35, 6, None), (90, 1, None)], heads=7, kv_heads=1, dim=80, dtype=torch.bfloat16),
+    Case([(40, 6, TREE[:6]), (3, 1, None)], window=40, parallel=7, dtype=torch.float16),
+    Case([(9, 64, TREE)], heads=1, kv_heads=1, dim=16, tile_rows=64, keys=32),
+    Case([(50, 1, None), (0, 2, None)], parallel=9, softcap=0.7, alibi=True),
+    Case(
+        [(90, 2, None), (40, 1, None)],
+        dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn, scaled=True, parallel=7,
+    ),
+    Case([(303, 8, TREE[:8])] * 2, shared=288, parallel=3, tile_rows=32),
+    Case([(150, 1, None), (170, 2, None), (144, 1, None)], shared=144, parallel=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SINKS)
+def test_sinks(case: Case, device: torch.device) -> None:
+    """Once for each row: in whole tiles, cut ones, and beside a tile of several sequences."""
+    check(dataclasses.replace(case, sinks=1.0), device)
+
+
+@pytest.mark.parametrize("case", [SINKS[1], SINKS[4], SINKS[9]])
+def test_sinks_without_end(case: Case, device: torch.device) -> None:
+    """With one of minus infinity the kernel is that without, to the bit; a large one takes all."""
+    without, _, _ = run(case, device)
+    faint, _, _ = run(dataclasses.replace(case, sinks=float("-inf")), device)
+    assert torch.equal(faint, without)
+    outshone, _, _ = run(dataclasses.replace(case, sinks=1e4), device)
+    assert not outshone.any()
 
 
 FIVE = [(150, 1, None), (170, 2, None), (144, 1, None), (181, 1, None), (160, 3, None)]

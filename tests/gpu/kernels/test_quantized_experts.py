@@ -20,6 +20,7 @@ from hetero_llm.gpu.kernels.experts import (
     groups_of,
 )
 from hetero_llm.gpu.kernels.quantized_gemm import prepare
+from hetero_llm.models.config import Gate
 from hetero_llm.models.experts import Experts
 from hetero_llm.quantization.matrix import (
     BLOCK_ROWS,
@@ -29,7 +30,7 @@ from hetero_llm.quantization.matrix import (
     dequantize,
     stack,
 )
-from tests.gpu.kernels.test_experts import TOLERANCE, route
+from tests.gpu.kernels.test_experts import CLAMPED, TOLERANCE, route
 from tests.quantization.matrices import random_matrix
 
 HALF = torch.float16
@@ -48,11 +49,13 @@ def stack_of(
 
 
 def check(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: QuantizedStack, down: QuantizedStack | Tensor
-) -> Tensor:
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: QuantizedStack, down: QuantizedStack | Tensor,
+    gate: Gate = "silu", biases: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     prepared = [prepare(w.matrix) if isinstance(w, QuantizedStack) else w for w in (gate_up, down)]
-    y = op.quantized_experts(x, ids, weights, *prepared, activation="silu")
-    expected = experts_reference(x, ids, weights, gate_up, down, activation="silu")  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"activation": gate, "biases": biases}
+    y = op.quantized_experts(x, ids, weights, *prepared, **settings)
+    expected = experts_reference(x, ids, weights, gate_up, down, **settings)  # type: ignore[arg-type]
     assert y.dtype == x.dtype and y.shape == x.shape
     bound = TOLERANCE[x.dtype] * float(expected.abs().max() if len(x) else 0)
     torch.testing.assert_close(y, expected, atol=bound, rtol=0)
@@ -85,6 +88,26 @@ def test_every_form(device: torch.device, form: str) -> None:
     gate_up = stack_of(device, 2, 2 * 48, 80, kind, **settings)
     down = stack_of(device, 2, 80, 48, kind, **settings)
     check(inputs(device, 5, 80), *route(device, 5, 2, 1), gate_up, down)
+
+
+@pytest.mark.parametrize(("rows", "inner"), [(1, 160), (5, 48), (65, 32)])
+def test_biases_and_a_clamped_gate(device: torch.device, rows: int, inner: int) -> None:
+    """MXFP4 as gpt-oss has it. Inputs of `down` are split where there are enough: biases are added
+    once."""
+    form: dict[str, Any] = {"group": 16 if inner % 32 else 32, "scale_dtype": torch.bfloat16}
+    gate_up = stack_of(device, 3, 2 * inner, 96, "fp4", **{**form, "group": 32})
+    down = stack_of(device, 3, 96, inner, "fp4", **form)
+    torch.manual_seed(rows)
+    biases = tuple(torch.randn(w.shape[:2], device=device).to(HALF) for w in (gate_up, down))
+    routes = route(device, rows, 3, 2)
+    check(inputs(device, rows, 96), *routes, gate_up, down, CLAMPED, (biases[0], biases[1]))
+
+
+def test_biases_of_dequantized_weights(device: torch.device) -> None:
+    gate_up, down = (stack_of(device, 3, *size, "fp4", group=16) for size in ((32, 32), (32, 16)))
+    biases = tuple(torch.randn(w.shape[:2], device=device) for w in (gate_up, down))
+    x = inputs(device, 4, 32, torch.float32)
+    check(x, *route(device, 4, 3, 2), gate_up, down, CLAMPED, (biases[0], biases[1]))
 
 
 def test_one_row(device: torch.device) -> None:
@@ -168,14 +191,16 @@ def test_split_inputs_are_added_up(device: torch.device) -> None:
     ids, shares = route(device, 3, 3, 2)
     groups = groups_of(ids, 3, 8)
     matrix = prepare(weights.matrix)
+    bias = torch.randn(3, 40, device=device).to(HALF)
     config = GroupedConfig(8, 32, matrix.chunk, num_warps=2, num_stages=2, split_k=4)
     assert matrix.padded_columns == 3 * matrix.chunk
     y = op.outputs_of(x, groups, 40, config)
     assert y.shape == (4, 6, 40) and y.dtype == torch.float32
-    op.plan_quantized_product(x, matrix, groups, y=y, activation="", config=config)()
+    op.plan_quantized_product(x, matrix, groups, y=y, activation="", config=config, bias=bias)()
     found = combine(y, shares, HALF)
     dense = dequantize(weights.matrix, torch.float32).view(3, 40, 160)
-    products = torch.einsum("pnk,pk->pn", dense[ids.flatten().long()], x.float()).to(HALF)
+    products = torch.einsum("pnk,pk->pn", dense[ids.flatten().long()], x.float())
+    products = (products + bias.float()[ids.flatten().long()]).to(HALF)
     expected = (products.float().view(3, 2, 40) * shares.unsqueeze(2)).sum(1)
     assert found.dtype == HALF
     torch.testing.assert_close(found.float(), expected, atol=2**-7, rtol=0)

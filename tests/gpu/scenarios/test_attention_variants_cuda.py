@@ -1,4 +1,5 @@
-"""Attention beyond Llama's on a GPU: soft caps, ALiBi, alternating windows, odd heads and groups.
+"""Attention beyond Llama's on a GPU: soft caps, ALiBi, sinks, alternating windows, odd heads and
+groups.
 
 The kernel with the tiles that the engine gives it against its reference in torch; then whole
 models, judged token by token by transformers' eager attention in float32, with prefix hits and
@@ -23,7 +24,7 @@ from hetero_llm.core.step_times import StepTimes
 from hetero_llm.gpu.attention_context import AttentionContext
 from hetero_llm.gpu.kernels.paged_attention import TileShape
 from hetero_llm.spec_decode.proposal_account import ProposalAccount
-from tests.gpu.kernels.test_paged_attention import Case, check, random_tree
+from tests.gpu.kernels.test_paged_attention import Case, check, random_tree, run
 from tests.gpu.scenarios import serving
 from tests.gpu.scenarios.serving import TIES, generate, regrets, start
 
@@ -44,6 +45,8 @@ SCORES: dict[str, dict[str, Any]] = {
     "soft cap": {"softcap": 0.7},
     "ALiBi": {"alibi": True},
     "both": {"softcap": 0.7, "alibi": True},
+    "sinks": {"sinks": 1.0},
+    "all": {"softcap": 0.7, "alibi": True, "sinks": 1.0},
 }
 
 
@@ -124,6 +127,24 @@ def test_scores_that_change_in_float32(scores: str) -> None:
     check_tiles(case_of("of 96", dtype=torch.float32, **SCORES[scores]), chosen)
 
 
+@pytest.mark.parametrize("window", [None, 128])
+def test_every_tile_with_sinks(window: int | None) -> None:
+    """Heads of gpt-oss, in whole tiles and in cut ones."""
+    for parallel in (9, 200):
+        case = Case([], heads=64, kv_heads=8, dim=64, dtype=torch.bfloat16, parallel=parallel)
+        check_tiles(dataclasses.replace(case, window=window, sinks=1.0))
+
+
+def test_faint_sinks_change_no_bit_and_large_ones_take_all() -> None:
+    sequences: Any = [(700, 1, None), (130, 33, None), (300, 64, TREE)]
+    case = Case(sequences, heads=64, kv_heads=8, dtype=torch.bfloat16, parallel=9, tile_rows=32)
+    without, _, _ = run(case, GPU)
+    faint, _, _ = run(dataclasses.replace(case, sinks=float("-inf")), GPU)
+    assert torch.equal(faint, without)
+    outshone, _, _ = run(dataclasses.replace(case, sinks=1e4), GPU)
+    assert not outshone.any()
+
+
 @pytest.mark.parametrize("scores", SCORES)
 def test_an_fp8_cache(scores: str) -> None:
     steps: list[Any] = [[(300, 1, None), (40, 20, None)], [(90, 12, TREE[:12])]]
@@ -156,12 +177,22 @@ _GEMMA2 = {
     "sliding_window": 24,
 }
 _STABLELM = {**_INNER, "hidden_size": 640, "num_key_value_heads": 4}
+_OSS = {
+    **_INNER,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "sliding_window": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "pad_token_id": 0,
+}
 _FALCON = {**_SIZES, "hidden_size": 71 * 16, "num_attention_heads": 71, "ffn_hidden_size": 256}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ALiBi of 6 heads": ("Bloom", "ForCausalLM", {**_SIZES, "hidden_size": 192, "n_head": 6}),
     "71 heads on one": ("Falcon", "ForCausalLM", _FALCON),
     "48 heads on one": ("GPTBigCode", "ForCausalLM", {**_GPT, "n_embd": 768, "n_head": 48}),
     "soft caps, alternating windows": ("Gemma2", "ForCausalLM", _GEMMA2),
+    "sinks, alternating windows": ("GptOss", "ForCausalLM", _OSS),
     "heads of 80": ("Phi", "ForCausalLM", {**_INNER, "hidden_size": 320}),
     "heads of 96": ("Phi3", "ForCausalLM", {**_INNER, "hidden_size": 384, "pad_token_id": 0}),
     "heads of 160": ("StableLm", "ForCausalLM", _STABLELM),

@@ -16,8 +16,9 @@ from hetero_llm.gpu.kernels.routing import (
     route_sigmoid,
     route_top_k,
 )
+from hetero_llm.models.config import Gate
 from hetero_llm.models.experts import sigmoid_top_k
-from tests.gpu.kernels.test_experts import check, route, tensors
+from tests.gpu.kernels.test_experts import CLAMPED, biases_of, check, route, tensors
 from tests.gpu.scenarios.serving import GREEDY, TIES, generate, regrets, start, tokens_of
 from tests.models.tiny import make_tiny_checkpoint
 
@@ -146,6 +147,17 @@ def test_sorting_of_many_pairs(device: torch.device) -> None:
     assert torch.equal(flat, order)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 64, 130, 700])
+@pytest.mark.parametrize("gate", [CLAMPED, "silu"], ids=["clamped", "silu"])
+def test_biases_and_gates(device: torch.device, rows: int, gate: Gate) -> None:
+    """Every path and tile; the second size is no multiple of a tile's."""
+    for hidden, inner in ((1024, 1792), (720, 360)):
+        for dtype in (BF16, torch.float16, torch.float32):
+            x, gate_up, down = tensors(device, rows, 8, hidden, inner, dtype)
+            biases = biases_of(gate_up, down)
+            check(x, *route(device, rows, 8, 4), gate_up, down, gate, biases)
+
+
 @pytest.mark.parametrize(
     "family", ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "phimoe"]
 )
@@ -182,3 +194,19 @@ def test_half_precision_through_the_engine(tmp_path: Path, family: str) -> None:
         assert found.median() < TIES and found.mean() < 0.1
         alone = regrets(generate(llm, prompts[:1], params[:1]), params[:1], folder)
         assert alone.median() < TIES
+
+
+def test_biases_through_the_engine(tmp_path: Path) -> None:
+    """gpt-oss in graphs, and with batch invariance in torch, where each expert computes all rows;
+    in bfloat16 a near tie may fall either way."""
+    folder = make_tiny_checkpoint(tmp_path, "gpt_oss")
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (1, 9, 20, 38)]
+    params = [GREEDY] * len(prompts)
+    settings = {"max_model_len": 64, "skip_tokenizer_init": True}
+    for invariant in (False, True):
+        with start(folder, batch_invariant=invariant, **settings) as llm:
+            assert regrets(generate(llm, prompts, params), params, folder).max() < TIES
+    with start(folder, dtype="bfloat16", **settings) as llm:
+        found = regrets(generate(llm, prompts, params), params, folder)
+        assert found.median() < TIES and found.mean() < 0.1

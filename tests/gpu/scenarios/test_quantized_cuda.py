@@ -20,9 +20,11 @@ from hetero_llm.models.quantized_writer import write_quantized
 from hetero_llm.quantization.matrix import KINDS, Kind, dequantize
 from hetero_llm.quantization.names import ONLINE_NAMES, OnlineName
 from hetero_llm.quantization.online import OnlineScheme
+from tests.gpu.kernels.test_experts import CLAMPED, route
 from tests.gpu.kernels.test_quantized_experts import check, stack_of
 from tests.gpu.scenarios.serving import DEMO, GREEDY, TIES, generate, ragged, regrets, start
 from tests.gpu.scenarios.test_lookahead_cuda import DRAFTERS, MIXED
+from tests.models.mxfp4_checkpoints import make_both
 from tests.models.test_quantized_weights import FORMATS, both
 
 
@@ -112,9 +114,25 @@ def test_memory_is_that_of_the_quantized_model() -> None:
     assert taken["int4"] is not None and taken[None] - taken["int4"] > matrices
 
 
+@pytest.mark.parametrize("rows", [1, 4, 16, 100, 600])
+def test_experts_of_gpt_oss(rows: int) -> None:
+    """MXFP4 at its real sizes, with biases and a clamped gate: splits of K, blocks of all sizes."""
+    device = torch.device("cuda")
+    form: dict[str, Any] = {"group": 32, "scale_dtype": torch.bfloat16}
+    gate_up = stack_of(device, 8, 2 * 2880, 2880, "fp4", **form)
+    down = stack_of(device, 8, 2880, 2880, "fp4", **form)
+    torch.manual_seed(rows)
+    for dtype in (torch.bfloat16, torch.float16):
+        first, second = (torch.randn(w.shape[:2], device=device) for w in (gate_up, down))
+        x = torch.randn(rows, 2880, device=device).to(dtype)
+        routes = route(device, rows, 8, 4)
+        check(x, *routes, gate_up, down, CLAMPED, (first.to(dtype), second.to(dtype)))
+
+
 @pytest.mark.parametrize(
     ("family", "form"),
     [
+        ("gpt_oss", "mxfp4"),
         ("mixtral", "fp8 blocks"),
         ("mixtral", "gptq ordered"),
         ("qwen2_moe", "awq"),
@@ -128,7 +146,10 @@ def test_memory_is_that_of_the_quantized_model() -> None:
 def test_mixtures(tmp_path: Path, family: str, form: str) -> None:
     """Experts in graphs, chunks and prefix hits: float32 meets dequantized weights, bfloat16 the
     kernels that read codes, in blocks of few pairs and of many."""
-    quantized, plain = both(tmp_path, FORMATS[form], family)
+    if family == "gpt_oss":
+        quantized, plain = make_both(tmp_path)
+    else:
+        quantized, plain = both(tmp_path, FORMATS[form], family)
     generator = torch.Generator().manual_seed(1)
     lengths = [1, 7, 16, 23, 33, 38]
     prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in lengths]

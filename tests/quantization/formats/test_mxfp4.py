@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hetero_llm.quantization.formats.mxfp4 import quantize
 from hetero_llm.quantization.formats.read import read_format
+from hetero_llm.quantization.matrix import dequantize
 from tests.quantization.formats.stored import (
     E2M1,
     Numbers,
@@ -53,6 +55,25 @@ def test_all_else_is_plain() -> None:
     ):
         assert found.scheme(module) is None
     assert found.scheme("model.layers.0.mlp.experts.down_proj") is not None
+
+
+def test_rounding() -> None:
+    """To the nearest number of the group's scale; the largest ones are cut, by less than a
+    quarter."""
+    weight = torch.randn(5, COLUMNS, generator=torch.Generator().manual_seed(0))
+    weight[0, :32] = 0.0
+    weight[1, :5] = torch.tensor([7.9, -7.9, 2.4, -0.2, 0.8])
+    weight[1, 5:32] = 0.0
+    matrix = quantize(weight)
+    found = dequantize(matrix, torch.float32)
+    assert (found[0, :32] == 0).all()
+    assert found[1, :5].tolist() == [6.0, -6.0, 2.0, 0.0, 1.0]
+    scale = matrix.scale.float().repeat_interleave(32, 1)
+    assert (torch.frexp(matrix.scale.float()).mantissa == 0.5).all()
+    values = torch.tensor(E2M1, dtype=torch.float32)
+    nearest = (values * scale.unsqueeze(2) - weight.unsqueeze(2)).abs().amin(2)
+    torch.testing.assert_close((found - weight).abs(), nearest)
+    assert ((found - weight).abs() <= 0.25 * weight.abs().amax(1, keepdim=True)).all()
 
 
 def test_broken_banks() -> None:
