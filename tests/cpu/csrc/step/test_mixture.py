@@ -4,6 +4,7 @@ token's result depends on threads or on the other tokens of a step."""
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -35,9 +36,12 @@ _SIZES = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Sizes that are no multiples of a strip or of a panel, and a layer without experts."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Sizes that are no multiples of a strip or of a panel, and a layer without experts. Torch has
+    one thread: more would get in the executor's way on a small machine."""
     torch.manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     models = {
         "mixtral": transformers.MixtralForCausalLM(
             transformers.MixtralConfig(
@@ -61,7 +65,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("mixtures")
     for name, model in models.items():
         model.to(torch.bfloat16).float().save_pretrained(parent / name)  # bf16 weights are exact
-    return {name: parent / name for name in models}
+    yield {name: parent / name for name in models}
+    torch.set_num_threads(before)
 
 
 # -- routes ----------------------------------------------------------------------------------------
