@@ -199,19 +199,27 @@ int64_t strips_of(const Matrix& matrix) { return round_up(matrix.outputs, kStrip
 // few) and a block of an expert's tokens.
 void gate_experts(const Run& r, const Layer& layer, int64_t index,
                   const std::vector<ExpertPart>& parts, int thread) {
-    int64_t strips = 0;
-    for (const ExpertPart& part : parts) strips += strips_of(*part.gate_up);
+    int64_t strips = 0, rows = 0;
+    for (const ExpertPart& part : parts) {
+        strips += strips_of(*part.gate_up);
+        rows += part.rows;
+    }
     const int64_t unit = strips < 4 * kPerPanel * r.threads ? 2 : kPerPanel;
     const auto units_of = [&](const ExpertPart& part) {  // of a block of tokens
         return (strips_of(*part.gate_up) + unit - 1) / unit;
     };
-    int64_t block = 2 * kRowBlock, count = 0;
-    do {
-        block /= 2;
-        count = 0;
+    const auto count_units = [&](int64_t block) {
+        int64_t count = 0;
         for (const ExpertPart& part : parts)
             count += units_of(part) * ((part.rows + block - 1) / block);
-    } while (block > kLeastRowBlock && count < 4 * r.threads);
+        return count;
+    };
+    // Half of the mean, so that an expert with many tokens has more units than others.
+    int64_t block = kRowBlock;
+    while (block > kLeastRowBlock && (2 * block * (int64_t)parts.size() > rows ||
+                                      count_units(block) < 4 * r.threads))
+        block /= 2;
+    const int64_t count = count_units(block);
     share_units(r, kPhases * index + kGateUpProduct, count, thread,
                 [&](int64_t first, int64_t last) {
         int64_t before = 0;
@@ -222,9 +230,9 @@ void gate_experts(const Run& r, const Layer& layer, int64_t index,
             const GateRows to{part.gates, part.gate_stride, part.down->depth,
                               part.down->format == Format::kBf16};
             split_units(own, blocks, [&](int64_t from, int64_t end, Range some) {
-                const Range rows{some.first * block, std::min(some.last * block, part.rows)};
+                const Range block_rows{some.first * block, std::min(some.last * block, part.rows)};
                 product(
-                    r, *part.gate_up, part.in, rows, from * unit,
+                    r, *part.gate_up, part.in, block_rows, from * unit,
                     std::min(end * unit, strips_of(*part.gate_up)), tile_of(r, thread),
                     [&](int64_t row, int64_t height, int64_t strip, int64_t width, float* tile,
                         int64_t stride) {
@@ -275,8 +283,7 @@ void add_experts(const Run& r, const Layer& layer, int64_t index,
                  const std::vector<ExpertPart>& parts, int thread) {
     const int64_t hidden = r.m.hidden, strips = round_up(hidden, kStrip) / kStrip;
     const int64_t finest = r.tokens <= kFewRows ? 1 : 2;
-    int64_t unit = kPerPanel;
-    while (unit > finest && strips < 4 * unit * r.threads) unit /= 2;
+    const int64_t unit = strips < 4 * kPerPanel * r.threads ? finest : kPerPanel;
     share_units(r, kPhases * index + kDownProduct, (strips + unit - 1) / unit, thread,
                 [&](int64_t first, int64_t last) {
         for (const ExpertPart& part : parts)

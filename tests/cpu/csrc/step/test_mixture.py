@@ -29,7 +29,7 @@ _SIZES = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 24,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "initializer_range": 0.15,
     "tie_word_embeddings": False,
 }
@@ -185,4 +185,13 @@ def test_any_number_of_threads(folders: dict[str, Path], threads: int) -> None:
         ours = torch.cat(
             [served.logits([Part(0, 0, tokens[:89])]), served.logits([Part(0, 89, tokens[89:])])]
         )
+        assert (ours - reference(folder, tokens)).abs().max() < TOLERANCE["float"]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_more_tokens_than_a_block_of_rows(folders: dict[str, Path], threads: int) -> None:
+    for folder in folders.values():
+        served = Served(folder, "float", -1, threads, blocks=64)
+        tokens = text(6, 700)
+        ours = served.logits([Part(2, 0, tokens)])
         assert (ours - reference(folder, tokens)).abs().max() < TOLERANCE["float"]
