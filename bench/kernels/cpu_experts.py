@@ -102,7 +102,7 @@ class Bench:
             config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, torch.bfloat16
         )
         self.cache = PagedKVCache(shape, self.num_blocks, torch.device("cpu"))
-        self.cache.data.normal_()
+        self.cache.data.normal_(generator=torch.Generator().manual_seed(0))
 
     def by_torch(self, works: list[Work]) -> tuple[dict[int, float], dict[int, float]]:
         """Milliseconds of a step, and experts of a layer, by rows."""
@@ -116,14 +116,14 @@ class Bench:
         times, experts = {}, {}
         for work in works:
             step = torch_step(model, attention, work, self.num_blocks)
-            step()
             chosen.clear()
-            times[work.rows] = fastest(step, _TORCH_STEPS)
+            step()  # the first one has the tokens of the executor's steps
             experts[work.rows] = float(np.mean(chosen))
+            times[work.rows] = fastest(step, _TORCH_STEPS)
         return times, experts
 
     def executor(self, weight_format: str, threads: int) -> Executor:
-        """Of other random weights: as many experts are chosen, but not the same."""
+        """Of the same random weights: its tokens choose the same experts, but for rounding."""
         library = native.load()
         assert library is not None, "no compiled library"
         cpus = compute_cpus(reserve=0)
