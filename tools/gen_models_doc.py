@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from bench.engine.families import FAMILIES as SHAPES
+from bench.engine.families import FAMILIES as FAMILY_SHAPES
+from bench.shapes import MOE_SHAPES
 from hetero_llm.core.errors import ModelLoadError
 from hetero_llm.cpu.executor import unsupported_reason
 from hetero_llm.models.llama import LlamaForCausalLM
@@ -28,6 +29,7 @@ from tests.models.tiny import VARIANTS
 from tools.models_doc_rows import IMAGES, INTRODUCTION, NOTES, TEXT, ImageRow, TextRow
 
 ROOT = Path(__file__).parents[1]
+SHAPES = {**FAMILY_SHAPES, **MOE_SHAPES}
 TARGET = ROOT / "docs" / "models.md"
 _TEXT_HEAD = (
     "Architecture", "Models", "Class here", "Runs by", "Lookahead cache", "CPU draft as target",
@@ -73,7 +75,7 @@ def _executor(row: TextRow) -> str:
         try:
             config = load_model_config(Path(folder))
         except ModelLoadError as error:
-            raise SystemExit(f"bench.engine.families.FAMILIES[{row.shape!r}]: {error}") from error
+            raise SystemExit(f"the shape {row.shape!r}: {error}") from error
     reason = unsupported_reason(config, torch.bfloat16)
     return "native" if reason is None else "torch"
 

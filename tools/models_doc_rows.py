@@ -64,7 +64,7 @@ class TextRow:
     Attributes:
         architectures: As in `architectures` of config.json, the manual's spelling first.
         models: Whose checkpoints these are.
-        shape: Key of `bench.engine.families.FAMILIES` (or of its experts).
+        shape: Key of `bench.engine.families.FAMILIES` or of `bench.shapes.MOE_SHAPES`.
         tiny: Families of tests/models/tiny*.py.
         test_files: Further tests, paths from the root.
         tested: What else is to be said of tests.
@@ -139,7 +139,10 @@ TEXT: tuple[TextRow, ...] = (
         ("tests/scenarios/test_published.py",),
     ),
     TextRow(("MistralForCausalLM",), "Mistral, Mistral-Instruct", "mistral", ("mistral",)),
-    TextRow(("MixtralForCausalLM",), "Mixtral-8x7B, 8x22B", tiny=("mixtral",)),
+    TextRow(
+        ("MixtralForCausalLM",), "Mixtral-8x7B, 8x22B", "mixtral-8x7b", tiny=("mixtral",),
+        test_files=("tests/scenarios/test_cpu_mixture.py",),
+    ),
     TextRow(
         ("NemotronForCausalLM",), "Nemotron-3, Nemotron-4, Minitron", "nemotron", ("nemotron",)
     ),
@@ -155,7 +158,10 @@ TEXT: tuple[TextRow, ...] = (
     TextRow(("PhiMoEForCausalLM", "PhimoeForCausalLM"), "Phi-3.5-MoE", tiny=("phimoe",)),
     TextRow(("QWenLMHeadModel",), "Qwen (first version)", "qwen", test_files=_RENAMED),
     TextRow(("Qwen2ForCausalLM",), "Qwen1.5, Qwen2, Qwen2.5", "qwen2", ("qwen2",)),
-    TextRow(("Qwen2MoeForCausalLM",), "Qwen1.5-MoE, Qwen2-57B-A14B", tiny=("qwen2_moe",)),
+    TextRow(
+        ("Qwen2MoeForCausalLM",), "Qwen1.5-MoE, Qwen2-57B-A14B", "qwen1.5-moe-a2.7b",
+        tiny=("qwen2_moe",), test_files=("tests/scenarios/test_cpu_mixture.py",),
+    ),
     TextRow(
         ("StableLmForCausalLM", "StableLMEpochForCausalLM"), "StableLM 3B, StableLM 2", "stablelm",
         ("stablelm",),

@@ -23,18 +23,28 @@ from hetero_llm.core.lora import NO_ADAPTER
 from hetero_llm.cpu.core_watch import CoreWatch
 from hetero_llm.cpu.weight_forms import (
     HEAD_FORMATS,
+    Form,
     KeptMatrix,
     describe_others,
     form_of,
     keep,
+    rounded_form,
 )
 from hetero_llm.lora.adapter import Adapter
-from hetero_llm.models.blocks import Attention
+from hetero_llm.models.blocks import Attention, DecoderLM
 from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.configs.mixture import MixtralConfig, Qwen2MoeConfig
 from hetero_llm.models.layers import CausalLM, Linear
 from hetero_llm.models.llama import LlamaForCausalLM
+from hetero_llm.models.mixtral import MixtralBlock, MixtralForCausalLM
+from hetero_llm.models.qwen2_moe import Qwen2MoeBlock, Qwen2MoeForCausalLM
 from hetero_llm.models.registry import model_class
-from hetero_llm.quantization.matrix import QuantizedWeight, dequantize
+from hetero_llm.quantization.matrix import (
+    QuantizedMatrix,
+    QuantizedStack,
+    QuantizedWeight,
+    dequantize,
+)
 from hetero_llm.runner.kv_cache import PagedKVCache
 
 logger = logging.getLogger(__name__)
@@ -46,16 +56,22 @@ TREE_WINDOW = 64
 """KV indices that a tree's tokens may see or not, their own included."""
 
 _DTYPES = {torch.bfloat16: 0, torch.float32: 1}
+_MLP_MAKERS = (DecoderLM.make_mlp, MixtralForCausalLM.make_mlp, Qwen2MoeForCausalLM.make_mlp)
 _ACTIVATIONS = {"silu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2}
 _LANES = 8
 _LONG, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 _OUTSIDE_LAYERS = -1
 (
     _EMBEDDING, _FINAL_NORM, _HEAD, _NORM, _QKV, _QKV_BIAS, _OUT, _OUT_BIAS, _SECOND_NORM,
-    _GATE_UP, _DOWN, _Q_NORM, _K_NORM,
-) = range(13)  # fmt: skip
-_MATRICES = (_QKV, _OUT, _GATE_UP, _DOWN, _HEAD)
-_ADAPTED = (_QKV, _OUT, _GATE_UP, _DOWN)  # in the order of `HeteroAdapterProduct.product`
+    _GATE_UP, _DOWN, _Q_NORM, _K_NORM, _ROUTER, _SHARED_GATE, _EXPERTS_GATE_UP, _EXPERTS_DOWN,
+) = range(17)  # fmt: skip
+# Of a layer, in the order of `hetero_executor_new`'s forms.
+_LAYER_MATRICES = (_QKV, _OUT, _GATE_UP, _DOWN, _ROUTER, _EXPERTS_GATE_UP, _EXPERTS_DOWN)
+_EXPERTS = (_EXPERTS_GATE_UP, _EXPERTS_DOWN)
+_MIXTURES = (MixtralBlock, Qwen2MoeBlock)
+_ROUTERS = (_ROUTER, _SHARED_GATE)  # of the type of the model, whatever other weights have
+# In the order of `HeteroAdapterProduct.product`.
+_ADAPTED = (_QKV, _OUT, _GATE_UP, _DOWN, _ROUTER, _SHARED_GATE)
 _NO_MEMORY = -2
 
 
@@ -66,6 +82,9 @@ class _Model(ctypes.Structure):
         *((name, _LONG) for name in ("layers", "hidden", "inner", "heads", "kv_heads", "dim")),
         *((name, _LONG) for name in ("vocab", "rotary_dim", "max_positions")),
         *((name, _LONG) for name in ("activation", "qk_norm", "cache_is_bf16", "tied_head")),
+        *((name, _LONG) for name in ("experts", "experts_per_token", "expert_inner")),
+        *((name, _LONG) for name in ("shared_inner", "renormalize")),
+        ("sparse", _POINTER),
         ("eps", _DOUBLE),
         ("attention_scale", _DOUBLE),
     ]
@@ -288,7 +307,7 @@ class PreparedStep:
 def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Why the executor cannot run such a model, in one line; None if it can."""
     family = model_class(config.architecture)
-    if not issubclass(family, LlamaForCausalLM):
+    if not issubclass(family, (LlamaForCausalLM, MixtralForCausalLM)):
         return f"{config.architecture} is not one of its families"
     if dtype not in _DTYPES:
         return f"{str(dtype).removeprefix('torch.')} is not one of its types"
@@ -306,18 +325,21 @@ def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
     return None if own is None else f"{config.architecture} has {own} of its own"
 
 
-def _own_arithmetic(family: type[LlamaForCausalLM], config: ModelConfig) -> str | None:
-    """What a family computes differently from Llama, in a word; None if nothing. Names and layout
-    of checkpoints may differ: they do not matter after loading."""
-    if family.norm_class is not LlamaForCausalLM.norm_class:
+def _own_arithmetic(family: type[DecoderLM], config: ModelConfig) -> str | None:
+    """What a family computes differently from Llama or from the mixtures that the executor knows,
+    in a word; None if nothing. Names and layout of checkpoints may differ: they do not matter
+    after loading."""
+    if family.norm_class is not DecoderLM.norm_class:
         return "norms"
     if family.attention_class(config) is not Attention or config.rope is None:
         return "attention"
-    if family.make_layer is not LlamaForCausalLM.make_layer:
+    if family.make_layer is not DecoderLM.make_layer:
         return "layers"
-    if family.logits is not LlamaForCausalLM.logits:
+    if family.make_mlp not in _MLP_MAKERS:
+        return "an MLP"
+    if family.logits is not DecoderLM.logits:
         return "logits"
-    return None if family.embed is LlamaForCausalLM.embed else "embeddings"
+    return None if family.embed is DecoderLM.embed else "embeddings"
 
 
 def native_format(dtype: torch.dtype, weight_dtype: str) -> str:
@@ -359,13 +381,14 @@ class Executor:
         weight_format: str,
         isa: int = -1,
     ) -> None:
-        assert isinstance(model, LlamaForCausalLM) and config.rope is not None
+        assert isinstance(model, DecoderLM) and config.rope is not None
         assert cache.shape.dtype in _DTYPES and cache.data.is_contiguous()
         assert threads >= 1 and (cpus is None or len(cpus) == threads), (threads, cpus)
         _declare(library)
         self._run = library.hetero_executor_step
         self._vocab_size = config.vocab_size
-        sizes = _sizes(model, config, cache)
+        sparse = _sparse_layers(model)
+        sizes = _sizes(model, config, cache, sparse)
         forms = _forms(model, weight_format)
         windows = np.array([window or 0 for window in config.sliding_windows], np.int64)
         rotary = model.rotary.table.float().contiguous()
@@ -605,10 +628,10 @@ def _declare(library: ctypes.CDLL) -> None:
     library.hetero_executor_free.argtypes = [_POINTER]
     library.hetero_executor_set.restype = _LONG
     library.hetero_executor_set.argtypes = [
-        *(_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _LONG)
+        *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _LONG, _LONG)
     ]
     library.hetero_executor_set_quantized.restype = _LONG
-    library.hetero_executor_set_quantized.argtypes = [_POINTER, _LONG, _LONG, _POINTER]
+    library.hetero_executor_set_quantized.argtypes = [_POINTER, _LONG, _LONG, _LONG, _POINTER]
     library.hetero_executor_make_slots.restype = None
     library.hetero_executor_make_slots.argtypes = [_POINTER, _LONG, _LONG]
     library.hetero_executor_fill_slot.restype = _LONG
@@ -623,8 +646,17 @@ def _check(arrays: StepInput | StepSamples, types: tuple[tuple[str, type], ...])
         assert array.dtype == kind and array.flags.c_contiguous, (name, array.dtype)
 
 
-def _sizes(model: LlamaForCausalLM, config: ModelConfig, cache: PagedKVCache) -> _Model:
+def _sizes(
+    model: DecoderLM, config: ModelConfig, cache: PagedKVCache, sparse: np.ndarray
+) -> _Model:
     assert config.rope is not None
+    experts: tuple[int | None, ...] = (0, 0, 0, 0, 0, None)
+    if isinstance(config, MixtralConfig):
+        shared, renormalize = 0, True
+        if isinstance(config, Qwen2MoeConfig):
+            shared, renormalize = config.shared_expert_size, config.renormalize
+        counts = (config.num_experts, config.experts_per_token, config.expert_size)
+        experts = (*counts, shared, int(renormalize), sparse.ctypes.data)
     return _Model(
         config.num_layers,
         config.hidden_size,
@@ -639,26 +671,37 @@ def _sizes(model: LlamaForCausalLM, config: ModelConfig, cache: PagedKVCache) ->
         int(config.qk_norm),
         int(cache.shape.dtype == torch.bfloat16),
         int(_is_tied(model)),
+        *experts,
         config.norm_eps,
         config.attn_scale,
     )
 
 
-def _is_tied(model: LlamaForCausalLM) -> bool:
+def _sparse_layers(model: DecoderLM) -> np.ndarray:
+    """[layers] uint8: whether a layer has experts."""
+    layers = cast("Sequence[Any]", model.layers)
+    return np.array([isinstance(layer.mlp, _MIXTURES) for layer in layers], np.uint8)
+
+
+def _is_tied(model: DecoderLM) -> bool:
     """Whether the head's weight is the embedding's."""
     return model.lm_head.weight is model.embed_tokens.weight
 
 
-def _forms(model: LlamaForCausalLM, weight_format: str) -> ctypes.Array[_Form]:
+def _forms(model: DecoderLM, weight_format: str) -> ctypes.Array[_Form]:
     """The forms of all matrices in the library's order. Logs which of them lose their own."""
-    forms, weights = [], []
-    for _, which, weight in _weights(model):
-        if which not in _MATRICES:
-            continue
-        weights.append(weight)
-        own = HEAD_FORMATS.get(weight_format, weight_format) if which == _HEAD else weight_format
-        form = form_of(weight, own)
-        forms.append(_Form(form.format, form.group, form.half_scales, form.zeros))
+    found: dict[tuple[int, int], _Form] = {}
+    weights = []
+    plain = native_format(cast(nn.Parameter, model.norm.weight).dtype, "auto")
+    for layer, which, weight in _weights(model):
+        if which in _ROUTERS:
+            found[layer, which] = _struct_of(rounded_form(plain))
+        elif which in _LAYER_MATRICES or which == _HEAD:
+            weights.append(weight)
+            own = (
+                HEAD_FORMATS.get(weight_format, weight_format) if which == _HEAD else weight_format
+            )
+            found[layer, which] = _struct_of(form_of(weight, own))
     others = describe_others(weights)
     if others is not None:
         logger.warning(
@@ -666,58 +709,81 @@ def _forms(model: LlamaForCausalLM, weight_format: str) -> ctypes.Array[_Form]:
             others,
             weight_format,
         )
+    layers = range(len(model.layers))
+    forms = [found.get((layer, which), _Form()) for layer in layers for which in _LAYER_MATRICES]
+    forms.append(found[_OUTSIDE_LAYERS, _HEAD])
     return (_Form * len(forms))(*forms)
 
 
-def _hand_over(library: ctypes.CDLL, handle: int, model: LlamaForCausalLM) -> None:
-    """Packs every weight into the library, in the order in which steps read them."""
+def _struct_of(form: Form) -> _Form:
+    return _Form(form.format, form.group, form.half_scales, form.zeros)
+
+
+def _hand_over(library: ctypes.CDLL, handle: int, model: DecoderLM) -> None:
+    """Packs every weight into the library, in the order in which steps read them; experts one by
+    one."""
     tied = _is_tied(model)
     for layer, which, weight in _weights(model):
+        if which in _EXPERTS:
+            for expert in range(weight.shape[0]):
+                _set(library, handle, (layer, which, expert), _expert(weight, expert))
+        else:
+            _set(library, handle, (layer, which, 0), _matrix(weight))
         if isinstance(weight, QuantizedWeight):
-            _hand_over_quantized(library, handle, layer, which, weight)
-            continue
-        _set(library, handle, layer, which, weight.data)
-        if which != _EMBEDDING or not tied:  # the tied head is packed last, from the same tensor
+            weight.release()
+        elif which != _EMBEDDING or not tied:  # the tied head is packed last, from the same tensor
             weight.data = weight.data.new_empty(0)
 
 
-def _hand_over_quantized(
-    library: ctypes.CDLL, handle: int, layer: int, which: int, weight: QuantizedWeight
+def _matrix(weight: nn.Parameter | QuantizedWeight) -> torch.Tensor | QuantizedMatrix:
+    return weight.matrix if isinstance(weight, QuantizedWeight) else weight.data
+
+
+def _expert(weight: nn.Parameter | QuantizedWeight, expert: int) -> torch.Tensor | QuantizedMatrix:
+    assert isinstance(weight, (nn.Parameter, QuantizedStack))
+    return weight[expert] if isinstance(weight, QuantizedStack) else weight.data[expert]
+
+
+def _set(
+    library: ctypes.CDLL,
+    handle: int,
+    place: tuple[int, int, int],
+    weight: torch.Tensor | QuantizedMatrix,
 ) -> None:
-    matrix = weight.matrix
-    kept = keep(matrix)
-    if kept is None:
-        _set(library, handle, layer, which, dequantize(matrix, torch.float32))
-    else:
-        _set_quantized(library, handle, layer, which, kept, matrix.shape)
-    weight.release()
-
-
-def _set(library: ctypes.CDLL, handle: int, layer: int, which: int, weight: torch.Tensor) -> None:
+    """`place`: layer, which and expert of `hetero_executor_set`."""
+    if isinstance(weight, QuantizedMatrix):
+        kept = None if place[1] in _ROUTERS else keep(weight)
+        if kept is not None:
+            _set_quantized(library, handle, place, kept, weight.shape)
+            return
+        weight = dequantize(weight, torch.float32)
     data = weight.contiguous()
     rows, columns = data.shape if data.dim() == 2 else (1, len(data))
     failed = library.hetero_executor_set(
-        handle, layer, which, data.data_ptr(), rows, columns, _DTYPES[data.dtype]
+        handle, *place, data.data_ptr(), rows, columns, _DTYPES[data.dtype]
     )
-    assert not failed, (layer, which, tuple(data.shape))
+    assert not failed, (place, tuple(data.shape))
 
 
 def _set_quantized(
     library: ctypes.CDLL,
     handle: int,
-    layer: int,
-    which: int,
+    place: tuple[int, int, int],
     kept: KeptMatrix,
     shape: tuple[int, int],
 ) -> None:
     tensors = (kept.data, kept.scales, kept.points, kept.offsets)
     addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     given = _Quantized(*shape, *addresses)
-    failed = library.hetero_executor_set_quantized(handle, layer, which, ctypes.byref(given))
-    assert not failed, (layer, which, shape, kept.form)
+    failed = library.hetero_executor_set_quantized(handle, *place, ctypes.byref(given))
+    assert not failed, (place, shape, kept.form)
 
 
-def _weights(model: LlamaForCausalLM) -> Iterator[tuple[int, int, nn.Parameter | QuantizedWeight]]:
+_Weights = Iterator[tuple[int, int, nn.Parameter | QuantizedWeight]]
+
+
+def _weights(model: DecoderLM) -> _Weights:
+    """Layer, `which` of `hetero_executor_set` and weight, of all experts together."""
     yield _OUTSIDE_LAYERS, _EMBEDDING, model.embed_tokens.weight
     layers = cast("Sequence[Any]", model.layers)  # a module's attributes have no types
     for index, layer in enumerate(layers):
@@ -729,13 +795,27 @@ def _weights(model: LlamaForCausalLM) -> Iterator[tuple[int, int, nn.Parameter |
             yield index, _K_NORM, attention.heads.qk_norm.k_weight
         yield from _linear(index, attention.out_proj, _OUT, _OUT_BIAS)
         yield index, _SECOND_NORM, layer.mlp_norm.weight
-        yield index, _GATE_UP, layer.mlp.gate_up_proj.weight
-        yield index, _DOWN, layer.mlp.down_proj.weight
-    yield _OUTSIDE_LAYERS, _FINAL_NORM, model.norm.weight
+        yield from _mlp_weights(index, layer.mlp)
+    yield _OUTSIDE_LAYERS, _FINAL_NORM, cast(nn.Parameter, model.norm.weight)
     yield _OUTSIDE_LAYERS, _HEAD, model.lm_head.weight
 
 
-def _adapter_places(model: LlamaForCausalLM) -> dict[str, tuple[int, int]]:
+def _mlp_weights(index: int, mlp: Any) -> _Weights:
+    """Of a `GatedMLP` or of one of `_MIXTURES`."""
+    dense, is_mixture = mlp, isinstance(mlp, _MIXTURES)
+    if is_mixture:
+        dense = getattr(mlp, "shared", None)
+        yield index, _ROUTER, mlp.router.gate.weight
+        if dense is not None:
+            yield index, _SHARED_GATE, mlp.shared_gate.weight
+        yield index, _EXPERTS_GATE_UP, mlp.experts.gate_up
+        yield index, _EXPERTS_DOWN, mlp.experts.down
+    if dense is not None:
+        yield index, _GATE_UP, dense.gate_up_proj.weight
+        yield index, _DOWN, dense.down_proj.weight
+
+
+def _adapter_places(model: DecoderLM) -> dict[str, tuple[int, int]]:
     """Layer and `HeteroAdapterProduct.product` of each `Linear` that adapters may name."""
     own = {
         id(weight): (layer, _ADAPTED.index(which))

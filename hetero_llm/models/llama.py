@@ -1,4 +1,5 @@
-"""Llama ("LLaMA", Touvron et al. 2023), the family that the native CPU executor computes.
+"""Llama ("LLaMA", Touvron et al. 2023), the family that the native CPU executor computes; Mixtral
+and Qwen2-MoE are two more.
 
 Mistral, Qwen2, Qwen3, InternLM and XVERSE are this class with other flags in `ModelConfig`.
 """

@@ -40,6 +40,10 @@ FAMILIES = [
     ("qwen2", "layer_types"),
     ("qwen3", "window_mix"),
     ("qwen3", "tied_biases"),
+    ("mixtral", "three_of_seven"),
+    ("mixtral", "window_tied"),
+    ("qwen2_moe", "renormalized"),
+    ("qwen2_moe", "dense_first"),
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
 SAMPLED = dataclasses.replace(GREEDY, temperature=1.1, seed=7)
@@ -362,6 +366,7 @@ def test_drafts_change_no_token(llama: Path, params: SamplingParams, drafter: An
     ("name", "variant", "dtype", "reason"),
     [
         ("opt", "pre_norm", torch.float32, "OPTForCausalLM is not one of its families"),
+        ("phimoe", "bare", torch.float32, "PhimoeForCausalLM has norms of its own"),
         ("llama", "gqa", torch.float16, "float16 is not one of its types"),
         ("llama", "wide_heads", torch.float32, "heads of 12 are no multiple of 8"),
         ("llama", "biases", torch.float32, "it has no biases in the MLP"),

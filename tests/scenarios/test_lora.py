@@ -36,6 +36,8 @@ from tests.models import tiny_moe
 from tests.models.tiny import VARIANTS, VOCAB_SIZE, make_tiny_checkpoint, reference_attention
 
 ATTENTION = r".*(attn|attention|self_attention)\..*"
+OF_MIXTURES = r".*(attn|shared_expert).*"
+"""transformers' experts and routers are no linear layers."""
 FAMILIES = dict(reversed(VARIANTS))
 """The first variant of each family."""
 SUBSETS = (".*", ATTENTION, r"(?!.*(attn|attention)\.).*")
@@ -146,7 +148,7 @@ def test_families(family: str, tmp_path: Path) -> None:
     """Two adapters and the base in one batch, prompts cut at odd places; on the native executor
     where it runs the family."""
     number = list(FAMILIES).index(family)
-    modules = ATTENTION if family in tiny_moe.FAMILIES else SUBSETS[number % len(SUBSETS)]
+    modules = OF_MIXTURES if family in tiny_moe.FAMILIES else SUBSETS[number % len(SUBSETS)]
     base = make_base(tmp_path, family, 2, modules)
     which = [1, 0, 2, 1, 2, 0]
     requests = base.requests

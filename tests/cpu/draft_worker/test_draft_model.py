@@ -138,6 +138,33 @@ def test_trees_and_commits_as_the_reference(
     assert num_turned(model) >= (2 if sizes is SMALL else 0)
 
 
+def test_a_mixture_of_experts_drafts_as_the_reference(tmp_path: Path, load: Load) -> None:
+    torch.manual_seed(1)
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=POSITIONS,
+        initializer_range=0.1, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40,
+        shared_expert_intermediate_size=56, mlp_only_layers=[1],
+    )  # fmt: skip
+    transformers.Qwen2MoeForCausalLM(config).save_pretrained(tmp_path)
+    model = load(tmp_path, SIZES)
+    memory = Memory(_plain_model(tmp_path))
+    played = [
+        Played(
+            model,
+            slot,
+            SequenceReference(
+                memory, SIZES.window, model.kv_layout.capacity, tokens_of(slot, length)
+            ),
+        )
+        for slot, length in enumerate((50, 3))
+    ]
+    rng = random.Random(6)
+    for _ in range(40):
+        play(model, played, rng)
+    assert sum(one.num_kept for one in played) > 0
+
+
 def test_full_windows(checkpoint: Path, load: Load) -> None:
     """Trees that use every place, behind trunks that are full, too."""
     model = load(checkpoint, replace(SMALL, slots=2))

@@ -33,12 +33,18 @@ struct Shape {
     int64_t outputs, depth;
 };
 
-Shape shape_of(const HeteroModel& s, int64_t product) {
+// Without outputs where the layer does not have the product.
+Shape shape_of(const Model& model, int64_t index, int64_t product) {
+    const HeteroModel& s = model.sizes;
+    const Layer& layer = model.layers[index];
+    const bool sparse = !layer.experts.empty();
     switch (product) {
         case kQkvProduct: return {(s.heads + 2 * s.kv_heads) * s.dim, s.hidden};
         case kOutProduct: return {s.hidden, s.heads * s.dim};
-        case kGateUpProduct: return {2 * s.inner, s.hidden};
-        default: return {s.hidden, s.inner};
+        case kGateUpProduct: return {2 * layer.inner, s.hidden};
+        case kDownProduct: return {layer.inner ? s.hidden : 0, layer.inner};
+        case kRouterProduct: return {sparse ? s.experts : 0, s.hidden};
+        default: return {sparse && layer.inner ? 1 : 0, s.hidden};
     }
 }
 
@@ -285,21 +291,21 @@ void make_slots(Adapters& adapters, int64_t count, Format format) {
     adapters.counts.resize(count + 1);
 }
 
-int64_t lay_out_slot(Adapters& adapters, const HeteroModel& model, int64_t slot,
+int64_t lay_out_slot(Adapters& adapters, const Model& model, int64_t slot,
                      const HeteroAdapter& adapter, Isa isa) {
     if (slot < 0 || slot >= (int64_t)adapters.slots.size()) return -1;
     AdapterSlot& to = adapters.slots[slot];
     to.products.clear();
-    std::vector<AdapterProduct> products(model.layers * kProducts);
+    std::vector<AdapterProduct> products(model.sizes.layers * kProducts);
     const HeteroAdapterPart* parts = adapter.parts;
     int64_t bytes = 0;
     for (int64_t i = 0; i < adapter.num_products; ++i) {
         const HeteroAdapterProduct& from = adapter.products[i];
-        if (from.layer < 0 || from.layer >= model.layers || from.product < 0 ||
+        if (from.layer < 0 || from.layer >= model.sizes.layers || from.product < 0 ||
             from.product >= kProducts)
             return -1;
         AdapterProduct& product = products[from.layer * kProducts + from.product];
-        const Shape shape = shape_of(model, from.product);
+        const Shape shape = shape_of(model, from.layer, from.product);
         if (product.ranks || !fits(from, parts, shape)) return -1;
         product = lay_out(from, parts, shape, adapters.format, isa);
         for_pieces(product, [&](void**, int64_t size) { bytes += size; });
@@ -313,7 +319,7 @@ int64_t lay_out_slot(Adapters& adapters, const HeteroModel& model, int64_t slot,
     return 0;
 }
 
-void pack_slot(Adapters& adapters, const HeteroModel& model, int64_t slot,
+void pack_slot(Adapters& adapters, const Model& model, int64_t slot,
                const HeteroAdapter& adapter, int64_t part, int64_t parts) {
     const bool is_bf16 = adapters.format == Format::kBf16;
     const HeteroAdapterPart* given = adapter.parts;
@@ -325,7 +331,7 @@ void pack_slot(Adapters& adapters, const HeteroModel& model, int64_t slot,
         std::memcpy(to.scales, from.scales, from.ranks * 4);
         for (int64_t p = 0; p < from.num_parts; ++p) {
             if (from.product == kGateUpProduct)
-                pack_pair(to.parts[0], given[p], model.inner, is_bf16);
+                pack_pair(to.parts[0], given[p], model.layers[from.layer].inner, is_bf16);
             else
                 pack(to.parts[p].b, given[p].b, is_bf16, given[p].rank, 0, given[p].rows,
                      given[p].first_row % kPanel);

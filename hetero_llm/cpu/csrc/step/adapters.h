@@ -16,11 +16,15 @@
 #include "arena.h"
 #include "executor.h"
 #include "matmul.h"
+#include "model.h"
 
 namespace hetero {
 
 // Products of a layer that adapters may name.
-enum Product : int64_t { kQkvProduct, kOutProduct, kGateUpProduct, kDownProduct, kProducts };
+enum Product : int64_t {
+    kQkvProduct, kOutProduct, kGateUpProduct, kDownProduct, kRouterProduct, kSharedGateProduct,
+    kProducts
+};
 
 // B of one module, or of gate and up, whose strips take turns as in the base's weights: its strips
 // are those of the base's outputs.
@@ -82,11 +86,11 @@ void make_slots(Adapters& adapters, int64_t count, Format format);
 
 // Reserves a slot's memory for an adapter and lays it out. See hetero_executor_fill_slot for the
 // arguments and results.
-int64_t lay_out_slot(Adapters& adapters, const HeteroModel& model, int64_t slot,
+int64_t lay_out_slot(Adapters& adapters, const Model& model, int64_t slot,
                      const HeteroAdapter& adapter, Isa isa);
 
 // Packs a laid-out slot; thread `part` of `parts` packs its share of the products.
-void pack_slot(Adapters& adapters, const HeteroModel& model, int64_t slot,
+void pack_slot(Adapters& adapters, const Model& model, int64_t slot,
                const HeteroAdapter& adapter, int64_t part, int64_t parts);
 
 // Sorts a step's tokens by slot and reserves scratch. padded_inputs: the most inputs of a product.

@@ -12,267 +12,20 @@
 
 #include "executor.h"
 
-#include <atomic>
 #include <cmath>
 #include <new>
 
-#include "adapters.h"
-#include "attention.h"
-#include "candidates.h"
-#include "model.h"
-#include "rows.h"
-#include "team.h"
+#include "phases.h"
 
 namespace hetero {
 namespace {
 
-constexpr int64_t kRowBlock = 512;         // rows whose outputs a thread holds at a time
-constexpr int64_t kLeastRowBlock = 64;     // rows for which a panel of weights is worth fetching
-constexpr int64_t kPrivateElements = 4096; // at most, for every thread to prepare them itself
-constexpr int64_t kPrivateRows = kPrivateElements / kDepth;
-constexpr int64_t kPrivateBytes = kPrivateElements * 4;  // of float; int8 with its scales has fewer
-constexpr int64_t kSpin = 2000;            // microseconds between steps before threads sleep
-constexpr int64_t kPerPanel = kPanel / kStrip;
-// With more rows than kFewRows, kPanelsTogether panels use a block of inputs while a cache has it.
-constexpr int64_t kFewRows = 32, kPanelsTogether = 4;
+constexpr int64_t kSpin = 2000;  // microseconds between steps before threads sleep
 // The most samples whose candidates the caller merges alone, which takes less time than a barrier.
 constexpr int64_t kMergedAlone = 2;
 
 // Modes of a sample, see executor.h.
 enum : uint8_t { kGreedy = 0, kNoisySample = 1, kNone = 2, kCandidates = 3 };
-
-struct Best {
-    float score;
-    int64_t token;
-};
-
-// Units of a phase, behind the evenly divided ones, that threads have taken. Two phases in a row
-// use different ones.
-struct alignas(128) Rest {
-    std::atomic<int64_t> taken{0};
-};
-
-struct Executor {
-    Model model;
-    Isa isa;
-    CacheShape cache;
-    std::vector<float> rotary;            // [positions][rotary_dim]
-    std::vector<int64_t> windows;         // different ones
-    std::vector<int> window_of;           // layer -> index into them
-    std::vector<AttentionPlan*> plans;    // one for each window
-    Team* team = nullptr;
-    Buffer x, attended, gate, queries, shared, shared_scales, privates, private_scales, tiles, best,
-        found, final_rows;
-    Adapters adapters;
-    Rest rests[2];
-    int64_t widest_row = 0;               // bytes of a prepared row of any product
-
-    ~Executor() {
-        delete team;
-        for (AttentionPlan* plan : plans) free_attention_plan(plan);
-    }
-};
-
-// One step: sizes, and where its buffers begin.
-struct Run {
-    Executor& e;
-    const HeteroModel& m;
-    const HeteroStep& step;
-    Isa isa;
-    int threads;
-    int64_t tokens, head_width, gate_width;  // heads * dim; inner, in whole strips
-    int64_t shared_stride, gate_stride;    // elements of a row in `shared` and `gate`
-    int64_t tile_size;                     // floats of a thread's tile
-    int64_t panels;                        // of a tile
-    float* x = nullptr;                    // [tokens][hidden], the residual
-    float* attended = nullptr;             // [tokens][head_width]
-    char* gate = nullptr;                  // [tokens][gate_stride], float or as products take it
-    char* queries = nullptr;               // [tokens][head_width], as the cache
-    char *shared = nullptr, *privates = nullptr;  // products' inputs
-    float *shared_scales = nullptr, *private_scales = nullptr;
-    float* tiles = nullptr;
-    float* final_rows = nullptr;           // [samples][hidden]
-    Best* best = nullptr;                  // [threads][samples]
-    Candidates* found = nullptr;           // [threads][samples], null if no candidates are wanted
-    Adapters* adapters = nullptr;          // null if no token of the step has one
-};
-
-inline int64_t share(int64_t count, int thread, int threads) { return count * thread / threads; }
-
-float* tile_of(const Run& r, int thread) { return r.tiles + thread * r.tile_size; }
-
-// Prepares rows of `size` floats for a product; norm: weights of an RMS norm before it, or null.
-// All threads call it; unless every thread prepares a copy of its own, it contains a barrier.
-// Returns the rows that the calling thread has to use.
-Rows prepare(const Run& r, const float* from, int64_t from_stride, int64_t rows, int64_t size,
-             const float* norm, const Matrix& matrix, int thread) {
-    const bool mine = rows * matrix.padded_depth <= kPrivateElements;
-    char* to = mine ? r.privates + thread * kPrivateBytes : r.shared;
-    float* scales = mine ? r.private_scales + thread * kPrivateRows : r.shared_scales;
-    const int64_t stride = row_stride(matrix), bytes = stride * element_bytes(matrix.format);
-    const int64_t first = mine ? 0 : share(rows, thread, r.threads);
-    const int64_t last = mine ? rows : share(rows, thread + 1, r.threads);
-    float* normed = tile_of(r, thread);
-    for (int64_t row = first; row < last; ++row) {
-        const float* values = from + row * from_stride;
-        if (norm) {
-            rms_norm(values, norm, (float)r.m.eps, size, normed, r.isa);
-            values = normed;
-        }
-        prepare_row(matrix, values, to + row * bytes, scales + row, r.isa);
-    }
-    if (!mine) r.e.team->barrier(thread);
-    return {to, stride, scales};
-}
-
-Rows from_row(const Rows& rows, int64_t first, Format format) {
-    return {(const char*)rows.data + first * rows.stride * element_bytes(format), rows.stride,
-            rows.scales + first};
-}
-
-// `multiply` with the first strip's outputs at the begin of `tile`.
-void multiply_to_tile(const Run& r, const Matrix& matrix, const Rows& in, int64_t rows,
-                      int64_t strip, int64_t strips, float* tile, int64_t stride) {
-    multiply(matrix, in, rows, strip, strips, tile - strip * kStrip, stride, r.isa);
-}
-
-struct Range {
-    int64_t first, last;
-};
-
-// Whether a tile of a product is wanted: `product` asks before it computes one.
-struct Always {
-    bool operator()(int64_t, int64_t, int64_t, int64_t) const { return true; }
-};
-
-// Strips of a product over some rows, a tile of panels at a time, each followed by
-// done(row, rows, strip, strips, tile, stride); those without wanted(row, rows, strip, strips) are
-// left out.
-template <typename Done, typename Wanted>
-void product(const Run& r, const Matrix& matrix, const Rows& in, Range rows, int64_t first,
-             int64_t last, float* tile, Done done, Wanted wanted) {
-    const int64_t together = rows.last - rows.first > kFewRows ? r.panels : 1;
-    const int64_t stride = together * kPanel;
-    for (int64_t row = rows.first; row < rows.last; row += kRowBlock) {
-        const int64_t count = rows.last - row < kRowBlock ? rows.last - row : kRowBlock;
-        const Rows block = from_row(in, row, matrix.format);
-        for (int64_t strip = first; strip < last;) {
-            const int64_t end = (strip / kPerPanel + together) * kPerPanel;
-            const int64_t strips = (end < last ? end : last) - strip;
-            if (wanted(row, count, strip, strips)) {
-                multiply_to_tile(r, matrix, block, count, strip, strips, tile, stride);
-                done(row, count, strip, strips, tile, stride);
-            }
-            strip += strips;
-        }
-    }
-}
-
-// Divides `count` units among the threads, which call body(first, last): three quarters in even
-// shares, then the others one by one. The caller has a barrier before and after each phase.
-template <typename Body>
-void share_units(const Run& r, int64_t phase, int64_t count, int thread, Body body) {
-    if (r.threads == 1) {
-        body(0, count);
-        return;
-    }
-    Rest* rests = r.e.rests;
-    if (thread == 0) rests[(phase + 1) % 2].taken.store(0, std::memory_order_relaxed);
-    const int64_t own = count * 3 / 4 / r.threads, even = own * r.threads;
-    if (own) body(thread * own, (thread + 1) * own);
-    for (;;) {
-        const int64_t unit =
-            even + rests[phase % 2].taken.fetch_add(1, std::memory_order_relaxed);
-        if (unit >= count) return;
-        body(unit, unit + 1);
-    }
-}
-
-// Rows of a unit of work: fewer than a tile holds if there are too few panels to share evenly.
-int64_t row_block(const Run& r, int64_t rows, int64_t panels) {
-    int64_t block = kRowBlock;
-    while (block > kLeastRowBlock && panels * ((rows + block - 1) / block) < 4 * r.threads)
-        block /= 2;
-    return block;
-}
-
-// A product shared by the threads, in units of a panel and a block of rows, or of `finest` strips
-// if both panels and rows are few.
-template <typename Done, typename Wanted = Always>
-void share_product(const Run& r, int64_t phase, const Matrix& matrix, const Rows& in, int64_t rows,
-                   int64_t strips, int64_t finest, int thread, Done done, Wanted wanted = {}) {
-    const bool few = rows <= kFewRows && strips < 4 * kPerPanel * r.threads;
-    const int64_t unit = few ? finest : kPerPanel, units = (strips + unit - 1) / unit;
-    const int64_t block = row_block(r, rows, units), blocks = (rows + block - 1) / block;
-    const auto multiply_units = [&](int64_t first, int64_t last, Range some) {
-        const int64_t end = last * unit < strips ? last * unit : strips;
-        const Range own{some.first * block, some.last * block < rows ? some.last * block : rows};
-        product(r, matrix, in, own, first * unit, end, tile_of(r, thread), done, wanted);
-    };
-    share_units(r, phase, units * blocks, thread, [&](int64_t first, int64_t last) {
-        while (first < last) {
-            const int64_t at = first / blocks, from = first % blocks, left = last - first;
-            const int64_t whole = from ? 0 : left / blocks;
-            const int64_t some = left < blocks - from ? left : blocks - from;
-            if (whole) multiply_units(at, at + whole, {0, blocks});
-            else multiply_units(at, at + 1, {from, from + some});
-            first += whole ? whole * blocks : some;
-        }
-    });
-}
-
-// -- adapters -------------------------------------------------------------------------------------
-
-// What a product's inputs are prepared from; norm as of `prepare`.
-struct Inputs {
-    const void* data;
-    bool is_bf16;
-    int64_t stride, size;
-    const float* norm;
-};
-
-// The inputs of the tokens that have adapters, in the adapters' format. Contains a barrier.
-AdapterRows prepare_adapted(const Run& r, const Inputs& from, int thread) {
-    Adapters& s = *r.adapters;
-    const int64_t padded = round_up(from.size, kDepth), bytes = padded * element_bytes(s.format);
-    const Matrix like{s.format, 0, from.size, 0, padded, nullptr, nullptr, nullptr, {}};
-    const int64_t count = s.order.size(), last = share(count, thread + 1, r.threads);
-    float* values = tile_of(r, thread);
-    for (int64_t i = share(count, thread, r.threads); i < last; ++i) {
-        const int64_t at = s.order[i] * from.stride;
-        const float* row = (const float*)from.data + at;
-        if (from.is_bf16) {
-            widen((const uint16_t*)from.data + at, from.size, values, r.isa);
-            row = values;
-        }
-        if (from.norm) {
-            rms_norm(row, from.norm, (float)r.m.eps, from.size, values, r.isa);
-            row = values;
-        }
-        prepare_row(like, row, s.rows + i * bytes, nullptr, r.isa);
-    }
-    r.e.team->barrier(thread);
-    return {s.rows, padded, true};
-}
-
-// The shrink of a product whose prepared inputs are `in`: `expand_tile` may follow. All threads
-// call it; it contains barriers if a token of the step has an adapter of the product.
-void shrink_inputs(const Run& r, int64_t layer, Product product, const Matrix& matrix,
-                   const Rows& in, const Inputs& from, int thread) {
-    if (!r.adapters || !adapts(*r.adapters, layer, product)) return;
-    const AdapterRows rows = matrix.format == r.adapters->format
-                                 ? AdapterRows{in.data, in.stride, false}
-                                 : prepare_adapted(r, from, thread);
-    const bool split = shrink(*r.adapters, layer, product, rows, thread, r.threads, r.isa);
-    r.e.team->barrier(thread);
-    if (!split) return;
-    add_sums(*r.adapters, layer, product, thread, r.threads, r.isa);
-    r.e.team->barrier(thread);
-}
-
-void expand_tile(const Run& r, int64_t layer, Product product, const AdaptedTile& tile) {
-    if (r.adapters) expand(*r.adapters, layer, product, tile, r.isa);
-}
 
 // -- queries, keys, values ------------------------------------------------------------------------
 
@@ -291,8 +44,6 @@ void put(const Run& r, const float* from, void* to) {
     else
         std::memcpy(to, from, r.m.dim * 4);
 }
-
-constexpr int64_t kPhases = kProducts;  // that share a layer's products
 
 // One head of one token as the product left it: adds the bias, norms and rotates it, and stores it.
 void place_head(const Run& r, const Layer& layer, int64_t index, int64_t token, int64_t head,
@@ -356,34 +107,46 @@ void add_product(const Run& r, int64_t index, Product product, const Matrix& mat
 
 // gate = act(gate) * up; strips of both take turns in the weights.
 void gate_product(const Run& r, const Layer& layer, int64_t index, const Rows& in, int thread) {
-    const int64_t bytes = layer.down.format == Format::kBf16 ? 2 : 4;
+    const GateRows to{r.gate, layer.down.padded_depth, layer.inner,
+                      layer.down.format == Format::kBf16};
     const auto gate_tile = [&](int64_t row, int64_t rows, int64_t strip, int64_t count,
                                float* tile, int64_t stride) {
-        const int64_t size = count / 2 * kStrip, first = strip / 2 * kStrip;
         expand_tile(r, index, kGateUpProduct, {tile, stride, row, rows, strip, count});
-        // In place: a pair's result lies before what is still to be read.
-        gated({tile, stride, rows, size}, (int)r.m.activation, tile, stride, r.isa);
-        char* to = r.gate + (row * r.gate_stride + first) * bytes;
-        for (int64_t i = 0; i < rows; ++i, to += r.gate_stride * bytes) {
-            if (bytes == 2) narrow(tile + i * stride, size, (uint16_t*)to, r.isa);
-            else std::memcpy(to, tile + i * stride, size * 4);
-        }
+        store_gates(r, to, row, rows, strip, count, tile, stride);
     };
     share_product(r, kPhases * index + kGateUpProduct, layer.gate_up, in, r.tokens,
-                  2 * (r.gate_width / kStrip), 2, thread, gate_tile);
+                  round_up(layer.gate_up.outputs, kStrip) / kStrip, 2, thread, gate_tile);
 }
 
 // The output of `gate_product` as the next product's input. With few rows every thread makes a
 // copy, which is faster than fetching pieces of it in the middle of a product.
 Rows gated_rows(const Run& r, const Matrix& matrix, int thread) {
+    const int64_t stride = matrix.padded_depth;
     if (matrix.format != Format::kBf16 && matrix.format != Format::kFloat)
-        return prepare(r, (const float*)r.gate, r.gate_stride, r.tokens, r.m.inner, nullptr, matrix,
+        return prepare(r, (const float*)r.gate, stride, r.tokens, matrix.depth, nullptr, matrix,
                        thread);
-    if (r.tokens * r.gate_stride > kPrivateElements) return {r.gate, r.gate_stride, nullptr};
+    if (r.tokens * stride > kPrivateElements) return {r.gate, stride, nullptr};
     const int64_t bytes = element_bytes(matrix.format);
     char* own = r.privates + thread * kPrivateBytes;
-    std::memcpy(own, r.gate, r.tokens * r.gate_stride * bytes);
-    return {own, r.gate_stride, nullptr};
+    std::memcpy(own, r.gate, r.tokens * stride * bytes);
+    return {own, stride, nullptr};
+}
+
+// The gated MLP of every token.
+void run_mlp(const Run& r, const Layer& layer, int64_t index, int thread) {
+    const int64_t hidden = r.m.hidden;
+    const Rows in =
+        prepare(r, r.x, hidden, r.tokens, hidden, layer.second_norm, layer.gate_up, thread);
+    shrink_inputs(r, index, kGateUpProduct, layer.gate_up, in,
+                  {r.x, false, hidden, hidden, layer.second_norm}, thread);
+    gate_product(r, layer, index, in, thread);
+    r.e.team->barrier(thread);
+    const Rows inner = gated_rows(r, layer.down, thread);
+    shrink_inputs(r, index, kDownProduct, layer.down, inner,
+                  {r.gate, layer.down.format == Format::kBf16, layer.down.padded_depth,
+                   layer.inner, nullptr},
+                  thread);
+    add_product(r, index, kDownProduct, layer.down, layer.down_bias, inner, thread);
 }
 
 void run_layer(const Run& r, int64_t index, int thread) {
@@ -409,17 +172,8 @@ void run_layer(const Run& r, int64_t index, int thread) {
                   {r.attended, false, r.head_width, r.head_width, nullptr}, thread);
     add_product(r, index, kOutProduct, layer.out, layer.out_bias, heads, thread);
     team.barrier(thread);
-    const Rows second =
-        prepare(r, r.x, m.hidden, r.tokens, m.hidden, layer.second_norm, layer.gate_up, thread);
-    shrink_inputs(r, index, kGateUpProduct, layer.gate_up, second,
-                  {r.x, false, m.hidden, m.hidden, layer.second_norm}, thread);
-    gate_product(r, layer, index, second, thread);
-    team.barrier(thread);
-    const Rows inner = gated_rows(r, layer.down, thread);
-    shrink_inputs(r, index, kDownProduct, layer.down, inner,
-                  {r.gate, layer.down.format == Format::kBf16, r.gate_stride, m.inner, nullptr},
-                  thread);
-    add_product(r, index, kDownProduct, layer.down, layer.down_bias, inner, thread);
+    if (layer.experts.empty()) run_mlp(r, layer, index, thread);
+    else run_mixture(r, layer, index, thread);
     team.barrier(thread);
 }
 
@@ -560,10 +314,10 @@ void run_thread(void* context, int thread) {
 Run make_run(Executor& e, const HeteroStep& step) {
     const HeteroModel& m = e.model.sizes;
     const int64_t head_width = m.heads * m.dim;
-    Run r{e, m, step, e.isa, e.team->size(), step.num_tokens, head_width,
-          round_up(m.inner, kStrip), 0, round_up(m.inner, kDepth), 0, 1};
+    Run r{e, m, step, e.isa, e.team->size(), step.num_tokens, head_width, 0, 0, 1};
     const int64_t wide = m.hidden > head_width ? m.hidden : head_width;
-    r.shared_stride = round_up(m.inner > wide ? m.inner : wide, kDepth);
+    const int64_t inner = e.model.widest_inner();
+    r.shared_stride = round_up(inner > wide ? inner : wide, kDepth);
     const int64_t samples = step.num_samples, threads = r.threads;
     const int64_t most = r.tokens > samples ? r.tokens : samples;
     if (most > kFewRows) r.panels = kPanelsTogether;
@@ -574,7 +328,7 @@ Run make_run(Executor& e, const HeteroStep& step) {
         r.adapters = &e.adapters;
     r.x = e.x.of<float>(r.tokens * m.hidden);
     r.attended = e.attended.of<float>(r.tokens * head_width);
-    r.gate = e.gate.of<char>(r.tokens * r.gate_stride * 4);
+    r.gate = e.gate.of<char>(r.tokens * round_up(inner, kDepth) * 4);
     r.queries = e.queries.of<char>(r.tokens * head_width * (e.cache.is_bf16 ? 2 : 4));
     r.shared = e.shared.of<char>(most * e.widest_row);
     r.shared_scales = e.shared_scales.of<float>(most);
@@ -584,6 +338,10 @@ Run make_run(Executor& e, const HeteroStep& step) {
     r.best = e.best.of<Best>(threads * samples);
     if (step.num_candidates) r.found = e.found.of<Candidates>(threads * samples);
     r.final_rows = e.final_rows.of<float>(samples * m.hidden);
+    if (m.experts) {
+        r.mixture = &e.mixture;
+        reserve_mixture(e.mixture, r);
+    }
     return r;
 }
 
@@ -598,7 +356,7 @@ void plan_step(Executor& e, const HeteroStep& s) {
 
 struct Setting {
     Executor* e;
-    int64_t layer, which;
+    WeightPlace place;
     GivenWeight weight;
     bool fits;
 };
@@ -606,7 +364,7 @@ struct Setting {
 void set_part(void* context, int thread) {
     Setting& s = *(Setting*)context;
     const bool fits =
-        set_weight(s.e->model, s.layer, s.which, s.weight, thread, s.e->team->size());
+        set_weight(s.e->model, s.place, s.weight, thread, s.e->team->size());
     if (thread == 0) s.fits = fits;
 }
 
@@ -617,8 +375,15 @@ int64_t widest_row(const Model& model) {
         widest = bytes > widest ? bytes : widest;
     };
     see(model.head);
-    for (const Layer& layer : model.layers)
-        for (const Matrix* each : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) see(*each);
+    for (const Layer& layer : model.layers) {
+        for (const Matrix* each : {&layer.qkv, &layer.out}) see(*each);
+        if (layer.inner)
+            for (const Matrix* each : {&layer.gate_up, &layer.down}) see(*each);
+        if (layer.experts.empty()) continue;
+        // All experts of a layer have the same form.
+        const Expert& expert = layer.experts[0];
+        for (const Matrix* each : {&layer.router, &expert.gate_up, &expert.down}) see(*each);
+    }
     return widest;
 }
 
@@ -630,11 +395,11 @@ struct Filling {
 
 void pack_part(void* context, int thread) {
     const Filling& f = *(const Filling*)context;
-    pack_slot(f.e->adapters, f.e->model.sizes, f.slot, *f.adapter, thread, f.e->team->size());
+    pack_slot(f.e->adapters, f.e->model, f.slot, *f.adapter, thread, f.e->team->size());
 }
 
-int64_t set(void* executor, int64_t layer, int64_t which, const GivenWeight& weight) {
-    Setting setting{(Executor*)executor, layer, which, weight, false};
+int64_t set(void* executor, const WeightPlace& place, const GivenWeight& weight) {
+    Setting setting{(Executor*)executor, place, weight, false};
     setting.e->team->run(set_part, &setting);
     return setting.fits ? 0 : -1;
 }
@@ -678,15 +443,15 @@ int64_t hetero_executor_slept(void* executor) {
     return ((hetero::Executor*)executor)->team->slept_ns();
 }
 
-int64_t hetero_executor_set(void* executor, int64_t layer, int64_t which, const void* data,
-                            int64_t rows, int64_t columns, int64_t dtype) {
-    return hetero::set(executor, layer, which, {data, rows, columns, dtype == 0, nullptr});
+int64_t hetero_executor_set(void* executor, int64_t layer, int64_t which, int64_t expert,
+                            const void* data, int64_t rows, int64_t columns, int64_t dtype) {
+    return hetero::set(executor, {layer, which, expert}, {data, rows, columns, dtype == 0, nullptr});
 }
 
-int64_t hetero_executor_set_quantized(void* executor, int64_t layer, int64_t which,
+int64_t hetero_executor_set_quantized(void* executor, int64_t layer, int64_t which, int64_t expert,
                                       const HeteroQuantized* weight) {
     const hetero::Quantized from{weight->data, weight->scales, weight->points, weight->offsets};
-    return hetero::set(executor, layer, which,
+    return hetero::set(executor, {layer, which, expert},
                        {nullptr, weight->rows, weight->columns, false, &from});
 }
 
@@ -698,7 +463,7 @@ void hetero_executor_make_slots(void* executor, int64_t slots, int64_t dtype) {
 int64_t hetero_executor_fill_slot(void* executor, int64_t slot, const HeteroAdapter* adapter) {
     using namespace hetero;
     Executor& e = *(Executor*)executor;
-    const int64_t failed = lay_out_slot(e.adapters, e.model.sizes, slot, *adapter, e.isa);
+    const int64_t failed = lay_out_slot(e.adapters, e.model, slot, *adapter, e.isa);
     if (failed) return failed;
     Filling filling{&e, slot, adapter};
     e.team->run(pack_part, &filling);

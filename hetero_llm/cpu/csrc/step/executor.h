@@ -6,10 +6,15 @@
 
 extern "C" {
 
-// Sizes of a model. activation: rows.h's `gated` kind.
+// Sizes of a model. activation: rows.h's `gated` kind. inner: of the layers without experts.
+// experts: of each of the others, 0 if there are none; shared_inner: of the expert that every token
+// uses, 0 if there is none; renormalize: see mixture.h's `route`. sparse [layers]: whether a layer
+// has experts; null without any, read by hetero_executor_new alone.
 struct HeteroModel {
     int64_t layers, hidden, inner, heads, kv_heads, dim, vocab, rotary_dim, max_positions;
     int64_t activation, qk_norm, cache_is_bf16, tied_head;
+    int64_t experts, experts_per_token, expert_inner, shared_inner, renormalize;
+    const uint8_t* sparse;
     double eps, attention_scale;
 };
 
@@ -64,8 +69,9 @@ struct HeteroStep {
     float* hidden;
 };
 
-// forms: of qkv, output, gate and up, down of each layer, then of the head; int8 with groups takes
-// quantized weights only. cache: the paged KV cache; windows [layers]: 0 for none; rotary
+// forms: of qkv, output, gate and up, down, router, the experts' gate and up, their down of each
+// layer (those that it does not have mean nothing), then of the head; int8 with groups takes
+// quantized weights only, a router bf16 or float. cache: the paged KV cache; windows [layers]: 0 for none; rotary
 // [max_positions][rotary_dim] floats, cos then sin. isa: isa.h's level, -1 for the best. cpus: see
 // team.h; may be null. Returns null if there is no memory.
 void* hetero_executor_new(const HeteroModel* model, const HeteroForm* forms, void* cache,
@@ -78,13 +84,15 @@ int64_t hetero_executor_slept(void* executor);
 
 // Weights, row-major, copied and packed. which: 0 embedding, 1 final norm, 2 head; of a layer: 3
 // input norm, 4 qkv, 5 qkv bias, 6 output, 7 output bias, 8 second norm, 9 gate and up, 10 down,
-// 11 q norm, 12 k norm. dtype: 0 bf16, 1 float, of norms and biases too. Returns 0, or -1 if the
-// shape is not the model's.
-int64_t hetero_executor_set(void* executor, int64_t layer, int64_t which, const void* data,
-                            int64_t rows, int64_t columns, int64_t dtype);
+// 11 q norm, 12 k norm, 13 router, 14 the shared expert's gate [1][hidden], 15 an expert's gate and
+// up, 16 its down; 9 and 10 of a layer with experts are the shared one's. expert: which, of 15 and
+// 16. dtype: 0 bf16, 1 float, of norms and biases too. Returns 0, or -1 if the shape is not the
+// model's.
+int64_t hetero_executor_set(void* executor, int64_t layer, int64_t which, int64_t expert,
+                            const void* data, int64_t rows, int64_t columns, int64_t dtype);
 
 // The same for a matrix that was quantized before, in the format of its form.
-int64_t hetero_executor_set_quantized(void* executor, int64_t layer, int64_t which,
+int64_t hetero_executor_set_quantized(void* executor, int64_t layer, int64_t which, int64_t expert,
                                       const HeteroQuantized* weight);
 
 // B of one module that a LoRA adapter changes: rows first_row .. first_row + rows - 1 of a product
@@ -94,7 +102,8 @@ struct HeteroAdapterPart {
     const void* b;  // [rows][rank]
 };
 
-// What an adapter adds to a product of a layer. product: 0 qkv, 1 output, 2 gate and up, 3 down.
+// What an adapter adds to a product of a layer. product: 0 qkv, 1 output, 2 gate and up, 3 down (of
+// a layer with experts the shared one's), 4 router, 5 the shared expert's gate.
 struct HeteroAdapterProduct {
     int64_t layer, product, ranks, columns, num_parts;
     const void* a;        // [ranks][columns], of all modules

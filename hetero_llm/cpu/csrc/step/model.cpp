@@ -9,14 +9,15 @@ namespace {
 
 enum Which : int64_t {
     kEmbedding, kFinalNorm, kHead, kNorm, kQkv, kQkvBias, kOut, kOutBias, kSecondNorm, kGateUp,
-    kDown, kQNorm, kKNorm
+    kDown, kQNorm, kKNorm, kRouter, kSharedGate, kExpertGateUp, kExpertDown
 };
 
 Form form_of(const HeteroForm& form) {
     return {(Format)form.format, {form.group, form.half_scales != 0, (Zeros)form.zeros}};
 }
 
-constexpr int64_t kLayerForms = 4;  // of a layer: qkv, output, gate and up, down
+// Of a layer: qkv, output, gate and up, down, router, the experts' gate and up, their down.
+constexpr int64_t kLayerForms = 7;
 
 bool take_matrix(Arena& arena, Matrix& matrix, const Form& form, int64_t outputs, int64_t depth) {
     matrix = {form.format, outputs, depth, round_up(outputs, kPanel), round_up(depth, kDepth),
@@ -35,15 +36,40 @@ int64_t matrix_bytes(const Form& form, int64_t outputs, int64_t depth) {
 }
 
 // Outputs of the interleaved gate and up: whole strips of each, the last ones padded.
-int64_t interleaved(const HeteroModel& s) { return 2 * round_up(s.inner, kStrip); }
+int64_t interleaved(int64_t inner) { return 2 * round_up(inner, kStrip); }
+
+bool is_sparse(const HeteroModel& s, int64_t layer) { return s.sparse && s.sparse[layer]; }
+
+// Of a layer's `gate_up` and `down`.
+int64_t inner_of(const HeteroModel& s, int64_t layer) {
+    return is_sparse(s, layer) ? s.shared_inner : s.inner;
+}
+
+int64_t router_outputs(const HeteroModel& s) { return s.experts + (s.shared_inner ? 1 : 0); }
 
 float* take_floats(Arena& arena, int64_t count) { return (float*)arena.take(count * 4); }
 
-// forms: of qkv, output, gate and up, down.
-bool take_layer(Model& model, Layer& layer, const HeteroForm* forms) {
+bool take_experts(Model& model, Layer& layer, const HeteroForm* forms) {
     const HeteroModel& s = model.sizes;
     Arena& arena = model.arena;
+    bool done = take_matrix(arena, layer.router, form_of(forms[4]), router_outputs(s), s.hidden);
+    layer.experts.resize(s.experts);
+    // Gate and up of all experts, then down of all: a step reads them in this order.
+    for (Expert& expert : layer.experts)
+        done &= take_matrix(arena, expert.gate_up, form_of(forms[5]), interleaved(s.expert_inner),
+                            s.hidden);
+    for (Expert& expert : layer.experts)
+        done &= take_matrix(arena, expert.down, form_of(forms[6]), s.hidden, s.expert_inner);
+    return done;
+}
+
+// forms: kLayerForms.
+bool take_layer(Model& model, int64_t index, const HeteroForm* forms) {
+    const HeteroModel& s = model.sizes;
+    Layer& layer = model.layers[index];
+    Arena& arena = model.arena;
     const int64_t qkv = model.all_heads() * s.dim;
+    layer.inner = inner_of(s, index);
     layer.norm = take_floats(arena, s.hidden);
     layer.qkv_bias = take_floats(arena, round_up(qkv, kPanel));
     layer.q_norm = take_floats(arena, s.dim);
@@ -52,10 +78,30 @@ bool take_layer(Model& model, Layer& layer, const HeteroForm* forms) {
     layer.out_bias = take_floats(arena, round_up(s.hidden, kPanel));
     done &= take_matrix(arena, layer.out, form_of(forms[1]), s.hidden, s.heads * s.dim);
     layer.second_norm = take_floats(arena, s.hidden);
-    done &= take_matrix(arena, layer.gate_up, form_of(forms[2]), interleaved(s), s.hidden);
+    if (is_sparse(s, index)) done &= take_experts(model, layer, forms);
     layer.down_bias = take_floats(arena, round_up(s.hidden, kPanel));
-    done &= take_matrix(arena, layer.down, form_of(forms[3]), s.hidden, s.inner);
-    return done && layer.second_norm;
+    if (layer.inner) {
+        done &= take_matrix(arena, layer.gate_up, form_of(forms[2]), interleaved(layer.inner),
+                            s.hidden);
+        done &= take_matrix(arena, layer.down, form_of(forms[3]), s.hidden, layer.inner);
+    }
+    return done && layer.down_bias;
+}
+
+// Bytes of a layer's matrices, at most.
+int64_t layer_bytes(const Model& model, int64_t index, const HeteroForm* forms) {
+    const HeteroModel& s = model.sizes;
+    const int64_t inner = inner_of(s, index);
+    int64_t bytes = matrix_bytes(form_of(forms[0]), model.all_heads() * s.dim, s.hidden) +
+                    matrix_bytes(form_of(forms[1]), s.hidden, s.heads * s.dim);
+    if (inner)
+        bytes += matrix_bytes(form_of(forms[2]), interleaved(inner), s.hidden) +
+                 matrix_bytes(form_of(forms[3]), s.hidden, inner);
+    if (is_sparse(s, index))
+        bytes += matrix_bytes(form_of(forms[4]), router_outputs(s), s.hidden) +
+                 s.experts * (matrix_bytes(form_of(forms[5]), interleaved(s.expert_inner), s.hidden) +
+                              matrix_bytes(form_of(forms[6]), s.hidden, s.expert_inner));
+    return bytes;
 }
 
 void copy_vector(const void* data, int64_t count, bool is_bf16, const float* to) {
@@ -113,6 +159,13 @@ bool set_gate_up(const Source& from, int64_t inner, Matrix& to) {
     return true;
 }
 
+// The first `rows` outputs of the router from `to` on.
+bool set_router(const Source& from, int64_t rows, int64_t to, Matrix& router) {
+    if (!fits(from, rows, router) || from.weight.quantized) return false;
+    if (from.part == 0) pack_rows(from, 0, rows, to, router);
+    return true;
+}
+
 bool set_embedding(Model& model, const Source& from) {
     const HeteroModel& s = model.sizes;
     const GivenWeight& weight = from.weight;
@@ -155,43 +208,50 @@ bool reserve_model(Model& model, const HeteroModel& sizes, const HeteroForm* for
     const int64_t vectors = 4 * (4 * s.hidden + round_up(qkv, kPanel) + 2 * s.dim + 2 * kPanel);
     const int64_t embedding = keeps_rows ? s.vocab * s.hidden * 4 : 0;  // pages unused cost nothing
     int64_t bytes = embedding + s.hidden * 4 + 2 * kLine + matrix_bytes(head, s.vocab, s.hidden);
-    for (int64_t i = 0; i < s.layers; ++i) {
-        const HeteroForm* own = forms + kLayerForms * i;
-        bytes += matrix_bytes(form_of(own[0]), qkv, s.hidden) +
-                 matrix_bytes(form_of(own[1]), s.hidden, s.heads * s.dim) +
-                 matrix_bytes(form_of(own[2]), interleaved(s), s.hidden) +
-                 matrix_bytes(form_of(own[3]), s.hidden, s.inner) + vectors + 8 * kLine;
-    }
+    for (int64_t i = 0; i < s.layers; ++i)
+        bytes += layer_bytes(model, i, forms + kLayerForms * i) + vectors + 8 * kLine;
     if (!model.arena.reserve(bytes)) return false;
     model.layers.resize(s.layers);
     for (int64_t i = 0; i < s.layers; ++i)
-        if (!take_layer(model, model.layers[i], forms + kLayerForms * i)) return false;
+        if (!take_layer(model, i, forms + kLayerForms * i)) return false;
+    model.sizes.sparse = nullptr;  // the caller's
     model.final_norm = take_floats(model.arena, s.hidden);
     if (!take_matrix(model.arena, model.head, head, s.vocab, s.hidden)) return false;
     model.embedding = keeps_rows ? model.arena.take(embedding) : nullptr;
     return !keeps_rows || model.embedding;
 }
 
-bool set_weight(Model& model, int64_t layer, int64_t which, const GivenWeight& weight, int64_t part,
+bool set_weight(Model& model, const WeightPlace& place, const GivenWeight& weight, int64_t part,
                 int64_t parts) {
     const Source from{weight, part, parts};
     const HeteroModel& s = model.sizes;
-    if (which == kEmbedding) return set_embedding(model, from);
-    if (which == kFinalNorm) return set_vector(from, s.hidden, model.final_norm);
-    if (which == kHead) return set_matrix(from, model.head);
-    if (layer < 0 || layer >= s.layers) return false;
-    Layer& to = model.layers[layer];
-    switch (which) {
+    if (place.which == kEmbedding) return set_embedding(model, from);
+    if (place.which == kFinalNorm) return set_vector(from, s.hidden, model.final_norm);
+    if (place.which == kHead) return set_matrix(from, model.head);
+    if (place.layer < 0 || place.layer >= s.layers) return false;
+    Layer& to = model.layers[place.layer];
+    const bool has_mlp = to.inner > 0, has_experts = !to.experts.empty();
+    switch (place.which) {
         case kNorm: return set_vector(from, s.hidden, to.norm);
         case kQkv: return set_matrix(from, to.qkv);
         case kQkvBias: return set_vector(from, model.all_heads() * s.dim, to.qkv_bias);
         case kOut: return set_matrix(from, to.out);
         case kOutBias: return set_vector(from, s.hidden, to.out_bias);
         case kSecondNorm: return set_vector(from, s.hidden, to.second_norm);
-        case kGateUp: return set_gate_up(from, s.inner, to.gate_up);
-        case kDown: return set_matrix(from, to.down);
+        case kGateUp: return has_mlp && set_gate_up(from, to.inner, to.gate_up);
+        case kDown: return has_mlp && set_matrix(from, to.down);
         case kQNorm: return set_vector(from, s.dim, to.q_norm);
         case kKNorm: return set_vector(from, s.dim, to.k_norm);
+        case kRouter: return has_experts && set_router(from, s.experts, 0, to.router);
+        case kSharedGate:
+            return has_experts && has_mlp && set_router(from, 1, s.experts, to.router);
+        default: break;
+    }
+    if (place.expert < 0 || place.expert >= (int64_t)to.experts.size()) return false;
+    Expert& expert = to.experts[place.expert];
+    switch (place.which) {
+        case kExpertGateUp: return set_gate_up(from, s.expert_inner, expert.gate_up);
+        case kExpertDown: return set_matrix(from, expert.down);
         default: return false;
     }
 }

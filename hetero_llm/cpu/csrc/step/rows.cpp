@@ -113,6 +113,13 @@ INLINE void add_block_lanes(float* x, int64_t stride, const Block& y, const floa
 }
 
 template <int N>
+INLINE void add_scaled_lanes(float* x, const float* y, float scale, int64_t size) {
+    int64_t i = 0;
+    for (; i + N <= size; i += N) write<N>(x + i, read<N>(x + i) + read<N>(y + i) * scale);
+    for (; i < size; ++i) x[i] += y[i] * scale;
+}
+
+template <int N>
 INLINE void add_lanes(float* x, const float* y, int64_t size) {
     int64_t i = 0;
     for (; i + N <= size; i += N) write<N>(x + i, read<N>(x + i) + read<N>(y + i));
@@ -193,6 +200,8 @@ DEFINE_WIDTHS(gated, (const Block& in, int kind, float* out, int64_t out_stride)
               (in, kind, out, out_stride))
 DEFINE_WIDTHS(add_block, (float* x, int64_t stride, const Block& y, const float* bias),
               (x, stride, y, bias))
+DEFINE_WIDTHS(add_scaled, (float* x, const float* y, float scale, int64_t size),
+              (x, y, scale, size))
 DEFINE_WIDTHS(add, (float* x, const float* y, int64_t size), (x, y, size))
 DEFINE_WIDTHS(widen, (const uint16_t* x, int64_t size, float* out), (x, size, out))
 DEFINE_WIDTHS(narrow, (const float* x, int64_t size, uint16_t* out), (x, size, out))
@@ -220,6 +229,10 @@ void gated(const Block& in, int kind, float* out, int64_t out_stride, Isa isa) {
 
 void add_block(float* x, int64_t stride, const Block& y, const float* bias, Isa isa) {
     CALL_WIDTH(add_block, (x, stride, y, bias));
+}
+
+void add_scaled(float* x, const float* y, float scale, int64_t size, Isa isa) {
+    CALL_WIDTH(add_scaled, (x, y, scale, size));
 }
 
 void add(float* x, const float* y, int64_t size, Isa isa) { CALL_WIDTH(add, (x, y, size)); }
@@ -279,6 +292,11 @@ void hetero_rows_gated(const float* in, int64_t stride, int64_t rows, int64_t si
 void hetero_rows_add_block(float* x, int64_t stride, const float* y, int64_t y_stride,
                            int64_t rows, int64_t size, const float* bias, int64_t isa) {
     hetero::add_block(x, stride, {y, y_stride, rows, size}, bias, (hetero::Isa)isa);
+}
+
+void hetero_rows_add_scaled(float* x, const float* y, const float* scale, int64_t size,
+                            int64_t isa) {
+    hetero::add_scaled(x, y, *scale, size, (hetero::Isa)isa);
 }
 
 void hetero_rows_add(float* x, const float* y, int64_t size, int64_t isa) {

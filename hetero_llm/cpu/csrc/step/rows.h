@@ -28,6 +28,9 @@ void gated(const Block& in, int kind, float* out, int64_t out_stride, Isa isa);
 // x += y + bias, row by row; bias [size].
 void add_block(float* x, int64_t stride, const Block& y, const float* bias, Isa isa);
 
+// x += scale * y.
+void add_scaled(float* x, const float* y, float scale, int64_t size, Isa isa);
+
 // x += y.
 void add(float* x, const float* y, int64_t size, Isa isa);
 

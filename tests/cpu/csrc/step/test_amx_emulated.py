@@ -52,6 +52,13 @@ from tests.cpu.csrc.step.test_matmul_groups import (
 from tests.cpu.csrc.step.test_matmul_groups import (
     test_the_same_on_every_instruction_set as test_groups_are_the_same_on_every_instruction_set,
 )
+from tests.cpu.csrc.step.test_mixture import (
+    folders,
+    test_chunks_trees_and_single_tokens,
+)
+from tests.cpu.csrc.step.test_mixture import (
+    test_a_tokens_result_does_not_depend_on_threads_or_neighbours as test_mixtures_of_neighbours,
+)
 
 AMX = native.ISA_NAMES.index("amx")
 STEP = Path(native.__file__).parent / "csrc" / "step"
