@@ -172,6 +172,7 @@ TEXT: tuple[TextRow, ...] = (
     TextRow(
         ("Qwen3MoeForCausalLM",),
         "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder (not in the manual)",
+        "qwen3-30b-a3b",
         tiny=("qwen3_moe",),
     ),
     TextRow(

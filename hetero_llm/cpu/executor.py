@@ -33,11 +33,12 @@ from hetero_llm.cpu.weight_forms import (
 from hetero_llm.lora.adapter import Adapter
 from hetero_llm.models.blocks import Attention, DecoderLM
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.configs.mixture import MixtralConfig, Qwen2MoeConfig
+from hetero_llm.models.configs.mixture import MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from hetero_llm.models.layers import CausalLM, Linear
 from hetero_llm.models.llama import LlamaForCausalLM
 from hetero_llm.models.mixtral import MixtralBlock, MixtralForCausalLM
 from hetero_llm.models.qwen2_moe import Qwen2MoeBlock, Qwen2MoeForCausalLM
+from hetero_llm.models.qwen3_moe import Qwen3MoeForCausalLM
 from hetero_llm.models.registry import model_class
 from hetero_llm.quantization.matrix import (
     QuantizedMatrix,
@@ -56,7 +57,12 @@ TREE_WINDOW = 64
 """KV indices that a tree's tokens may see or not, their own included."""
 
 _DTYPES = {torch.bfloat16: 0, torch.float32: 1}
-_MLP_MAKERS = (DecoderLM.make_mlp, MixtralForCausalLM.make_mlp, Qwen2MoeForCausalLM.make_mlp)
+_MLP_MAKERS = (
+    DecoderLM.make_mlp,
+    MixtralForCausalLM.make_mlp,
+    Qwen2MoeForCausalLM.make_mlp,
+    Qwen3MoeForCausalLM.make_mlp,
+)
 _ACTIVATIONS = {"silu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2}
 _LANES = 8
 _LONG, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
@@ -655,6 +661,8 @@ def _sizes(
         shared, renormalize = 0, True
         if isinstance(config, Qwen2MoeConfig):
             shared, renormalize = config.shared_expert_size, config.renormalize
+        elif isinstance(config, Qwen3MoeConfig):
+            renormalize = config.renormalize
         counts = (config.num_experts, config.experts_per_token, config.expert_size)
         experts = (*counts, shared, int(renormalize), sparse.ctypes.data)
     return _Model(

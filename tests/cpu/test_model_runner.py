@@ -44,6 +44,8 @@ FAMILIES = [
     ("mixtral", "window_tied"),
     ("qwen2_moe", "renormalized"),
     ("qwen2_moe", "dense_first"),
+    ("qwen3_moe", "full"),
+    ("qwen3_moe", "every_second"),
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
 SAMPLED = dataclasses.replace(GREEDY, temperature=1.1, seed=7)
