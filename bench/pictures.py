@@ -562,6 +562,8 @@ NOT_DRAWN = {
     "closed_batch.llama-3.1-8b": "two numbers, in docs/benchmarks.md",
     "perplexity.c": "a table: docs/quantization.md",
     "lora_decode.c": "a table: docs/lora.md",
+    "cpu_offline.L.int4.c": "one ratio, in docs/quantization.md",
+    "guided_requests.demo.c": "four numbers, in docs/benchmarks.md",
     "any_prompt.c": "a table: docs/history/log.md",
     "offload.stores.g": "one number, in docs/benchmarks.md",
     "scaled_target.g": "a check that a scale-up model is built and served",

@@ -135,6 +135,7 @@ def main() -> None:
     llm, ready = start(
         MOE_SHAPES[args.shape], dtype="bfloat16", device=args.device, max_model_len=1024,
         max_num_batched_tokens=8192, max_num_seqs=max(args.batches),
+        cpu_backend="torch",  # whose routers tell which experts they chose
     )  # fmt: skip
     with llm:
         rows = measure(llm, args.shape, args.batches, bandwidth=bandwidth, steps=args.steps)
