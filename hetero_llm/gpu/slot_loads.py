@@ -101,8 +101,9 @@ class SlotLoads:
 
     Attributes:
         num_pieces: of a slot.
-        pending: a load was started, and no step since waits for it. Whoever launches such a step
-            clears it: all later work of the stream finds the slots filled.
+        pending: a load was started, and no step launched since then waits for it. `GpuAdapters`
+            sets it to False when it prepares a step that waits: work issued to the stream after
+            that step finds the slots filled.
         turn: of the load started last, for `timed_out`.
     """
 
@@ -149,5 +150,6 @@ class SlotLoads:
         return self._ready.take_error(turn)
 
     def _flag(self, count: int) -> LayerReadyFlag:
-        """Of the load before which so many pieces were started."""
+        """The flag of a load, and its value when the load begins: `count` pieces were copied by
+        earlier loads."""
         return LayerReadyFlag(_PLACE, count)

@@ -91,7 +91,7 @@ _ROWS_AT_ONCE = 1 << 14
 _WIDE = 1 << 14  # features of 8 bits for which there are programs enough of 64
 _FEW_ELEMENTS = 1 << 25  # of 4 bits, in a matrix that the vector kernel is the faster one for
 # By rows: features, warps and stages of a program, and the warps of all programs that K is split
-# for. The last table is of kinds that are looked up or take long to convert.
+# for. nf4 is looked up in a table, which takes long: more programs hide it.
 _EIGHT_BITS = {
     8: (32, 2, 3, 700),
     16: (64, 4, 4, 700),
@@ -110,7 +110,7 @@ _FP4 = {
     32: (64, 4, 3, 1000),
     64: (128, 8, 3, 700),
 }
-_TABLES = {
+_NF4 = {
     8: (64, 2, 3, 2500),
     16: (64, 4, 3, 2500),
     32: (64, 4, 3, 2500),
@@ -1019,8 +1019,8 @@ def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
         while config.num_stages > 2 and shared_bytes(config, matrix) > _SHARED_BYTES:
             config = dataclasses.replace(config, num_stages=config.num_stages - 1)
     else:
-        of_kind = {"int4": _INT4, "fp4": _FP4}.get(matrix.kind, _TABLES)
-        of_kind = _EIGHT_BITS if matrix.parts == 2 else of_kind
+        of_four_bits = {"int4": _INT4, "fp4": _FP4, "nf4": _NF4}
+        of_kind = _EIGHT_BITS if matrix.parts == 2 else of_four_bits[matrix.kind]
         block_n, warps, stages, enough = of_kind[block_m]
         if matrix.parts == 2 and block_m == 8 and n >= _WIDE:
             block_n, warps = 64, 4

@@ -499,7 +499,9 @@ def arrival_counters(device: torch.device) -> Tensor:
 
 @functools.cache
 def sums_to_await(device: torch.device) -> Tensor:
-    """Sums of other programs, `NOT_YET` where there are none; whoever takes one leaves that."""
+    """[MAX_WORDS] int32, through which the shares of a split product hand their sums to the program
+    of the last share. All words are `NOT_YET` between launches: that program writes it back into
+    each word that it has read."""
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "run a product once before capturing"
     return torch.full((MAX_WORDS,), NOT_YET.value, dtype=torch.int32, device=device)

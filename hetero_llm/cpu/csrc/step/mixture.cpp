@@ -10,8 +10,9 @@
 namespace hetero {
 namespace {
 
-// Up to so many logits every thread chooses the experts of all tokens for itself: a barrier takes
-// longer.
+// Router logits of a step (tokens * experts) up to which every thread chooses the experts of all
+// tokens itself. Above it the threads share the tokens, and a barrier follows, which takes longer
+// than choosing for so few.
 constexpr int64_t kPrivateScores = 512;
 
 bool routes_alone(const Run& r) { return r.tokens * r.m.experts <= kPrivateScores; }
