@@ -288,7 +288,10 @@ class InputProcessor:
         Raises:
             SamplingError: it cannot be followed.
         """
-        self._grammar(request.params, request.shown_prompt_ids, check=True)
+        constraint = request.params.structured_outputs
+        if request.grammar is not None and constraint is not None and self._grammars is not None:
+            applied = self._constraints.applied(constraint, request.shown_prompt_ids)
+            self._grammars.check(request.grammar, applied)
 
     def _grammar(
         self, params: SamplingParams, prompt_ids: list[int], *, check: bool

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hetero_llm.core.errors import ConfigError, SamplingError
 from hetero_llm.core.grammar import Grammar
-from hetero_llm.core.structured_outputs import StructuredOutputsParams
+from hetero_llm.core.structured_outputs import StructuredOutputsParams, ToolOutputParams
 from hetero_llm.structured_output.grammar_text import ConstraintGrammar, constraint_grammar
 from hetero_llm.structured_output.json_schema import place_of
 
@@ -104,6 +104,16 @@ class GrammarCompiler:
         """
         self._tokenizer()
         return _grammar(constraint_grammar(params, self._vocabulary.special), params)
+
+    def check(self, grammar: Grammar, params: StructuredOutputsParams) -> None:
+        """Checks the `unchecked_grammar` of a constraint.
+
+        Raises:
+            SamplingError: as `grammar`.
+        """
+        beside = isinstance(params, ToolOutputParams) and params.answer is not None
+        if beside or _why_useless(self._compiled(grammar.text)):
+            self.grammar(params)  # which knows the parts that an error is named after
 
     def _check(self, written: ConstraintGrammar) -> None:
         """Raises SamplingError: the grammar cannot be followed."""

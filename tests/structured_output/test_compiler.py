@@ -283,6 +283,10 @@ def test_what_cannot_be_followed_is_refused(
     with pytest.raises(SamplingError) as caught:
         compiler.grammar(StructuredOutputsParams(**constraint))
     assert caught.value.field.startswith(field) and reason in caught.value.reason
+    with pytest.raises(SamplingError) as later:
+        params = StructuredOutputsParams(**constraint)
+        compiler.check(compiler.unchecked_grammar(params), params)
+    assert str(later.value) == str(caught.value)
 
 
 @pytest.mark.parametrize(
