@@ -1,0 +1,88 @@
+"""The mailbox through which a step on the device asks CPU threads for the outputs of experts.
+
+One mailbox serves one device and one team of threads. A layer's exchange has four moments, and the
+next layer's begins after the last of them, so one mailbox is enough:
+
+1. A kernel writes the tokens that need an expert on the host: their rows of `x`, and `ids` and
+   `weights`. Then it writes LAYER and TOKENS, and last, as a release to the whole system, SEQUENCE.
+2. The team, which polls SEQUENCE, computes for each of these tokens the sum of weight * output over
+   its experts on the host, and writes it to the token's row of `y`.
+3. It writes SEQUENCE's value to ANSWERED, as a release.
+4. A kernel, which polls ANSWERED, adds the rows of `y`.
+
+The layers of a step without such a token exchange nothing: SEQUENCE stays as it was, and nobody
+waits. Sequence numbers count exchanges from 1 on and wrap as int32. A team that ends, or fails,
+writes STOPPED first, and whoever waits for an answer gives up at once.
+
+All memory is page-locked; kernels read and write it where it lies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+WORDS = 16
+"""int32 words of `request` and of `answer`: a cache line each."""
+
+SEQUENCE, LAYER, TOKENS = 0, 1, 2
+"""Words of `request`: the exchange's number; its layer, counted over the layers that have experts;
+tokens of the step, rows of `ids` that the team has to look at."""
+
+ANSWERED, STOPPED = 0, 1
+"""Words of `answer`: the last exchange whose `y` is complete; not zero: no answer will come."""
+
+ON_DEVICE = -1
+"""In `ids`: this choice of the token is not the team's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMailbox:
+    """See the module.
+
+    Attributes:
+        request: [WORDS] int32, written by the device.
+        answer: [WORDS] int32, written by the team.
+        ids: [max_tokens, k] int32 experts of a layer, or `ON_DEVICE`. A token whose choices are
+            all `ON_DEVICE` has undefined rows of `weights`, `x` and `y`.
+        weights: [max_tokens, k] float32.
+        x: [max_tokens, hidden] in the model's dtype, inputs of the experts.
+        y: [max_tokens, hidden] float32, written by the team.
+    """
+
+    request: torch.Tensor
+    answer: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def open_mailbox(
+    max_tokens: int, hidden: int, experts_per_token: int, dtype: torch.dtype, *, pin: bool
+) -> ExpertMailbox:
+    """An empty mailbox.
+
+    Args:
+        max_tokens: of a step that may ask.
+        hidden: elements of a row.
+        dtype: of `x`.
+        pin: page-locked memory; False: for tests in Triton's interpreter.
+    """
+    import torch
+
+    def empty(*shape: int, of: torch.dtype) -> torch.Tensor:
+        # Torch's blocks of page-locked memory are aligned to pages, so no two share a cache line.
+        return torch.zeros(shape, dtype=of, pin_memory=pin)
+
+    return ExpertMailbox(
+        request=empty(WORDS, of=torch.int32),
+        answer=empty(WORDS, of=torch.int32),
+        ids=empty(max_tokens, experts_per_token, of=torch.int32),
+        weights=empty(max_tokens, experts_per_token, of=torch.float32),
+        x=empty(max_tokens, hidden, of=dtype),
+        y=empty(max_tokens, hidden, of=torch.float32),
+    )
