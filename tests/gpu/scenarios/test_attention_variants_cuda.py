@@ -62,7 +62,7 @@ def tiles(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> dict[str, 
     )
     context = AttentionContext(
         config,
-        SimpleNamespace(),  # type: ignore[arg-type]
+        SimpleNamespace(scales=None, inverses=None),  # type: ignore[arg-type]
         torch.zeros(1, 1, device=GPU),
         dtype,
     )
