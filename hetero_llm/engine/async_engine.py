@@ -920,6 +920,4 @@ def devices_each(resolved: Mapping[str, Any]) -> int:
 def _kill(processes: Iterable[EngineProcess]) -> None:
     """Ends engine processes now. May be called again."""
     for process in processes:
-        process.popen.kill()
-    for process in processes:
         process.kill()

@@ -231,6 +231,8 @@ class ClientConnection(asyncio.Protocol):
     def _next(self) -> None:
         if self._early:
             self._start_answer(*self._early.popleft())
+        elif self._refused:
+            self._transport.close()
         else:
             self._start_timer(_KEEP_ALIVE_SECONDS)
 
@@ -291,12 +293,12 @@ class ClientConnection(asyncio.Protocol):
         self.send(error.status, b"application/json", body, *more)
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers what is no request that could be served, and ends the connection; after the
-        present answer, if there is one."""
+        """Answers what is no request that could be served, and ends the connection; behind answers
+        to earlier requests it ends without a word."""
         self._stop_timer()
-        self._refused = self.close_after = True
-        self._early.clear()
+        self._refused = True
         if self._task is None:
+            self.close_after = True
             self.send(error.status, b"application/json", error.body())
             self._transport.close()
 
