@@ -222,6 +222,26 @@ PARALLEL = grouped(
         "GPUs that share each long prompt.",
         feature="sequence parallelism",
     ),
+    effective(
+        "data_parallel_size",
+        _INT,
+        1,
+        "Engines of this model behind one port, each on devices and cores of its own: a request "
+        "goes to the one that knows most of its prompt and has least to do. Only in servers: LLM "
+        "takes 1.",
+        short=("-dp",),
+        minimum=1,
+        maximum=1024,
+    ),
+    effective(
+        "data_parallel_size_local",
+        _INT,
+        None,
+        "How many of data_parallel_size are on this machine: all of them. Servers on several "
+        "machines go behind `hetero-llm route`.",
+        short=("-dpl",),
+        minimum=1,
+    ),
     obsolete(
         "distributed_executor_backend",
         _STR,

@@ -283,7 +283,7 @@ def _build(parent: MessageSocket) -> BuiltEngine | BuiltPooling | int:
     if start is None:
         return EXIT_BAD_START
     root = logging.getLogger()
-    root.handlers[:] = [Sink(sys.stderr.fileno(), LineFormatter(start.log_format, "engine"))]
+    root.handlers[:] = [Sink(sys.stderr.fileno(), LineFormatter(start.log_format, _name_of(start)))]
     root.setLevel(max(start.log_level, logging.WARNING))
     logging.getLogger("hetero_llm").setLevel(start.log_level)
     logging.captureWarnings(True)
@@ -295,7 +295,10 @@ def _build(parent: MessageSocket) -> BuiltEngine | BuiltPooling | int:
         from tqdm import tqdm
 
         from hetero_llm.engine.factory import build
+        from hetero_llm.engine.resolve import resolve_device
 
+        on_cpu = resolve_device(config.load.device).type == "cpu"
+        config = config.of_one_replica(on_cpu=on_cpu)
         tqdm.monitor_interval = 0  # else each progress bar leaves a thread behind
 
         imported = time.monotonic()
@@ -314,6 +317,12 @@ def _build(parent: MessageSocket) -> BuiltEngine | BuiltPooling | int:
     )  # fmt: skip
     parent.send(messages.encode(ready))
     return built
+
+
+def _name_of(start: messages.Start) -> str:
+    """The process's name in the log."""
+    several = start.args.get("data_parallel_size", 1) != 1
+    return f"engine {start.replica}" if several else "engine"
 
 
 def _first_message(parent: MessageSocket) -> messages.Start | None:
