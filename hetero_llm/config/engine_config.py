@@ -13,6 +13,8 @@ from hetero_llm.config.lora_config import LoraConfig as LoraConfig
 from hetero_llm.config.lora_config import lora_from_args
 from hetero_llm.config.offload_config import OffloadConfig as OffloadConfig
 from hetero_llm.config.offload_config import offload_from_args
+from hetero_llm.config.parallel_config import ParallelConfig as ParallelConfig
+from hetero_llm.config.parallel_config import parallel_from_args
 from hetero_llm.config.pooling_config import PoolingConfig as PoolingConfig
 from hetero_llm.config.pooling_config import pooling_from_args
 from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig as PromptAdapterConfig
@@ -152,6 +154,7 @@ class EngineConfig:
     constraints: ConstraintsConfig = ConstraintsConfig()
     lora: LoraConfig = LoraConfig()
     prompt_adapters: PromptAdapterConfig = PromptAdapterConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> EngineConfig:
@@ -221,6 +224,7 @@ class EngineConfig:
             constraints=constraints_from_args(args),
             lora=lora_from_args(args),
             prompt_adapters=prompt_adapters_from_args(args),
+            parallel=parallel_from_args(args),
         )
 
 

@@ -11,12 +11,12 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.engine import messages
 from hetero_llm.engine.message_socket import MessageSocket
+from hetero_llm.utils.env import child_environment
 from hetero_llm.utils.log_sink import kind_of_root
 
 MODULE = "hetero_llm.engine.engine_process"
@@ -100,13 +100,3 @@ def launch(args: Mapping[str, Any]) -> EngineProcess:
     level = logging.getLogger("hetero_llm").getEffectiveLevel()
     to_engine.send(messages.encode(messages.Start(dict(args), level, kind_of_root())))
     return EngineProcess(popen, to_engine, os.fdopen(life, "wb", buffering=0))
-
-
-def child_environment() -> dict[str, str]:
-    """The environment of this process; PYTHONPATH gets this package's folder if not installed."""
-    environment = dict(os.environ)
-    home = Path(__file__).resolve().parents[2]
-    if home.name not in ("site-packages", "dist-packages"):
-        before = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(home)]))
-    return environment

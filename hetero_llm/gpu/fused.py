@@ -32,7 +32,11 @@ from hetero_llm.gpu.kernels.routing import (
     route_top_k,
 )
 from hetero_llm.gpu.kernels.skinny_gemm import linear
-from hetero_llm.gpu.switch_points import measure_switch_points
+from hetero_llm.gpu.switch_points import (
+    AgreeOnNumbers,
+    agree_on_switch_points,
+    measure_switch_points,
+)
 from hetero_llm.models.blocks import DecoderLayer, GatedMLP
 from hetero_llm.models.experts import (
     Experts,
@@ -56,14 +60,18 @@ from hetero_llm.models.layers import (
 from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedWeight
 
 
-def speed_up(model: CausalLM) -> None:
+def speed_up(model: CausalLM, agree: AgreeOnNumbers = list) -> None:
     """Replaces functions of the model's layers by kernels, in place. Weights in host memory keep
     their product, which stages them, and rows too long for one program keep their norms. On a GPU
-    it measures where quantized products switch, see `switch_points`."""
-    use_kernels(model, few_rows=None)
+    it measures where quantized products switch, see `switch_points`.
+
+    Args:
+        agree: makes of what was measured what all ranks of the model use.
+    """
+    use_kernels(model, few_rows=None, agree=agree)
 
 
-def use_kernels(model: CausalLM, *, few_rows: int | None) -> None:
+def use_kernels(model: CausalLM, *, few_rows: int | None, agree: AgreeOnNumbers = list) -> None:
     """`speed_up`; `few_rows`: rows up to which quantized products multiply weights as they are
     stored, None: measured."""
     fused_norms = model.config.hidden_size <= MAX_NORM_SIZE
@@ -99,6 +107,7 @@ def use_kernels(model: CausalLM, *, few_rows: int | None) -> None:
             product.few_rows = few_rows
     elif products and products[0].matrix.device.type == "cuda":
         measure_switch_points(products, next(model.parameters()).dtype)
+        agree_on_switch_points(products, agree)
     quantize_where_rows_are_made(model)
 
 
