@@ -74,8 +74,15 @@ def measure(batch: int, readers: int) -> dict[str, float]:
         begin = time.perf_counter()
         writer.launch(
             SchedulerOutput(
-                step.request_slots, step.num_computed_tokens, step.num_scheduled_tokens,
-                step.token_ids, step.num_samples, (), (), step.block_table_writes, stamped,
+                step.request_slots,
+                step.num_computed_tokens,
+                step.num_scheduled_tokens,
+                step.token_ids,
+                step.num_samples,
+                (),
+                (),
+                step.block_table_writes,
+                stamped,
             ),  # fmt: skip
             lambda: None,
         )
@@ -102,7 +109,9 @@ def main() -> None:
         for batch in options.batches
     ]
     print_table(rows)
-    write_results("announce_step", {"cores": len(os.sched_getaffinity(0)), "rows": rows}, options.out)
+    write_results(
+        "announce_step", {"cores": len(os.sched_getaffinity(0)), "rows": rows}, options.out
+    )
 
 
 if __name__ == "__main__":

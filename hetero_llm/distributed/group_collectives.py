@@ -42,11 +42,11 @@ class GroupCollectives:
         """
         size = self.rank.size
         if size == 2 or x.nbytes <= _FEW_BYTES or len(x) < size:
-            return _sum(self._gather(x), x.dtype)
+            return _add_up(self._gather(x), x.dtype)
         rows = -(-len(x) // size)
         padded = x.new_zeros(rows * size, *x.shape[1:])
         padded[: len(x)] = x
-        own = _sum(self._exchange(padded), x.dtype)
+        own = _add_up(self._exchange(padded), x.dtype)
         return self._gather(own).flatten(0, 1)[: len(x)]
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class GroupCollectives:
         return parts
 
 
-def _sum(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _add_up(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The sum over the first dimension, in its order."""
     total = parts[0].float()
     for part in parts[1:]:

@@ -30,10 +30,7 @@ class PlainForm:
     def __init__(self, *types: type) -> None:
         self._types = types
         self._places = {one: place for place, one in enumerate(types)}
-        self._names = [
-            () if issubclass(one, Enum) else tuple(field.name for field in fields(one))
-            for one in types
-        ]
+        self._names = [_field_names(one) for one in types]
 
     def write(self, value: Any) -> bytes:
         """Raises TypeError: the value holds something else."""
@@ -48,7 +45,6 @@ class PlainForm:
         assert end == len(data), "bytes are left over"
         return value
 
-    # large: one branch for each type.
     def _put(self, value: Any, parts: list[bytes]) -> None:
         kind = type(value)
         place = self._places.get(kind)
@@ -91,7 +87,6 @@ class PlainForm:
     def _put_bytes(kind: bytes, data: bytes, parts: list[bytes]) -> None:
         parts += (kind, _COUNT.pack(len(data)), data)
 
-    # large: one branch for each type.
     def _get(self, data: bytes, at: int) -> tuple[Any, int]:
         """The value that begins at a place, and where it ends."""
         kind, at = data[at : at + 1], at + 1
@@ -112,7 +107,7 @@ class PlainForm:
             return (held if kind == b"b" else array("i", held)), end
         if kind == b"E":
             name, at = self._get(data, at)
-            return self._types[count][name], at  # type: ignore[index]
+            return self._types[count][name], at
         if kind == b"D":
             return self._get_fields(data, at, count)
         if kind not in b"ltm":
@@ -126,11 +121,16 @@ class PlainForm:
         return (items if kind == b"l" else tuple(items)), at
 
     def _get_fields(self, data: bytes, at: int, place: int) -> tuple[Any, int]:
-        made = object.__new__(self._types[place])
+        made: Any = object.__new__(self._types[place])
         for name in self._names[place]:
             value, at = self._get(data, at)
             object.__setattr__(made, name, value)
         return made, at
+
+
+def _field_names(kind: Any) -> tuple[str, ...]:
+    """Of a dataclass; an enumeration has none."""
+    return () if issubclass(kind, Enum) else tuple(field.name for field in fields(kind))
 
 
 def types_within(root: type) -> tuple[type, ...]:

@@ -126,7 +126,6 @@ class _Holder:
             popen.wait()
 
 
-# large: starts, watches and ends the processes.
 class RankProcesses:
     """Ranks 1 to size - 1 of one engine. One thread at a time.
 

@@ -74,10 +74,8 @@ def step_to_bytes(step: SchedulerOutput) -> bytes:
     if step.admitted or step.prompt_logprob_spans or step.kv_loads or step.adapter_loads:
         extras = _extras(step)
     nodes = -1 if drafts is None else len(drafts.token_ids)
-    head = _HEAD.pack(
-        _LAUNCH, count, num_tokens, num_writes, num_copies, nodes, len(extras), 0
-    )
-    arrays = [
+    head = _HEAD.pack(_LAUNCH, count, num_tokens, num_writes, num_copies, nodes, len(extras), 0)
+    arrays: list[Any] = [
         head, step.request_slots, step.num_computed_tokens, step.num_scheduled_tokens,
         step.num_samples, step.token_ids,
     ]  # fmt: skip

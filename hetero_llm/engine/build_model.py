@@ -131,9 +131,9 @@ def load_weights(
 
         make_batch_invariant(model)
     elif backend == "cuda":
-        from hetero_llm.gpu.fused import speed_up
+        from hetero_llm.gpu.fused import use_kernels
 
-        speed_up(model, share.agreement.of_first)
+        use_kernels(model, few_rows=None, agree=share.agreement.of_first)
     elif backend == "ipex":
         from hetero_llm.cpu.ipex import speed_up
 

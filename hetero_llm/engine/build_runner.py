@@ -43,6 +43,7 @@ class BuiltRunner:
     cache: PagedKVCache
 
 
+# large: one field for each thing that a runner depends on.
 @dataclass(frozen=True, slots=True)
 class RunnerInputs:
     """Everything a runner is built from. See `build_runner`."""
@@ -130,9 +131,7 @@ def _cpu_runner(inputs: RunnerInputs) -> BuiltRunner:
     num_blocks = inputs.cache.num_blocks
     if num_blocks is None:
         processes = inputs.share.agreement.size
-        num_blocks = _blocks_in_host_memory(
-            inputs.cache, inputs.scheduler, inputs.shape, processes
-        )
+        num_blocks = _blocks_in_host_memory(inputs.cache, inputs.scheduler, inputs.shape, processes)
     num_blocks = inputs.share.agreement.least(num_blocks)
     cache = PagedKVCache(inputs.shape, num_blocks, inputs.device)
     if inputs.native is not None:

@@ -317,7 +317,8 @@ class Engine:
         return self.scheduler.poll_host_memory()
 
     def shut_down(self) -> None:
-        """Ends the draft worker, the KV copies and the other ranks. The engine must not be used afterwards."""
+        """Ends the draft worker, the KV copies and the other ranks. The engine must not be used
+        afterwards."""
         if self.background_drafter is not None:
             self.background_drafter.shut_down()
         if self._hit_log is not None:

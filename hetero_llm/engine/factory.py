@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -101,11 +101,9 @@ if TYPE_CHECKING:
 
     from hetero_llm.config.draft_model_config import DraftModelConfig
     from hetero_llm.core.drafter import Drafter
-    from hetero_llm.cpu.backend import NativeBackend
     from hetero_llm.kv_cache.host_tier import HostTier
     from hetero_llm.lora.store import AdapterStore
     from hetero_llm.models.config import ModelConfig
-    from hetero_llm.models.layers import CausalLM
     from hetero_llm.spec_decode.lookahead.store import Store
 
 logger = logging.getLogger(__name__)

@@ -176,9 +176,7 @@ def _build(
     config = settings.config
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     folder, model_config = find_served_model(config, device)
-    model_config = dataclasses.replace(
-        model_config, max_model_len=settings.scheduler.max_model_len
-    )
+    model_config = dataclasses.replace(model_config, max_model_len=settings.scheduler.max_model_len)
     model = load_weights(
         config, folder, model_config,
         dtype=dtype, device=device, show_progress=False,

@@ -60,20 +60,21 @@ from hetero_llm.models.layers import (
 from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedWeight
 
 
-def speed_up(model: CausalLM, agree: AgreeOnNumbers = list) -> None:
+def speed_up(model: CausalLM) -> None:
     """Replaces functions of the model's layers by kernels, in place. Weights in host memory keep
     their product, which stages them, and rows too long for one program keep their norms. On a GPU
-    it measures where quantized products switch, see `switch_points`.
-
-    Args:
-        agree: makes of what was measured what all ranks of the model use.
-    """
-    use_kernels(model, few_rows=None, agree=agree)
+    it measures where quantized products switch, see `switch_points`."""
+    use_kernels(model, few_rows=None)
 
 
 def use_kernels(model: CausalLM, *, few_rows: int | None, agree: AgreeOnNumbers = list) -> None:
-    """`speed_up`; `few_rows`: rows up to which quantized products multiply weights as they are
-    stored, None: measured."""
+    """`speed_up`.
+
+    Args:
+        few_rows: up to which quantized products multiply weights as they are stored; None:
+            measured.
+        agree: makes of what was measured what all ranks of the model use.
+    """
     fused_norms = model.config.hidden_size <= MAX_NORM_SIZE
     for module in model.modules():
         if isinstance(module, RMSNorm) and fused_norms:

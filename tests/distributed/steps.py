@@ -42,9 +42,7 @@ PARAMS = st.builds(
     no_repeat_ngram_size=st.integers(0, 4),
 )
 
-GRAMMARS = st.builds(
-    Grammar, _TEXT, st.lists(NUMBERS, max_size=3).map(tuple), st.none() | NUMBERS
-)
+GRAMMARS = st.builds(Grammar, _TEXT, st.lists(NUMBERS, max_size=3).map(tuple), st.none() | NUMBERS)
 
 ADMITTED = st.builds(
     AdmittedSequence,

@@ -44,9 +44,11 @@ LEAVES = (
 )  # fmt: skip
 VALUES = st.recursive(
     LEAVES,
-    lambda inner: st.lists(inner, max_size=4)
-    | st.lists(inner, max_size=4).map(tuple)
-    | st.dictionaries(st.text() | st.integers(), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text() | st.integers(), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 POINTS = st.builds(Point, st.integers(14), st.none() | st.sampled_from(Color))
