@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from hetero_llm.config.args_spec import Kind, effective, grouped, not_yet, obsolete
+from hetero_llm.config.parallel_config import MAX_RANKS
 from hetero_llm.core.reasoning_formats import OFF, REASONING_PARSER_NAMES
 from hetero_llm.core.structured_outputs import BACKENDS
 
 _BOOL, _INT, _FLOAT, _STR, _JSON = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.JSON
 _LARGEST = 2**31 - 1
 
-_TENSOR_PARALLEL = "tensor parallelism"
 _MOST_LORAS, _MOST_RANK = 1024, 512
-_ONE_DEVICE = "the engine runs on one device, without remote workers."
+_ONE_DEVICE = "the engine runs on one host, without remote workers."
 
 CONSTRAINTS = grouped(
     "Structured output and reasoning",
@@ -199,12 +199,14 @@ OFFLOAD = grouped(
 
 PARALLEL = grouped(
     "Parallelism",
-    not_yet(
+    effective(
         "tensor_parallel_size",
         _INT,
         1,
-        "GPUs that share each layer.",
-        feature=_TENSOR_PARALLEL,
+        "GPUs of this host that share each layer, one process each; on a CPU processes. "
+        "docs/design/parallel.md.",
+        minimum=1,
+        maximum=MAX_RANKS,
         short=("-tp",),
     ),
     not_yet(
@@ -242,12 +244,13 @@ PARALLEL = grouped(
         short=("-dpl",),
         minimum=1,
     ),
-    obsolete(
+    effective(
         "distributed_executor_backend",
         _STR,
         None,
-        "What starts the workers: 'ray' or 'mp'.",
-        reason=_ONE_DEVICE,
+        "What starts the processes of tensor_parallel_size: 'mp', the engine itself, which is the "
+        "default; 'uni': there is one process. 'ray' is refused: one host needs no Ray.",
+        choices=("mp", "uni", "ray"),
     ),
     obsolete("worker_use_ray", _BOOL, False, "Older form of 'ray'.", reason=_ONE_DEVICE),
     obsolete(

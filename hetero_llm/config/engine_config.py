@@ -13,6 +13,8 @@ from hetero_llm.config.lora_config import LoraConfig as LoraConfig
 from hetero_llm.config.lora_config import lora_from_args
 from hetero_llm.config.offload_config import OffloadConfig as OffloadConfig
 from hetero_llm.config.offload_config import offload_from_args
+from hetero_llm.config.parallel_config import ParallelConfig as ParallelConfig
+from hetero_llm.config.parallel_config import parallel_from_args
 from hetero_llm.config.pooling_config import PoolingConfig as PoolingConfig
 from hetero_llm.config.pooling_config import pooling_from_args
 from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig as PromptAdapterConfig
@@ -155,6 +157,7 @@ class EngineConfig:
     lora: LoraConfig = LoraConfig()
     prompt_adapters: PromptAdapterConfig = PromptAdapterConfig()
     num_replicas: int = 1
+    parallel: ParallelConfig = ParallelConfig()
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> EngineConfig:
@@ -227,6 +230,7 @@ class EngineConfig:
             num_replicas=_num_replicas(
                 args["data_parallel_size"], args["data_parallel_size_local"]
             ),
+            parallel=parallel_from_args(args),
         )
 
     def of_one_replica(self, *, on_cpu: bool) -> EngineConfig:

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.core.drafter import BackgroundDrafter
-from hetero_llm.core.errors import EngineDeadError
+from hetero_llm.core.errors import EngineDeadError, HeteroLLMError
 from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.lora import LoRARequest, check_lora_request
 from hetero_llm.core.model_runner import ModelRunner
@@ -22,6 +22,7 @@ from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.speculation_log import SpeculationLog, speculation_metrics
@@ -99,6 +100,7 @@ class Engine:
         hit_log: notified after each step; logs where blocks were found.
         grammars: compiles the grammars of requests; None if none has any.
         adapters: reads LoRA adapters and keeps them in host memory; None: none are served.
+        ranks: the processes that run the model with this one; None: there are none.
 
     The four parts, `asynchronous`, `adapters` and `background_drafter` are attributes: benches and
     tests read the parts' counters and call their `check_integrity`.
@@ -117,6 +119,7 @@ class Engine:
         hit_log: HitLog | None = None,
         grammars: GrammarCompiler | None = None,
         adapters: AdapterStore | None = None,
+        ranks: RankProcesses | NoRanks | None = None,
     ) -> None:
         self.input_processor = input_processor
         self.scheduler = scheduler
@@ -124,6 +127,7 @@ class Engine:
         self.output_processor = output_processor
         self.asynchronous = asynchronous
         self.adapters: AdapterStore | NoAdapters = adapters or NoAdapters()
+        self._ranks = ranks or NoRanks()
         self._speculation_log = speculation_log
         self.background_drafter = background_drafter
         self._hit_log = hit_log
@@ -173,6 +177,8 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queues a request that passed `check_request`."""
         self.check_alive()
+        if request.grammar is not None:
+            self._ranks.compile_grammar(request.grammar)
         if not self._compiling.add(request):
             self.scheduler.add_request(request)
 
@@ -242,7 +248,13 @@ class Engine:
             raise
 
     def check_alive(self) -> None:
-        """Raises EngineDeadError if a step has failed."""
+        """Raises EngineDeadError if a step has failed, or a process of another rank."""
+        if self._failure is None:
+            try:
+                self._ranks.check()
+            except HeteroLLMError as error:
+                self._failure = error
+                raise
         if self._failure is not None:
             raise EngineDeadError(
                 f"a step failed earlier: {type(self._failure).__name__}: {self._failure}"
@@ -274,6 +286,7 @@ class Engine:
             **(speculation_metrics(stats) if stats.num_drafts else {}),
             **({} if self.background_drafter is None else self.background_drafter.metrics()),
             **self._adapter_metrics(),
+            **self._ranks.metrics(),
         }
 
     def _adapter_metrics(self) -> dict[str, float]:
@@ -304,13 +317,15 @@ class Engine:
         return self.scheduler.poll_host_memory()
 
     def shut_down(self) -> None:
-        """Ends the draft worker and the KV copies. The engine must not be used afterwards."""
+        """Ends the draft worker, the KV copies and the other ranks. The engine must not be used
+        afterwards."""
         if self.background_drafter is not None:
             self.background_drafter.shut_down()
         if self._hit_log is not None:
             self._hit_log.close()
         self.scheduler.loads.shut_down()
         self._compiling.close()
+        self._ranks.shut_down()
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.engine import messages
 from hetero_llm.engine.message_socket import MessageSocket
+from hetero_llm.utils.env import child_environment
 from hetero_llm.utils.log_sink import kind_of_root
 
 MODULE = "hetero_llm.engine.engine_process"
@@ -141,14 +141,4 @@ def _environment_of(place: ReplicaPlace) -> dict[str, str]:
     environment = child_environment()
     if place.devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = place.devices
-    return environment
-
-
-def child_environment() -> dict[str, str]:
-    """The environment of this process; PYTHONPATH gets this package's folder if not installed."""
-    environment = dict(os.environ)
-    home = Path(__file__).resolve().parents[2]
-    if home.name not in ("site-packages", "dist-packages"):
-        before = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(home)]))
     return environment

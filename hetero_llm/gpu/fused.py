@@ -32,7 +32,11 @@ from hetero_llm.gpu.kernels.routing import (
     route_top_k,
 )
 from hetero_llm.gpu.kernels.skinny_gemm import linear
-from hetero_llm.gpu.switch_points import measure_switch_points
+from hetero_llm.gpu.switch_points import (
+    AgreeOnNumbers,
+    agree_on_switch_points,
+    measure_switch_points,
+)
 from hetero_llm.models.blocks import DecoderLayer, GatedMLP
 from hetero_llm.models.experts import (
     Experts,
@@ -63,9 +67,14 @@ def speed_up(model: CausalLM) -> None:
     use_kernels(model, few_rows=None)
 
 
-def use_kernels(model: CausalLM, *, few_rows: int | None) -> None:
-    """`speed_up`; `few_rows`: rows up to which quantized products multiply weights as they are
-    stored, None: measured."""
+def use_kernels(model: CausalLM, *, few_rows: int | None, agree: AgreeOnNumbers = list) -> None:
+    """`speed_up`.
+
+    Args:
+        few_rows: up to which quantized products multiply weights as they are stored; None:
+            measured.
+        agree: makes of what was measured what all ranks of the model use.
+    """
     fused_norms = model.config.hidden_size <= MAX_NORM_SIZE
     for module in model.modules():
         if isinstance(module, RMSNorm) and fused_norms:
@@ -99,6 +108,7 @@ def use_kernels(model: CausalLM, *, few_rows: int | None) -> None:
             product.few_rows = few_rows
     elif products and products[0].matrix.device.type == "cuda":
         measure_switch_points(products, next(model.parameters()).dtype)
+        agree_on_switch_points(products, agree)
     quantize_where_rows_are_made(model)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,3 +146,29 @@ def angel_names() -> AngelNames:
     """The variables of `AngelNames`; empty text counts as not set."""
     read = [os.environ.get(n) or None for n in ("MODEL_ID", "CONV_TEMPLATE", "DISABLE_MEM_CACHE")]
     return AngelNames(*read)
+
+
+@contextmanager
+def over_loopback() -> Iterator[None]:
+    """Lets gloo, and NCCL where it connects processes first, use the loopback interface while the
+    context is open."""
+    before = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    os.environ.update(dict.fromkeys(before, "lo"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of this process; PYTHONPATH gets this package's folder if not installed."""
+    environment = dict(os.environ)
+    home = Path(__file__).resolve().parents[2]
+    if home.name not in ("site-packages", "dist-packages"):
+        before = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(home)]))
+    return environment
