@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.experts import Experts, Router
 from hetero_llm.models.layers import BankView, CausalLM, Linear, RearrangedView
 from hetero_llm.models.linear_weights import on_weight
+from hetero_llm.models.sharding import Cut
 from hetero_llm.models.weight_files import StoredTensor, WeightFile
 from hetero_llm.quantization.formats import mxfp4
 from hetero_llm.quantization.formats.mxfp4 import Mxfp4Format
@@ -29,8 +31,10 @@ from hetero_llm.quantization.formats.scheme import CheckpointFormat, Scheme, Sto
 from hetero_llm.quantization.matrix import (
     QuantizedMatrix,
     arrange_rows,
+    columns_of,
     concatenate,
     dequantize,
+    rows_of,
     stack,
     with_scale_of_each_row,
 )
@@ -265,6 +269,7 @@ class MatrixFiller:
         weights: of `weights_of`, for the model that is filled.
         dtype: of plain weights.
         device: of the stored tensors.
+        cuts: what the model, which is a rank's, has of weights, by their places.
     """
 
     def __init__(
@@ -274,8 +279,10 @@ class MatrixFiller:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        cuts: Mapping[int, Cut] = MappingProxyType({}),
     ) -> None:
         self._weights = weights
+        self._cuts = cuts
         self._dtype, self._device = dtype, device
         self._plan_of = {name: plan for plan in plans for name in plan.names}
         self._arrived: dict[str, dict[str, Tensor]] = {}  # by module, then by suffix
@@ -319,17 +326,31 @@ class MatrixFiller:
                 matrix = plan.scheme.convert(arrived, plan.rows, plan.columns)
                 if plan.arrange is not None:
                     matrix = arrange_rows(matrix, plan.arrange)
-                converted.append((plan.first_row, matrix))
+                converted.append((plan.first_row, self._cut(plan.weight, plan.first_row, matrix)))
             else:  # one matrix after the other: quantizing takes several times their memory
                 rows = plan.rows // len(arrived["weight"])
                 for place, weight in enumerate(plan.unpack(arrived["weight"]).split(rows)):
                     matrix = plan.scheme.convert({"weight": weight}, rows, plan.columns)
-                    converted.append((plan.first_row + place * rows, matrix))
+                    first = plan.first_row + place * rows
+                    converted.append((first, self._cut(plan.weight, first, matrix)))
         except ValueError as error:
             raise ModelLoadError(f"{plan.module}: {error}") from error
         self._missing[plan.weight] -= 1
         if self._missing[plan.weight] == 0:
             self._set(plan)
+
+    def _cut(self, place: int, first_row: int, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        """What the rank has of a matrix that begins in a row of a weight.
+
+        Raises:
+            ValueError: see `columns_of`.
+        """
+        cut = self._cuts.get(place)
+        if cut is None:
+            return matrix
+        if cut.dim == self._weights[place].parameter.dim() - 1:
+            return columns_of(matrix, *cut.runs[0])
+        return rows_of(matrix, _runs_inside(cut, first_row, matrix.shape[0]))
 
     def _set(self, plan: MatrixPlan) -> None:
         """Sets a weight whose matrices are all there; `plan`: of one of them."""
@@ -348,6 +369,19 @@ class MatrixFiller:
             dense = torch.cat([dequantize(part, self._dtype) for part in parts])
             dense = dense.view(weight.parameter.shape)
             setattr(weight.layer, weight.name, nn.Parameter(dense, requires_grad=False))
+
+
+def _runs_inside(cut: Cut, first_row: int, rows: int) -> list[tuple[int, int]]:
+    """The runs of a cut in a range of rows, counted from its first one; the cut repeats itself, as
+    the rows of experts do."""
+    runs = []
+    for begin in range(first_row // cut.length * cut.length, first_row + rows, cut.length):
+        for at, count in cut.runs:
+            first = max(begin + at, first_row)
+            last = min(begin + at + count, first_row + rows)
+            if first < last:
+                runs.append((first - first_row, last - first))
+    return runs
 
 
 def quantize_weights(
