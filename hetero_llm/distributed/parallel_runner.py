@@ -47,10 +47,12 @@ class ParallelRunner(Generic[P]):
         """Raises HeteroLLMError: a rank has failed."""
         self._ranks.finish()
         try:
-            return self.runner.finish(pending)
+            output = self.runner.finish(pending)
         except Exception as error:
             self._raise(error)
             raise
+        self._ranks.check()  # collectives that were aborted return, too, with anything
+        return output
 
     def _raise(self, error: Exception) -> None:
         """Raises the failure of a rank that has caused an error here, if there is one."""

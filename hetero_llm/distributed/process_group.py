@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from hetero_llm.core.errors import ConfigError
-from hetero_llm.utils.env import over_loopback
+from hetero_llm.utils.env import group_environment
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,15 @@ kills the others, and gloo sees the connections close."""
 def create_store() -> int:
     """The descriptor of an empty file in memory, for `process_group` in every rank."""
     return os.memfd_create("hetero-llm-ranks", os.MFD_CLOEXEC)
+
+
+def check_no_group(size: int) -> None:
+    """Raises ConfigError: this process is in a default group, so it can be no rank of `size`."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        reason = "torch.distributed is in use in this process; leave its group first"
+        raise ConfigError("tensor_parallel_size", size, reason)
 
 
 @contextmanager
@@ -61,11 +70,9 @@ def open_group(
     """
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        reason = "torch.distributed is in use in this process; leave its group first"
-        raise ConfigError("tensor_parallel_size", rank.size, reason)
+    check_no_group(rank.size)
     on_gpu = device.type == "cuda"
-    with over_loopback():
+    with group_environment():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=dist.FileStore(f"/proc/self/fd/{store}", rank.size),
@@ -88,14 +95,11 @@ def close_group() -> None:
 
 
 def abort_group() -> None:
-    """Ends collectives on GPUs that wait for a dead rank; any thread may call it. Those of gloo end
-    by themselves."""
+    """Ends collectives of NCCL that wait for a dead rank; any thread may call it. Their kernels
+    return then, and leave anything in their results."""
     import torch
     import torch.distributed as dist
 
-    if not dist.is_initialized() or not torch.cuda.is_available():
-        return
-    group = dist.group.WORLD
-    assert group is not None
-    backend = group._get_backend(torch.device("cuda"))
-    backend.abort()
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is not None:
+        group._get_backend(torch.device("cuda")).abort()

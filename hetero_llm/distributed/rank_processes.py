@@ -93,9 +93,6 @@ class NoRanks:
     def why(self, error: BaseException) -> BaseException:
         return error
 
-    def metrics(self) -> dict[str, float]:
-        return {}
-
     def shut_down(self) -> None:
         pass
 
@@ -258,10 +255,6 @@ class RankProcesses:
         if not isinstance(error, HeteroLLMError):
             self._failed.wait(_EXPLAIN_SECONDS)
         return error if self._failure is None else self._failure
-
-    def metrics(self) -> dict[str, float]:
-        """Gauges of the ranks, by name."""
-        return {"tensor_parallel_ranks": float(self.size)}
 
     # -- watch ------------------------------------------------------------------------------
 

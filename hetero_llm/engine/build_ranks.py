@@ -18,7 +18,12 @@ from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.distributed.agreement import GroupAgreement
 from hetero_llm.distributed.parallel_runner import ParallelRunner
 from hetero_llm.distributed.plain_form import PlainForm, types_within
-from hetero_llm.distributed.process_group import abort_group, close_group, open_group
+from hetero_llm.distributed.process_group import (
+    abort_group,
+    check_no_group,
+    close_group,
+    open_group,
+)
 from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses, RankProgram
 from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
 from hetero_llm.models.collectives import Rank
@@ -105,6 +110,7 @@ def check_parallel(config: EngineConfig, device: torch.device) -> None:
     size = config.parallel.tensor_parallel_size
     if size == 1:
         return
+    check_no_group(size)
     if device.type == "cuda":
         import torch
 
@@ -143,8 +149,11 @@ def for_ranks(config: EngineConfig, device: torch.device) -> EngineConfig:
     )
 
 
-def start_ranks(config: EngineConfig) -> RankProcesses | NoRanks:
+def start_ranks(config: EngineConfig, device: torch.device) -> RankProcesses | NoRanks:
     """Starts the processes, which begin to import what they need.
+
+    Args:
+        device: of the model.
 
     Raises:
         ConfigError: they cannot be started.
@@ -156,7 +165,8 @@ def start_ranks(config: EngineConfig) -> RankProcesses | NoRanks:
     # would take the cores of other ranks.
     environment = {"OMP_WAIT_POLICY": "PASSIVE"} | child_environment()
     program = RankProgram((sys.executable, "-P", "-m", MODULE), environment)
-    processes = RankProcesses(size, program, abort_group)
+    abort = abort_group if device.type == "cuda" else _nothing_to_abort
+    processes = RankProcesses(size, program, abort)
     pids = [os.getpid(), *processes.pids]
     words = ", ".join(f"{rank} is process {pid}" for rank, pid in enumerate(pids))
     logger.info("tensor parallel on %d ranks: %s", size, words)
@@ -225,6 +235,10 @@ def join_group(rank: Rank, store: int, device: torch.device) -> RankShare:
     open_group(rank, store, device)
     collectives = GroupCollectives(rank)
     return RankShare(collectives, GroupAgreement(rank.size), in_graphs=collectives.in_graphs)
+
+
+def _nothing_to_abort() -> None:
+    """Gloo's collectives end when the connection to a dead rank does."""
 
 
 def read_settings(data: bytes) -> RankSettings:

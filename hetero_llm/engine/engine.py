@@ -286,7 +286,6 @@ class Engine:
             **(speculation_metrics(stats) if stats.num_drafts else {}),
             **({} if self.background_drafter is None else self.background_drafter.metrics()),
             **self._adapter_metrics(),
-            **self._ranks.metrics(),
         }
 
     def _adapter_metrics(self) -> dict[str, float]:

@@ -253,7 +253,7 @@ def _with_ranks(
     draft_model: DraftModel | None,
 ) -> BuiltEngine:
     """Starts the other ranks, if there are to be any, and builds the engine with them."""
-    processes = start_ranks(config)
+    processes = start_ranks(config, inputs.device)
     try:
         ranks = join_ranks(
             processes,

@@ -148,12 +148,21 @@ def angel_names() -> AngelNames:
     return AngelNames(*read)
 
 
+_OF_GROUPS = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    # A dead rank ends the engine with its own message, and not torch the process with SIGABRT.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+
+
 @contextmanager
-def over_loopback() -> Iterator[None]:
-    """Lets gloo, and NCCL where it connects processes first, use the loopback interface while the
-    context is open."""
-    before = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-    os.environ.update(dict.fromkeys(before, "lo"))
+def group_environment() -> Iterator[None]:
+    """Lets torch.distributed connect the processes of this host over the loopback interface, and
+    leave the watch of them to us, in groups that are made while the context is open."""
+    before = {name: os.environ.get(name) for name in _OF_GROUPS}
+    os.environ.update(_OF_GROUPS)
     try:
         yield
     finally:

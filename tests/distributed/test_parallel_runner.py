@@ -40,6 +40,10 @@ class Ranks(Calls):
     def finish(self) -> None:
         self.announce("finish")
 
+    def check(self) -> None:
+        if self.error is None and self.reason is not None:
+            raise self.reason
+
 
 class Runner:
     def __init__(self, calls: Calls) -> None:
@@ -86,3 +90,11 @@ def test_a_failure_of_its_own_stays() -> None:
         runner.launch(STEP)
     with pytest.raises(RuntimeError, match="broken"):
         runner.finish(7)
+
+
+def test_results_of_a_step_that_was_aborted_are_not_returned() -> None:
+    dead = RankDeadError("rank 1 was ended by signal 9")
+    ranks = Ranks(None, dead)
+    runner = ParallelRunner(Runner(ranks), ranks)  # type: ignore[arg-type]
+    with pytest.raises(RankDeadError):
+        runner.finish(runner.launch(STEP))

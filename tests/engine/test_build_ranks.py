@@ -101,7 +101,7 @@ def test_settings_as_bytes() -> None:
 def test_one_rank_starts_nothing(tmp_path: Path) -> None:
     alone = config(tensor_parallel_size=1)
     before = psutil.Process().children()
-    processes = start_ranks(alone)
+    processes = start_ranks(alone, CPU)
     ranks = join_ranks(
         processes, alone, folder=tmp_path, scheduler=limit_steps(alone, 8, "cpu", serving=False),
         dtype="float32", device=CPU, drafts=False,
