@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hetero_llm.models.collectives import same
 from hetero_llm.models.config import Gate
-from hetero_llm.models.layers import Float32Linear, GatedActivation, Linear, Product
+from hetero_llm.models.layers import Float32Linear, GatedActivation, Linear, Product, Reduce
 from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedStack, dequantize
 
 # logits [T, experts] -> experts of each token [T, k] int, those it prefers first, and their weights
@@ -210,6 +211,9 @@ class Experts(nn.Module):
 
     `function` may be replaced on the instance (grouped and row-independent products). Quantized
     weights are a `QuantizedStack` each, and a function has to take them.
+
+    `reduce`: As that of a `Linear`: ranks have a part of each expert's inner size. A block that
+    adds more to the experts' output has a `reduce` of its own, for the sum of all.
     """
 
     def __init__(
@@ -222,6 +226,7 @@ class Experts(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden)) if bias else None
         self.activation = GatedActivation(activation)
         self.function: ExpertsFunction = self.plain
+        self.reduce: Reduce = same
 
     @property
     def biases(self) -> tuple[Tensor, Tensor] | None:
@@ -253,7 +258,7 @@ class Experts(nn.Module):
         Returns:
             [T, hidden] in x's dtype.
         """
-        return self.function(x, ids, weights, self.gate_up, self.down)
+        return self.reduce(self.function(x, ids, weights, self.gate_up, self.down))
 
     def plain(
         self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor

@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
+from hetero_llm.models.collectives import ONE_RANK, Collectives
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import short_reason
 from hetero_llm.models.configs.transformers import TransformersConfig
@@ -35,6 +36,7 @@ from hetero_llm.models.quantized_weights import (
     stored_bytes,
     weights_of,
 )
+from hetero_llm.models.rank_config import FIELD
 from hetero_llm.models.registry import model_class
 from hetero_llm.models.weight_files import StoredTensor, WeightFile, find_weight_files
 from hetero_llm.models.weight_reader import Piece, ReadAhead, copy_pieces, pieces_of
@@ -65,15 +67,19 @@ def load_model(
     allow_pickle: bool = False,
     seed: int = 0,
     build: Callable[[ModelConfig], CausalLM] | None = None,
+    collectives: Collectives = ONE_RANK,
 ) -> CausalLM:
     """Builds the model of `config` and fills it from the folder's weight files.
+
+    With several ranks it is this rank's part: modules of `sharded_config`, of whose weights only
+    the rank's slices are read. All ranks call this function at the same time.
 
     Peak memory is the model and what `weight_reader` reads ahead: at most a 20th of the model, or
     8 MiB; with a `RearrangedView`, also one stored tensor.
 
     Args:
         folder: Of `resolve_model_folder`.
-        config: Of `load_model_config`.
+        config: Of `load_model_config`; that of the whole model.
         dtype: Of every parameter; stored tensors are converted.
         device: Where the parameters live.
         show_progress: A progress bar in bytes on stderr.
@@ -81,6 +87,7 @@ def load_model(
         allow_pickle: Whether pickled files may be read; only tensors are unpickled.
         seed: Of the random weights of "dummy".
         build: Makes the model; None: the class of `config.architecture`.
+        collectives: Of the ranks that run the model together.
 
     Returns:
         The model in eval mode, parameters without gradients.
@@ -92,6 +99,9 @@ def load_model(
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError("load_format", load_format, "one of " + ", ".join(LOAD_FORMATS))
+    if collectives.rank.size > 1:
+        reason = "weights of several ranks cannot be read yet"
+        raise ConfigError(FIELD, collectives.rank.size, reason)
     folder = Path(folder)
     build = build or model_class(config.architecture)
     files: tuple[WeightFile, ...] | None = None
