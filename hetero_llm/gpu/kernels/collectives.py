@@ -383,6 +383,7 @@ def sum_rows(
     *,
     norm: Norm | None = None,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
     phases: int = ALL,
 ) -> tuple[Tensor, Tensor]:
     """The sum of x over the ranks, or with a norm that of `sum + residual`, and what was normed.
@@ -393,10 +394,11 @@ def sum_rows(
         x: [rows, n], contiguous; float32, bfloat16 or float16; as many rows at most as the buffer
             has pieces, n elements at most a piece, and `MAX_NORM_SIZE`.
         residual: As x, overwritten with what is normed; only with a norm.
+        out: As x, for sum or norm; None: a new one.
         phases: PUSH, TAKE or ALL; see there.
 
     Returns:
-        Sum or norm (new) and total (`residual`, or new; without a norm the sum), [rows, n] both.
+        Sum or norm (`out`) and total (`residual`, or new; without a norm the sum), [rows, n] both.
     """
     rows, n = x.shape
     assert x.is_contiguous() and x.dtype in _BITS, (x.shape, x.stride(), x.dtype)
@@ -405,7 +407,9 @@ def sum_rows(
     assert residual is None or (norm is not None and residual.is_contiguous())
     assert residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
     assert norm is None or (norm.weight.shape == (n,) and norm.weight.dtype == x.dtype)
-    out = torch.empty_like(x)
+    assert out is None or (out.is_contiguous() and out.shape == x.shape and out.dtype == x.dtype)
+    if out is None:
+        out = torch.empty_like(x)
     total = out
     if norm is not None:
         total = torch.empty_like(x) if residual is None else residual
