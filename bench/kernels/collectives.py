@@ -22,6 +22,7 @@ behind the one before. The goal is 5.5 us for one row of 8 KB.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -213,6 +214,7 @@ def run(rank: int, args: Any, folder: str, bytes_per_us: float) -> None:
     if rank == 0:
         print_table([dict.fromkeys(rows[0]) | row for row in rows])
         print_table(columns)
+    sys.stdout.flush()
     os._exit(0)  # graphs of NCCL may outlive their group
 
 

@@ -162,16 +162,16 @@ def _first(reasons: Sequence[str]) -> str:
 
 
 def _cross_check(memory: PeerMemory, exchange: Exchange, fill: int) -> str:
-    """Every rank writes its number into all memories, at both ends; why not all arrived here, or an
-    empty string. Leaves `fill` everywhere."""
+    """Every rank writes into all memories, at both ends, who writes to whom; why not all of it
+    arrived here, or an empty string. Leaves `fill` everywhere."""
     rank, size = exchange.rank, exchange.size
     own = memory.tensors[rank]
     try:
         own.fill_(fill)
         _finish(own)
         exchange.gather(None)
-        for tensor in memory.tensors:
-            tensor[rank] = tensor[rank - size] = rank + 1
+        for peer, tensor in enumerate(memory.tensors):
+            tensor[rank] = tensor[rank - size] = rank * size + peer
         _finish(own)
         exchange.gather(None)
         found = torch.cat((own[:size], own[-size:])).tolist()
@@ -180,7 +180,7 @@ def _cross_check(memory: PeerMemory, exchange: Exchange, fill: int) -> str:
         exchange.gather(None)
     except RuntimeError as error:
         return str(error).splitlines()[0]
-    expected = 2 * list(range(1, size + 1))
+    expected = 2 * [peer * size + rank for peer in range(size)]
     return "" if found == expected else f"peers wrote {expected}, here is {found}"
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from hetero_llm.gpu.collectives import PeerCollectives, open_peer_collectives
@@ -29,10 +31,28 @@ KINDS = (
 """Widths and types: few, since each is compiled."""
 
 TOLERANCES = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-22}
-MAX_CYCLES = 200_000  # about 0.1 ms
+MAX_PAUSE = 100  # microseconds
 PATIENCE = 2.0
 
 Ranks = tuple[PeerCollectives, GroupExchange]
+
+
+@triton.jit(do_not_specialize=["microseconds"])
+def pause_kernel(microseconds):
+    for _ in range(microseconds):
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 1000; mov.u32 $0, 0;",
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+def pause(microseconds: int) -> None:
+    """Keeps the current stream busy for about that long."""
+    pause_kernel[(1,)](microseconds, num_warps=1)
 
 
 def opened(group: dist.ProcessGroup, device: torch.device, maker: str = "") -> Ranks:
@@ -82,7 +102,7 @@ def fuzz(rank: int, group: dist.ProcessGroup, device: torch.device, launches: st
         rows = int(rng.choice([1, 2, 3, 8, 33, 64, 200, int(rng.integers(1, 3000))]))
         parts = parts_of(launch, (rows, width), dtype, exchange.size)
         if own_rng.random() < 0.5:
-            torch.cuda._sleep(int(own_rng.integers(MAX_CYCLES)))
+            pause(int(own_rng.integers(MAX_PAUSE)))
         poison(parts[0])
         if kind == 0:
             found = collectives.gather_columns(parts[rank])
@@ -155,7 +175,7 @@ def replay(rank: int, group: dist.ProcessGroup, device: torch.device, replays: s
     for count in range(int(replays)):
         graph.replay()
         if rng.random() < 0.01:
-            torch.cuda._sleep(int(rng.integers(MAX_CYCLES)))
+            pause(int(rng.integers(MAX_PAUSE)))
         if count % 1000 == 999:
             step()
             torch.cuda.synchronize()
