@@ -56,7 +56,9 @@ def pause(microseconds: int) -> None:
 
 
 def opened(group: dist.ProcessGroup, device: torch.device, maker: str = "") -> Ranks:
+    """`maker`: a part of its name; empty: that of TWO_GPUS_MAKER, or the first that works."""
     exchange = GroupExchange(group)
+    maker = maker or os.environ.get("TWO_GPUS_MAKER", "")
     makers = [one for one in MAKERS if maker in one[0]]
     collectives = open_peer_collectives(2 * HIDDEN, device, exchange, makers=makers)
     return collectives, exchange
