@@ -30,10 +30,12 @@ from hetero_llm.models.gguf.container import is_gguf
 from hetero_llm.models.kv_scales import stored_kv_scales
 from hetero_llm.models.layers import CausalLM, Linear, RearrangedView
 from hetero_llm.models.quantization_config import checkpoint_format
+from hetero_llm.models.quantized_slices import matrix_slices
 from hetero_llm.models.quantized_weights import (
     LayerWeight,
     MatrixFiller,
     MatrixPlan,
+    Stored,
     plan_matrices,
     quantize_weights,
     stored_bytes,
@@ -44,7 +46,13 @@ from hetero_llm.models.rank_slices import RankSlice, RankSlices
 from hetero_llm.models.registry import model_class
 from hetero_llm.models.sharding import Cut, RankParts, check_ranks, join_ranks, rank_parts
 from hetero_llm.models.weight_files import StoredTensor, WeightFile, find_weight_files
-from hetero_llm.models.weight_reader import Piece, ReadAhead, copy_pieces, pieces_of
+from hetero_llm.models.weight_reader import (
+    Piece,
+    ReadAhead,
+    copy_pieces,
+    pieces_of,
+    pieces_of_slice,
+)
 from hetero_llm.quantization.formats.kv_cache import kv_scale_of
 from hetero_llm.quantization.formats.scheme import CheckpointFormat
 from hetero_llm.quantization.names import ONLINE_BYTES
@@ -131,9 +139,10 @@ def load_model(
         assert isinstance(model, DecoderLM)
         parts = rank_parts(model, config)
         join_ranks(model, collectives)
+    cuts = _cuts_of_weights(model, weights, parts)
     filler = MatrixFiller(
         blueprint.plans, weights, dtype=dtype, device=torch.device(device),
-        cuts=_cuts_of_weights(model, weights, parts),
+        cuts=cuts, slices=matrix_slices(blueprint.plans, weights, cuts, blueprint.stored),
     )  # fmt: skip
     if files is None:
         fill_randomly(model, seed, parts)
@@ -261,10 +270,12 @@ def _config_of(folder: Path) -> str:
 class _Blueprint:
     """Attributes:
     plans: the quantized matrices of the files.
+    stored: their tensors, by the names that the model knows.
     whole: the whole model without memory; None: of a class of transformers.
     """
 
     plans: tuple[MatrixPlan, ...]
+    stored: Stored
     whole: CausalLM | None
 
 
@@ -291,7 +302,7 @@ def _plan(
     """
     config, own_config = configs
     if isinstance(config, TransformersConfig):
-        return _Blueprint((), None)
+        return _Blueprint((), {}, None)
     model, weights = _on_meta(folder, config, dtype, build)
     own, own_weights = model, weights
     if own_config.rank.size > 1:
@@ -316,7 +327,7 @@ def _plan(
                 f"{folder}: the model needs {_gib(needed)} of host memory, tables for a context of "
                 f"{config.max_model_len} tokens included, and {_gib(free)} are free"
             )
-    return _Blueprint(plans, model)
+    return _Blueprint(plans, stored, model)
 
 
 def _on_meta(
@@ -382,7 +393,10 @@ def _fill_from_files(
     show_progress: bool,
 ) -> None:
     """Fills the targets; names and shapes of all files are checked by now."""
-    total = sum(match.nbytes for match in matches)
+    total = sum(
+        filler.nbytes(match.name, match.stored) if match.target is None else match.nbytes
+        for match in matches
+    )
     ahead = ReadAhead.of(total)
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="loading weights", disable=not show_progress
@@ -407,12 +421,20 @@ def _pieces(match: _Match, filler: MatrixFiller, piece_bytes: int) -> Iterator[P
     if match.target is not None:
         yield from pieces_into(match.file, match.stored, match.target, piece_bytes=piece_bytes)
         return
-    whole, then = filler.take(match.name, match.stored)
-    *pieces, last = pieces_of(
-        match.file, match.stored, whole, dtype=whole.dtype, piece_bytes=piece_bytes
-    )
+    taken = filler.take(match.name, match.stored)
+    if taken is None:
+        return
+    target = taken.tensor
+    if not target.dim():
+        target, taken_of = target.view(1), replace(match.stored, shape=(1,))
+    else:
+        taken_of = match.stored
+    *pieces, last = pieces_of_slice(
+        match.file, taken_of, target,
+        dim=taken.dim, runs=taken.runs, dtype=target.dtype, piece_bytes=piece_bytes,
+    )  # fmt: skip
     yield from pieces
-    yield replace(last, then=then)
+    yield replace(last, then=taken.then)
 
 
 def pieces_into(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,8 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.transformers import TransformersConfig
 from hetero_llm.models.experts import Experts
 from hetero_llm.models.glm4_moe import Glm4MoeBlock
-from hetero_llm.models.layers import Head, ProjectionNorm
+from hetero_llm.models.layers import Head, ProjectionNorm, RearrangedView
+from hetero_llm.models.quantization_config import checkpoint_format
 from hetero_llm.models.qwen2_moe import Qwen2MoeBlock
 from hetero_llm.models.rank_config import (
     FIELD,
@@ -25,6 +27,7 @@ from hetero_llm.models.rank_config import (
     first_kv_head,
     sharded_config,
 )
+from hetero_llm.models.registry import model_class
 
 __all__ = ["Cut", "RankParts", "check_ranks", "join_ranks", "rank_parts", "sharded_config"]
 
@@ -204,3 +207,41 @@ def check_ranks(config: ModelConfig, size: int) -> None:
         reason = f"{config.class_name} runs by transformers' own code, which is not cut for ranks"
         raise ConfigError(FIELD, size, reason)
     check_sizes(config, size)
+    if config.quantization is not None or config.online_quantization is not None:
+        _check_columns(config, size)
+
+
+def _check_columns(config: ModelConfig, size: int) -> None:
+    """Raises ConfigError: a rank's columns of a quantized matrix begin or end inside of a group.
+    ModelLoadError: the format is not supported."""
+    form = checkpoint_format(config, Path("config.json"))
+    if form is None:
+        return
+    with torch.device("meta"):
+        models = [
+            model_class(config.architecture)(one)
+            for one in (config, sharded_config(config, Rank(0, size)))
+        ]
+    whole, own = models
+    assert isinstance(own, DecoderLM)
+    cuts = rank_parts(own, config).cuts
+    columns = {
+        id(parameter): cuts[name].size
+        for name, parameter in whole.named_parameters()
+        if name in cuts and cuts[name].dim == parameter.dim() - 1 > 0
+    }
+    for name, target in whole.checkpoint_tensors().items():
+        view = target.view if isinstance(target, RearrangedView) else target
+        root = view if view._base is None else view._base
+        module, _, kind = name.rpartition(".")
+        scheme = form.scheme(module) if kind == "weight" and id(root) in columns else None
+        if scheme is None:
+            continue
+        each = columns[id(root)]
+        try:
+            step = scheme.column_step(each * size)
+        except ValueError as error:
+            raise ConfigError(FIELD, size, f"{module}: {error}") from error
+        if each * size > step and each % step:  # one group of a row may be cut anywhere
+            reason = f"each rank has {each} columns of {module}, whose groups are of {step}"
+            raise ConfigError(FIELD, size, reason)
