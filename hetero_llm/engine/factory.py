@@ -260,8 +260,9 @@ def _with_ranks(
             config,
             folder=inputs.folder,
             scheduler=inputs.scheduler,
-            dtype=str(inputs.dtype).removeprefix("torch."),
+            dtype=inputs.dtype,
             device=inputs.device,
+            row_bytes=inputs.model_config.hidden_size * inputs.dtype.itemsize,
             drafts=drafter is not None or config.speculation is not None,
         )
         return _join(config, inputs, drafter, draft_model, ranks)
