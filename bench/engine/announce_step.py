@@ -1,7 +1,7 @@
 """Time in which the engine announces a decode step to its ranks, and in which a rank has read it.
 
 The writer encodes the step's arrays and writes them to the channel; the readers, one process each,
-spin. `announce`: of `StepWriter.launch`, which the engine pays, 0.5 ms after the step before, in which
+spin. `announce`: of `StepWriter.launch`, which the engine pays, 0.5 ms after the step before, while
 its process works. `each`: the same over the readers. `hot`: of one step right after another.
 `read`: until a rank has the step in its hands, measured there from the moment when the writer began
 (both clocks are CLOCK_MONOTONIC). With fewer cores than processes the readers' times are those of
