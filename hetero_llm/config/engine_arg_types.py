@@ -100,6 +100,8 @@ class EngineArgTypes(TypedDict, total=False):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     sequence_parallel_size: int
+    data_parallel_size: int
+    data_parallel_size_local: int | None
     distributed_executor_backend: str | None
     worker_use_ray: bool
     ray_workers_use_nsight: bool
@@ -238,6 +240,8 @@ class EngineArgFields:
     tensor_parallel_size: int
     pipeline_parallel_size: int
     sequence_parallel_size: int
+    data_parallel_size: int
+    data_parallel_size_local: int | None
     distributed_executor_backend: str | None
     worker_use_ray: bool
     ray_workers_use_nsight: bool

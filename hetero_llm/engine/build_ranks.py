@@ -220,12 +220,17 @@ def join_ranks(
         reason = f"an argument cannot be sent to other processes: {error}"
         raise ConfigError(_FIELD, processes.size, reason) from error
     processes.wait_for(IMPORTED)
-    share = join_group(Rank(0, processes.size), processes.store, device, row_bytes=row_bytes)
+    share = join_group(
+        Rank(0, processes.size), processes.store, device,
+        row_bytes=row_bytes, peer_memory=config.parallel.peer_memory,
+    )  # fmt: skip
     processes.joined(share.leave)
     return EngineRanks(processes, share)
 
 
-def join_group(rank: Rank, store: int, device: torch.device, *, row_bytes: int) -> RankShare:
+def join_group(
+    rank: Rank, store: int, device: torch.device, *, row_bytes: int, peer_memory: bool
+) -> RankShare:
     """Joins the group of all ranks.
 
     On GPUs that reach each other's memory, collectives go through it; else through NCCL.
@@ -234,6 +239,7 @@ def join_group(rank: Rank, store: int, device: torch.device, *, row_bytes: int) 
         store: see `open_group`.
         device: of this rank; a GPU becomes the current one.
         row_bytes: see `RankSettings`.
+        peer_memory: see `ParallelConfig`.
 
     Raises:
         ConfigError: see `open_group`.
@@ -245,7 +251,9 @@ def join_group(rank: Rank, store: int, device: torch.device, *, row_bytes: int) 
         device = torch.device("cuda", rank.index)
     group = open_group(rank, store, device)
     agreement = GroupAgreement(rank.size)
-    peers = None if device.type == "cpu" else _peer_collectives(group, device, row_bytes)
+    peers = None
+    if device.type == "cuda" and peer_memory:
+        peers = _peer_collectives(group, device, row_bytes)
     if peers is None:
         from hetero_llm.distributed.group_collectives import GroupCollectives
 

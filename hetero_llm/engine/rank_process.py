@@ -161,7 +161,10 @@ def _run(
     control.send(RankReached(IMPORTED))
     rank = Rank(arguments.rank, arguments.size)
     device = torch.device(settings.device)
-    share = join_group(rank, arguments.store, device, row_bytes=settings.row_bytes)
+    share = join_group(
+        rank, arguments.store, device,
+        row_bytes=settings.row_bytes, peer_memory=settings.config.parallel.peer_memory,
+    )  # fmt: skip
     runner, grammars = _build(settings, share, control)
     gc.collect()
     gc.freeze()  # later collections skip all objects that were loaded
