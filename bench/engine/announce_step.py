@@ -1,8 +1,8 @@
 """Time in which the engine announces a decode step to its ranks, and in which a rank has read it.
 
 The writer encodes the step's arrays and writes them to the channel; the readers, one process each,
-spin. `announce`: of `StepWriter.launch`, which the engine pays, 0.5 ms after the step before, so
-that its caches are cold. `each`: the same over the readers. `hot`: of one step right after another.
+spin. `announce`: of `StepWriter.launch`, which the engine pays, 0.5 ms after the step before, while
+its process works. `each`: the same over the readers. `hot`: of one step right after another.
 `read`: until a rank has the step in its hands, measured there from the moment when the writer began
 (both clocks are CLOCK_MONOTONIC). With fewer cores than processes the readers' times are those of
 the operating system's scheduler.
@@ -72,8 +72,9 @@ def measure(batch: int, readers: int) -> dict[str, float]:
     spaced, close = [], []
     for times, pause in ((close, 0.0), (spaced, _PAUSE_SECONDS)):
         for _ in range(_STEPS):
-            if pause:
-                time.sleep(pause)
+            until = time.perf_counter() + pause
+            while time.perf_counter() < until:
+                pass
             begun = time.monotonic_ns()
             stamp[0, 0], stamp[1, 0] = begun >> 31, begun & 0x7FFFFFFF
             begin = time.perf_counter()

@@ -268,12 +268,12 @@ PARALLEL = grouped(
         "Workers that may load weights at the same time.",
         reason=_ONE_DEVICE,
     ),
-    obsolete(
+    effective(
         "disable_custom_all_reduce",
         _BOOL,
         False,
-        "Use NCCL's all-reduce only.",
-        reason=_ONE_DEVICE,
+        "GPUs of tensor_parallel_size exchange through NCCL, and not through memory that they map "
+        "of each other. Steps then run without CUDA graphs.",
     ),
 )
 

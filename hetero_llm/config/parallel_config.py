@@ -16,13 +16,16 @@ MAX_RANKS = 64
 class ParallelConfig:
     """Attributes:
     tensor_parallel_size: ranks that share each layer; 1: the engine's process runs it alone.
+    peer_memory: GPUs exchange through memory that they map of each other, where they can.
     """
 
     tensor_parallel_size: int = 1
+    peer_memory: bool = True
 
 
 def parallel_from_args(args: Mapping[str, Any]) -> ParallelConfig:
-    """Reads `tensor_parallel_size` and `distributed_executor_backend`.
+    """Reads `tensor_parallel_size`, `distributed_executor_backend` and
+    `disable_custom_all_reduce`.
 
     Raises:
         ConfigError: Ray is to start the ranks, or one process is to be several.
@@ -37,4 +40,4 @@ def parallel_from_args(args: Mapping[str, Any]) -> ParallelConfig:
     if backend == "uni" and size > 1:
         reason = f"is one process, and tensor_parallel_size={size} needs as many; use 'mp'"
         raise ConfigError("distributed_executor_backend", backend, reason)
-    return ParallelConfig(size)
+    return ParallelConfig(size, peer_memory=not args["disable_custom_all_reduce"])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from hetero_llm.core.errors import RankDeadError
 from hetero_llm.core.grammar import OpenMatcher
 from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.distributed.rank_processes import RankProcesses
 
 P = TypeVar("P")
+
+GAVE_UP = "a collective has ended without a rank that did not come to it in time"
 
 
 class ParallelRunner(Generic[P]):
@@ -21,13 +25,17 @@ class ParallelRunner(Generic[P]):
     Args:
         runner: of this rank.
         ranks: the others.
+        gave_up: see `RankShare`.
 
     Attributes:
         runner: see Args.
     """
 
-    def __init__(self, runner: ModelRunner[P], ranks: RankProcesses) -> None:
+    def __init__(
+        self, runner: ModelRunner[P], ranks: RankProcesses, gave_up: Callable[[], bool]
+    ) -> None:
         self.runner = runner
+        self._gave_up = gave_up
         self._ranks = ranks
 
     def launch(self, step: SchedulerOutput) -> P:
@@ -52,6 +60,9 @@ class ParallelRunner(Generic[P]):
             self._raise(error)
             raise
         self._ranks.check()  # collectives that were aborted return, too, with anything
+        if self._gave_up():
+            self._raise(RuntimeError(GAVE_UP))
+            raise RankDeadError(GAVE_UP)
         return output
 
     def _raise(self, error: Exception) -> None:

@@ -93,7 +93,10 @@ def step_to_bytes(step: SchedulerOutput) -> bytes:
     try:
         message = b"".join(arrays)
     except (BufferError, TypeError):  # a view whose rows do not follow each other
-        message = b"".join(one.tobytes() if isinstance(one, np.ndarray) else one for one in arrays)
+        together: list[Any] = [
+            np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in arrays
+        ]
+        message = b"".join(together)
     assert len(message) == 4 * words, "an array of a step is not int32, or of another length"
     return message
 

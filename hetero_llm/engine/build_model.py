@@ -134,6 +134,7 @@ def load_weights(
         from hetero_llm.gpu.fused import use_kernels
 
         use_kernels(model, few_rows=None, agree=share.agreement.of_first)
+        _fuse_sums(model, share)
     elif backend == "ipex":
         from hetero_llm.cpu.ipex import speed_up
 
@@ -144,3 +145,13 @@ def load_weights(
         speed_up(model)
     model.finish_loading(batch_invariant=config.batch_invariant)
     return model
+
+
+def _fuse_sums(model: CausalLM, share: RankShare) -> None:
+    """Lets norms make the sums before them, where collectives go through the peers' memory."""
+    from hetero_llm.gpu.collectives import PeerCollectives
+    from hetero_llm.gpu.fused import fuse_sums
+
+    if isinstance(share.collectives, PeerCollectives):
+        fused = fuse_sums(model, share.collectives)
+        logger.info("%d norms add up the parts of the ranks", fused)

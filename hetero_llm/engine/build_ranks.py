@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,14 @@ from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses, RankPr
 from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
 from hetero_llm.models.collectives import Rank
 from hetero_llm.utils import topology
-from hetero_llm.utils.env import child_environment
+from hetero_llm.utils.env import child_environment, group_environment
 from hetero_llm.utils.log_sink import kind_of_root
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
+
+    from hetero_llm.gpu.collectives import PeerCollectives
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,7 @@ class RankSettings:
         scheduler: limits of steps.
         dtype: name of the model's type.
         device: "cpu" or "cuda"; rank r uses the GPU of index r.
+        row_bytes: of a row of hidden states in the model's type.
         drafts: steps may have draft trees.
         threads: of torch, on the CPU.
         log_level, log_format: of the engine's log.
@@ -63,6 +68,7 @@ class RankSettings:
     scheduler: SchedulerConfig
     dtype: str
     device: str
+    row_bytes: int
     drafts: bool
     threads: int
     log_level: int
@@ -89,7 +95,8 @@ class EngineRanks:
         if isinstance(self.processes, NoRanks):
             return runner
         self.processes.begin_serving()
-        return ParallelRunner(runner, self.processes)
+        self.share.serves()
+        return ParallelRunner(runner, self.processes, self.share.gave_up)
 
     def wait_loaded(self) -> None:
         """Waits until the other ranks have their weights.
@@ -179,8 +186,9 @@ def join_ranks(
     *,
     folder: Path,
     scheduler: SchedulerConfig,
-    dtype: str,
+    dtype: torch.dtype,
     device: torch.device,
+    row_bytes: int,
     drafts: bool,
 ) -> EngineRanks:
     """Gives the processes their settings and joins their group, as rank 0.
@@ -188,6 +196,7 @@ def join_ranks(
     Args:
         config: result of `for_ranks`.
         folder: of the model.
+        row_bytes: see `RankSettings`.
 
     Raises:
         HeteroLLMError: a rank has failed.
@@ -197,8 +206,9 @@ def join_ranks(
     settings = RankSettings(
         config=_on_this_machine(config, folder),
         scheduler=scheduler,
-        dtype=dtype,
+        dtype=str(dtype).removeprefix("torch."),
         device=device.type,
+        row_bytes=row_bytes,
         drafts=drafts,
         threads=config.cpu.threads or 1,
         log_level=logging.getLogger("hetero_llm").getEffectiveLevel(),
@@ -210,31 +220,75 @@ def join_ranks(
         reason = f"an argument cannot be sent to other processes: {error}"
         raise ConfigError(_FIELD, processes.size, reason) from error
     processes.wait_for(IMPORTED)
-    share = join_group(Rank(0, processes.size), processes.store, device)
-    processes.joined(close_group)
+    share = join_group(
+        Rank(0, processes.size), processes.store, device,
+        row_bytes=row_bytes, peer_memory=config.parallel.peer_memory,
+    )  # fmt: skip
+    processes.joined(share.leave)
     return EngineRanks(processes, share)
 
 
-def join_group(rank: Rank, store: int, device: torch.device) -> RankShare:
+def join_group(
+    rank: Rank, store: int, device: torch.device, *, row_bytes: int, peer_memory: bool
+) -> RankShare:
     """Joins the group of all ranks.
+
+    On GPUs that reach each other's memory, collectives go through it; else through NCCL.
 
     Args:
         store: see `open_group`.
         device: of this rank; a GPU becomes the current one.
+        row_bytes: see `RankSettings`.
+        peer_memory: see `ParallelConfig`.
 
     Raises:
         ConfigError: see `open_group`.
     """
-    from hetero_llm.distributed.group_collectives import GroupCollectives
+    import torch
 
     if device.type == "cuda":
-        import torch
-
         torch.cuda.set_device(rank.index)
         device = torch.device("cuda", rank.index)
-    open_group(rank, store, device)
-    collectives = GroupCollectives(rank)
-    return RankShare(collectives, GroupAgreement(rank.size), in_graphs=collectives.in_graphs)
+    group = open_group(rank, store, device)
+    agreement = GroupAgreement(rank.size)
+    peers = None
+    if device.type == "cuda" and peer_memory:
+        peers = _peer_collectives(group, device, row_bytes)
+    if peers is None:
+        from hetero_llm.distributed.group_collectives import GroupCollectives
+
+        collectives = GroupCollectives(rank)
+        return RankShare(collectives, agreement, in_graphs=collectives.in_graphs, leave=close_group)
+    from hetero_llm.gpu.collectives import SERVING_SECONDS
+
+    def leave() -> None:
+        peers.close()
+        close_group()
+
+    return RankShare(
+        peers,
+        agreement,
+        in_graphs=peers.in_graphs,
+        serves=partial(peers.set_patience, SERVING_SECONDS),
+        gave_up=lambda: peers.gave_up,
+        leave=leave,
+    )
+
+
+def _peer_collectives(
+    group: ProcessGroup, device: torch.device, row_bytes: int
+) -> PeerCollectives | None:
+    """Collectives through memory that the GPUs of all ranks map; None if they cannot, alike on all
+    ranks."""
+    from hetero_llm.gpu.collectives import open_peer_collectives
+    from hetero_llm.gpu.peer_memory import GroupExchange, PeersUnreachable
+
+    try:
+        with group_environment():
+            return open_peer_collectives(row_bytes, device, GroupExchange(group))
+    except PeersUnreachable as error:
+        logger.warning("%s; NCCL serves", error)
+        return None
 
 
 def _nothing_to_abort() -> None:

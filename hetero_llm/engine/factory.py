@@ -86,6 +86,7 @@ from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import BlockTransfers
 from hetero_llm.kv_cache.hit_log import HitCounter, HitLog
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
+from hetero_llm.models.collectives import Rank
 from hetero_llm.models.sharding import check_ranks, sharded_config
 from hetero_llm.pooling.pooling_model import read_pooling_model
 from hetero_llm.scheduler.adapter_slots import AdapterSlots
@@ -187,7 +188,6 @@ def build_engine(
     load = config.load
     device = resolve_device(load.device)
     check_parallel(config, device)
-    config = for_ranks(config, device)
     _check_adapters(config, device)
     free_unreachable(device.type)
     if device.type == "cuda":
@@ -204,13 +204,15 @@ def build_engine(
     images = open_images(folder, model_config, config.max_images, config.media_domains)
     sampling = {} if serving else default_sampling(config.generation, folder)
     dtype: torch.dtype = getattr(torch, dtype_name)
-    check_context(config, steps, model_config, dtype, device)
+    part = sharded_config(model_config, Rank(0, config.parallel.tensor_parallel_size))
+    check_context(config, steps, part, dtype, device)
     draft_model = None
     if drafter is None:
         config, draft_model = prepare_draft_model(
             config, model_config, tokenizer,
             target_on_cpu=device.type == "cpu", max_model_len=max_model_len,
         )  # fmt: skip
+    config = for_ranks(config, device)
     inputs = _EngineInputs(
         folder, model_config, max_model_len, tokenizer, dtype, device, steps, show_progress,
         platform or _platform(config, device), images,
@@ -260,8 +262,9 @@ def _with_ranks(
             config,
             folder=inputs.folder,
             scheduler=inputs.scheduler,
-            dtype=str(inputs.dtype).removeprefix("torch."),
+            dtype=inputs.dtype,
             device=inputs.device,
+            row_bytes=inputs.model_config.hidden_size * inputs.dtype.itemsize,
             drafts=drafter is not None or config.speculation is not None,
         )
         return _join(config, inputs, drafter, draft_model, ranks)

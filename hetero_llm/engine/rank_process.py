@@ -19,13 +19,15 @@ import socket
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.bridge.ipc.broadcast import ChannelClosedError
-from hetero_llm.core.errors import HeteroLLMError
+from hetero_llm.core.errors import HeteroLLMError, RankDeadError
 from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.distributed.control_socket import ControlSocket, RankFailed, RankReached
+from hetero_llm.distributed.parallel_runner import GAVE_UP
 from hetero_llm.distributed.rank_processes import RankArguments
 from hetero_llm.distributed.rank_share import RankShare
 from hetero_llm.distributed.step_channel import StepReader
@@ -65,11 +67,17 @@ class RankLoop:
         steps: the channel.
         runner: of this rank.
         grammars: compiles grammars ahead of the steps that need them; None without a tokenizer.
+        gave_up: see `RankShare`.
     """
 
     def __init__(
-        self, steps: StepReader, runner: ModelRunner[Any], grammars: GrammarCompiler | None
+        self,
+        steps: StepReader,
+        runner: ModelRunner[Any],
+        grammars: GrammarCompiler | None,
+        gave_up: Callable[[], bool],
     ) -> None:
+        self._gave_up = gave_up
         self._steps = steps
         self._runner = runner
         self._grammars = grammars
@@ -86,6 +94,7 @@ class RankLoop:
 
         Raises:
             ChannelClosedError: none will come.
+            RankDeadError: another rank did not come to a collective.
         """
         words = self._steps.read(timeout_us)
         if words is None:
@@ -97,6 +106,8 @@ class RankLoop:
             collect_if_due(calm=not step.has_chunks)
         elif kind == StepMessage.FINISH:
             self._runner.finish(self._launched.popleft())
+            if self._gave_up():
+                raise RankDeadError(GAVE_UP)
         else:
             assert kind == StepMessage.GRAMMAR and self._grammars is not None, kind
             arguments = (grammar_from_words(words),)
@@ -149,12 +160,17 @@ def _run(
     torch.set_num_threads(settings.threads)
     control.send(RankReached(IMPORTED))
     rank = Rank(arguments.rank, arguments.size)
-    share = join_group(rank, arguments.store, torch.device(settings.device))
+    device = torch.device(settings.device)
+    share = join_group(
+        rank, arguments.store, device,
+        row_bytes=settings.row_bytes, peer_memory=settings.config.parallel.peer_memory,
+    )  # fmt: skip
     runner, grammars = _build(settings, share, control)
     gc.collect()
     gc.freeze()  # later collections skip all objects that were loaded
     steps.set_spin(_SPIN_US[settings.device])
-    RankLoop(steps, runner, grammars).run()
+    share.serves()
+    RankLoop(steps, runner, grammars, share.gave_up).run()
 
 
 def _build(

@@ -151,6 +151,8 @@ def angel_names() -> AngelNames:
 _OF_GROUPS = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",  # multicast of NVLink, which no collective of ours uses
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     # A dead rank ends the engine with its own message, and not torch the process with SIGABRT.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",

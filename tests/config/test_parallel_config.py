@@ -18,6 +18,7 @@ def parallel(**given: Any) -> ParallelConfig:
 def test_sizes() -> None:
     assert parallel() == ParallelConfig(1)
     assert parallel(tensor_parallel_size=4).tensor_parallel_size == 4
+    assert not parallel(disable_custom_all_reduce=True).peer_memory
     assert parallel(tensor_parallel_size=2, distributed_executor_backend="mp") == ParallelConfig(2)
     assert parallel(distributed_executor_backend="uni") == ParallelConfig(1)
     for size, reason in ((0, "at least 1"), (MAX_RANKS + 1, "at most"), (True, "integer")):

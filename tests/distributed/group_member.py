@@ -1,4 +1,5 @@
-"""One process of a group, for tests: `python -m tests.distributed.group_member`.
+"""One process of a group, for tests: `python -m tests.distributed.group_member RANK SIZE STORE
+DEVICE`.
 
 Each process makes the same random parts of all ranks, exchanges its own, and compares.
 """
@@ -18,14 +19,17 @@ from hetero_llm.models.collectives import Rank
 SHAPES = ((1, 8), (5, 64), (3, 200_000), (1001, 129), (0, 8))
 
 
-def check(rank: Rank, store: int) -> None:
-    with process_group(rank, store, torch.device("cpu"), timeout=60.0):
+def check(rank: Rank, store: int, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(rank.index)
+        device = torch.device("cuda", rank.index)
+    with process_group(rank, store, device, timeout=60.0):
         collectives, agreement = GroupCollectives(rank), GroupAgreement(rank.size)
         assert collectives.rank == rank
         for seed, shape in enumerate(SHAPES):
             for dtype in (torch.float32, torch.bfloat16):
                 made = torch.Generator().manual_seed(seed)
-                parts = torch.randn(rank.size, *shape, generator=made).to(dtype)
+                parts = torch.randn(rank.size, *shape, generator=made).to(device, dtype)
                 total = parts[0].float()
                 for part in parts[1:]:
                     total = total + part.float()
@@ -38,4 +42,5 @@ def check(rank: Rank, store: int) -> None:
 
 
 if __name__ == "__main__":
-    check(Rank(int(sys.argv[1]), int(sys.argv[2])), int(sys.argv[3]))
+    number, size, descriptor = map(int, sys.argv[1:4])
+    check(Rank(number, size), descriptor, torch.device(sys.argv[4]))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,26 +12,12 @@ from hetero_llm.core.errors import ConfigError
 from hetero_llm.distributed.agreement import ALONE
 from hetero_llm.distributed.process_group import close_group, create_store, open_group
 from hetero_llm.models.collectives import Rank
-
-ROOT = Path(__file__).parents[2]
+from tests.distributed.group_members import check_exchanges
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_exchanges_of_all_sizes(size: int) -> None:
-    store = create_store()
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.group_member",
-             str(rank), str(size), str(store)],
-            pass_fds=[store], cwd=ROOT, stderr=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    os.close(store)
-    for child in children:
-        _, errors = child.communicate(timeout=100)
-        assert child.returncode == 0, errors.decode()
+    check_exchanges(size, "cpu")
 
 
 def test_a_process_with_a_group_of_its_own_is_refused() -> None:

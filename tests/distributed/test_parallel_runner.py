@@ -65,9 +65,13 @@ class Runner:
         return OUTPUT
 
 
+def parallel(ranks: Ranks, gave_up: bool = False) -> ParallelRunner[int]:
+    return ParallelRunner(Runner(ranks), ranks, lambda: gave_up)  # type: ignore[arg-type]
+
+
 def test_each_call_is_announced_first() -> None:
     ranks = Ranks()
-    runner = ParallelRunner(Runner(ranks), ranks)  # type: ignore[arg-type]
+    runner = parallel(ranks)
     assert runner.finish(runner.launch(STEP)) is OUTPUT
     runner.set_open_matcher(None)  # type: ignore[arg-type]
     assert ranks.made == ["announce launch", "launch", "announce finish", "finish 7", None]
@@ -76,7 +80,7 @@ def test_each_call_is_announced_first() -> None:
 def test_a_failure_that_a_rank_has_caused_is_that_of_the_rank() -> None:
     dead = RankDeadError("rank 1 was ended by signal 9")
     ranks = Ranks(RuntimeError("connection closed"), dead)
-    runner = ParallelRunner(Runner(ranks), ranks)  # type: ignore[arg-type]
+    runner = parallel(ranks)
     for call in (lambda: runner.launch(STEP), lambda: runner.finish(7)):
         with pytest.raises(RankDeadError) as caught:
             call()
@@ -85,7 +89,7 @@ def test_a_failure_that_a_rank_has_caused_is_that_of_the_rank() -> None:
 
 def test_a_failure_of_its_own_stays() -> None:
     ranks = Ranks(RuntimeError("broken"))
-    runner = ParallelRunner(Runner(ranks), ranks)  # type: ignore[arg-type]
+    runner = parallel(ranks)
     with pytest.raises(RuntimeError, match="broken"):
         runner.launch(STEP)
     with pytest.raises(RuntimeError, match="broken"):
@@ -95,6 +99,12 @@ def test_a_failure_of_its_own_stays() -> None:
 def test_results_of_a_step_that_was_aborted_are_not_returned() -> None:
     dead = RankDeadError("rank 1 was ended by signal 9")
     ranks = Ranks(None, dead)
-    runner = ParallelRunner(Runner(ranks), ranks)  # type: ignore[arg-type]
+    runner = parallel(ranks)
     with pytest.raises(RankDeadError):
+        runner.finish(runner.launch(STEP))
+
+
+def test_a_collective_that_gave_up_ends_the_engine() -> None:
+    runner = parallel(Ranks(), gave_up=True)
+    with pytest.raises(RankDeadError, match="did not come to it in time"):
         runner.finish(runner.launch(STEP))

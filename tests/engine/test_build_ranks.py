@@ -92,7 +92,15 @@ def test_each_rank_has_its_share_of_the_cores(
 def test_settings_as_bytes() -> None:
     made = config(use_lookahead=True, num_speculative_tokens=4, hf_overrides={"a": 1})
     settings = RankSettings(
-        made, limit_steps(made, 128, "cpu", serving=False), "float32", "cpu", True, 2, 20, "text"
+        made,
+        limit_steps(made, 128, "cpu", serving=False),
+        "float32",
+        "cpu",
+        64,
+        True,
+        2,
+        20,
+        "text",
     )
     data = PlainForm(*types_within(RankSettings)).write(settings)
     assert read_settings(data) == settings
@@ -104,7 +112,7 @@ def test_one_rank_starts_nothing(tmp_path: Path) -> None:
     processes = start_ranks(alone, CPU)
     ranks = join_ranks(
         processes, alone, folder=tmp_path, scheduler=limit_steps(alone, 8, "cpu", serving=False),
-        dtype="float32", device=CPU, drafts=False,
+        dtype=torch.float32, device=CPU, row_bytes=64, drafts=False,
     )  # fmt: skip
     assert isinstance(processes, NoRanks) and psutil.Process().children() == before
     assert ranks.share.collectives.rank.size == ranks.share.agreement.size == 1

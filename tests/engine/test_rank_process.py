@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hetero_llm.bridge.ipc.broadcast import ChannelClosedError
+from hetero_llm.core.errors import RankDeadError
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.distributed.step_channel import StepReader, StepWriter
@@ -62,7 +63,7 @@ def test_calls_in_the_order_of_the_engine(writer: StepWriter) -> None:
     """With two steps in flight, as on a GPU."""
     reader = StepReader(str(os.dup(writer.channel.fd)), 1)
     runner, compiler = Runner(), Compiler()
-    loop = RankLoop(reader, runner, compiler)  # type: ignore[arg-type]
+    loop = RankLoop(reader, runner, compiler, lambda: False)  # type: ignore[arg-type]
     loop.run_once(0)  # nothing has come
     writer.launch(step(1), never)
     writer.launch(step(2), never)
@@ -80,5 +81,16 @@ def test_calls_in_the_order_of_the_engine(writer: StepWriter) -> None:
         pass
     assert compiler.prepared == [Grammar("text")]
     with pytest.raises(ChannelClosedError):
+        loop.run_once(0)
+    reader.close()
+
+
+def test_a_collective_that_gave_up_ends_the_rank(writer: StepWriter) -> None:
+    reader = StepReader(str(os.dup(writer.channel.fd)), 1)
+    loop = RankLoop(reader, Runner(), None, lambda: True)
+    writer.launch(step(1), never)
+    writer.finish(never)
+    loop.run_once(0)
+    with pytest.raises(RankDeadError, match="did not come to it in time"):
         loop.run_once(0)
     reader.close()
