@@ -31,7 +31,7 @@ class Glm4MoeBlock(MixtralBlock):
         self.shared = GatedMLP(config, config.shared_expert_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).add_(self.shared(x))
+        return self.experts(x, *self.router(x), self.shared)
 
     def checkpoint_tensors(self, prefix: str, names: LayerNames) -> dict[str, Tensor]:
         shared = f"{names.mixture}.shared_experts"

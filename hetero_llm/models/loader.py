@@ -23,6 +23,7 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import short_reason
 from hetero_llm.models.configs.transformers import TransformersConfig
 from hetero_llm.models.folders import LOAD_FORMATS, resolve_model_folder
+from hetero_llm.models.experts import HostMemory
 from hetero_llm.models.gguf.container import is_gguf
 from hetero_llm.models.kv_scales import stored_kv_scales
 from hetero_llm.models.layers import CausalLM, Linear, RearrangedView
@@ -30,6 +31,7 @@ from hetero_llm.models.quantization_config import checkpoint_format
 from hetero_llm.models.quantized_weights import (
     MatrixFiller,
     MatrixPlan,
+    place_experts,
     plan_matrices,
     quantize_weights,
     stored_bytes,
@@ -65,6 +67,7 @@ def load_model(
     allow_pickle: bool = False,
     seed: int = 0,
     build: Callable[[ModelConfig], CausalLM] | None = None,
+    expert_memory: HostMemory | None = None,
 ) -> CausalLM:
     """Builds the model of `config` and fills it from the folder's weight files.
 
@@ -81,6 +84,8 @@ def load_model(
         allow_pickle: Whether pickled files may be read; only tensors are unpickled.
         seed: Of the random weights of "dummy".
         build: Makes the model; None: the class of `config.architecture`.
+        expert_memory: Gives memory to the weights of all `Experts`, which have none on `device`;
+            quantized ones pass through it. None: they are as all others.
 
     Returns:
         The model in eval mode, parameters without gradients.
@@ -103,8 +108,11 @@ def load_model(
         _check_sizes(folder, config, files)
     wanted = checkpoint_format(config, folder)
     plans = _plan(folder, config, files, dtype, torch.device(device), build, wanted)
-    with default_dtype(dtype), torch.device(device), weights_of(plans) as weights:
+    context = weights_of(plans, experts_apart=expert_memory is not None)
+    with default_dtype(dtype), torch.device(device), context as weights:
         model = build(config)
+    if expert_memory is not None:
+        place_experts(weights, plans, expert_memory)
     model.eval().requires_grad_(False)
     if files is not None and config.quantization is not None:
         model.kv_scales = stored_kv_scales(files, config, model.checkpoint_name)

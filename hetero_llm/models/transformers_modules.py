@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hetero_llm.models.config_reader import ACTIVATIONS
-from hetero_llm.models.experts import Experts
+from hetero_llm.models.experts import Experts, start_nothing
 from hetero_llm.models.layers import (
     Activation,
     GatedActivation,
@@ -166,6 +166,7 @@ class FlatExperts(Experts):
         self.gate_up_bias = self.down_bias = None
         self.activation = FlatGatedActivation(name, activation)
         self.function = self.plain
+        self.start = start_nothing
 
     @property
     def gate_up(self) -> nn.Parameter:  # type: ignore[override]
