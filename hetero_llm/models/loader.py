@@ -22,8 +22,8 @@ from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import short_reason
 from hetero_llm.models.configs.transformers import TransformersConfig
-from hetero_llm.models.folders import LOAD_FORMATS, resolve_model_folder
 from hetero_llm.models.experts import HostMemory
+from hetero_llm.models.folders import LOAD_FORMATS, resolve_model_folder
 from hetero_llm.models.gguf.container import is_gguf
 from hetero_llm.models.kv_scales import stored_kv_scales
 from hetero_llm.models.layers import CausalLM, Linear, RearrangedView

@@ -314,6 +314,35 @@ def wait_add_kernel(
         tl.store(y + row * n + columns, total.to(y.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["count"])
+def write_table_kernel(table, changes, count, MOST: tl.constexpr, PDL: tl.constexpr):
+    """One program. changes: [2, MOST] places in the table, then values; in host memory."""
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    lanes = tl.arange(0, MOST)
+    there = lanes < count
+    place = tl.load(changes + lanes, mask=there, other=0, volatile=True)
+    value = tl.load(changes + MOST + lanes, mask=there, other=0, volatile=True)
+    tl.store(table + place, value, mask=there)
+
+
+def write_table(table: Tensor, changes: Tensor, count: int) -> None:
+    """Changes entries of the bank's table, behind the steps launched before.
+
+    Args:
+        table: [layers, experts] int32 on the device, contiguous.
+        changes: [2 * M] int32 in page-locked memory, M a power of two: places in the flat table, no
+            two the same, and from M on their values. It stays as it is until the kernel has ended.
+        count: of changes, at most M.
+    """
+    most = changes.numel() // 2
+    assert table.dtype == changes.dtype == torch.int32 and table.is_contiguous()
+    assert 0 <= count <= most == triton.next_power_of_2(most)
+    write_table_kernel[(1,)](
+        table, changes, count, MOST=most, num_warps=2, **pdl_options(table.device)
+    )
+
+
 def post(
     x: Tensor,
     ids: Tensor,
