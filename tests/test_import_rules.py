@@ -29,8 +29,7 @@ _DEVICE = (
 )  # fmt: skip
 _ENGINE = (
     "core", "config", "utils", "scheduler", "kv_cache", "spec_decode", "sampling", "models",
-    "pooling",
-    "structured_output", "lora",
+    "pooling", "structured_output", "lora", "expert_offload",
 )  # fmt: skip
 _BUILDER = (*_ENGINE, "bridge", "runner", "cpu", "gpu", "demo_models")
 
@@ -45,6 +44,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "structured_output": ("core",),
     "kv_cache": ("core", "config"),
     "scheduler": ("core", "config", "kv_cache"),
+    "expert_offload": ("core", "config"),
+
     "bridge": ("core", "utils"),
     "bridge.ipc": ("core", "utils"),
     "bridge.kv_offload": ("core", "utils", "kv_cache.host_tier"),
@@ -110,7 +111,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 # These decide what runs and where its KV lies: no torch, not even by way of others.
-SCHEDULING = ("scheduler", "kv_cache")
+SCHEDULING = ("scheduler", "kv_cache", "expert_offload")
 HEAVY = (
     "torch", "transformers", "triton", "numba", "fastapi", "uvicorn", "tokenizers", "safetensors",
 )  # fmt: skip

@@ -9,6 +9,8 @@ from typing import Any
 
 from hetero_llm.config.constraints_config import ConstraintsConfig as ConstraintsConfig
 from hetero_llm.config.constraints_config import constraints_from_args
+from hetero_llm.config.expert_config import ExpertConfig as ExpertConfig
+from hetero_llm.config.expert_config import experts_from_args, refuse_until_joined
 from hetero_llm.config.lora_config import LoraConfig as LoraConfig
 from hetero_llm.config.lora_config import lora_from_args
 from hetero_llm.config.offload_config import OffloadConfig as OffloadConfig
@@ -152,6 +154,7 @@ class EngineConfig:
     constraints: ConstraintsConfig = ConstraintsConfig()
     lora: LoraConfig = LoraConfig()
     prompt_adapters: PromptAdapterConfig = PromptAdapterConfig()
+    experts: ExpertConfig = ExpertConfig()
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> EngineConfig:
@@ -221,6 +224,7 @@ class EngineConfig:
             constraints=constraints_from_args(args),
             lora=lora_from_args(args),
             prompt_adapters=prompt_adapters_from_args(args),
+            experts=refuse_until_joined(experts_from_args(args)),
         )
 
 
