@@ -213,16 +213,12 @@ class ExpertBank:
         """The first of the slots in which a layer's experts are streamed: layers alternate."""
         return self.num_slots + layer % 2 * self.staging
 
-    def place(self, owners: np.ndarray) -> None:
+    def place(self, table: np.ndarray) -> None:
         """Fills slots and writes the table, before the first step.
 
         Args:
-            owners: [num_slots] int, layer * experts + expert of each slot, or -1.
+            table: [layers, experts] int32, the slot of each expert or `ON_HOST`.
         """
-        table = np.full(tuple(self.table.shape), ON_HOST, np.int32)
-        for slot, owner in enumerate(owners.tolist()):
-            if owner >= 0:
-                layer, expert = divmod(owner, self.host.num_experts)
-                self.fill(slot, layer, expert)
-                table[layer, expert] = slot
+        for layer, expert in np.argwhere(table >= 0).tolist():
+            self.fill(int(table[layer, expert]), layer, expert)
         self.table.copy_(torch.from_numpy(table))

@@ -9,7 +9,7 @@ A promotion takes four moments, each at the launch of some step:
    ahead of the step that is launched next.
 4. The step reads the expert from the bank.
 
-The host keeps the table as the next step will find it, so no step has to be asked.
+The placement has the table as the next step will find it, so no step has to be asked.
 """
 
 from __future__ import annotations
@@ -24,37 +24,82 @@ import torch
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.kernels.expert_requests import ON_HOST, write_table
 
-_MOST_CHANGES = 64
-"""Of the table by one step."""
 _TURNS = 8
 """More than the steps that may be launched and not finished."""
 
-Promotion = tuple[int, int, int]
-"""Layer, expert, slot that it takes."""
+
+class Promotion(Protocol):
+    """See `expert_offload.placement.Promotion`."""
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def expert(self) -> int: ...
+
+    @property
+    def slot(self) -> int: ...
+
+    @property
+    def evicted(self) -> tuple[int, int] | None: ...
 
 
 class Placement(Protocol):
-    """Decides which experts ought to be in the bank (`expert_offload.placement`)."""
+    """See `expert_offload.placement.ExpertPlacement`.
 
-    def observe(self, counts: np.ndarray) -> None:
-        """Takes the [layers, experts] tokens of each expert since the last call."""
+    Attributes:
+        table: [layers, experts] int32, changed by `choose` and `finish`.
+    """
+
+    table: np.ndarray
+
+    @property
+    def interval(self) -> int:
+        """Steps between two calls of `observe`."""
         ...
 
-    def promotions(self, budget: int) -> Sequence[Promotion]:
-        """At most `budget` promotions, best first. All earlier ones have ended, and these count as
-        done."""
-        ...
+    def observe(self, counts: np.ndarray, *, steps: int, seconds: float) -> None: ...
+
+    def observe_prompt(
+        self, counts: np.ndarray, *, tokens: int, share: float = 1.0, grant_bytes: float = 0
+    ) -> None: ...
+
+    def choose(
+        self, movable: np.ndarray | None = None, *, loads_wait: bool = False
+    ) -> Sequence[Promotion]: ...
+
+    def finish(self, slot: int) -> None: ...
 
 
-class NoPlacement:
-    """Leaves all experts where they are."""
+class FixedPlacement:
+    """Leaves all experts where they are.
 
-    def observe(self, counts: np.ndarray) -> None:
+    Args:
+        table: [layers, experts] int32, slots or `ON_HOST`.
+    """
+
+    interval = 1 << 30
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.table = table
+
+    def observe(self, counts: np.ndarray, *, steps: int, seconds: float) -> None:
         """See `Placement`."""
 
-    def promotions(self, budget: int) -> Sequence[Promotion]:
+    def observe_prompt(
+        self, counts: np.ndarray, *, tokens: int, share: float = 1.0, grant_bytes: float = 0
+    ) -> None:
+        """See `Placement`."""
+
+    def choose(
+        self, movable: np.ndarray | None = None, *, loads_wait: bool = False
+    ) -> Sequence[Promotion]:
         """See `Placement`."""
         return ()
+
+    def finish(self, slot: int) -> None:
+        """See `Placement`."""
+        raise AssertionError("nothing was promoted")
 
 
 class Copies(Protocol):
@@ -105,48 +150,36 @@ class _Move:
 
 
 class ExpertMoves:
-    """Owns the table and who is in which slot. One thread calls all methods.
+    """Writes the device's table and the bank's slots. One thread calls all methods.
 
     Args:
-        bank: filled as `owners` says.
-        owners: [num_slots] int, see `ExpertBank.place`.
+        bank: filled as the placement says.
         placement: chooses promotions.
         copies: where slots are written.
-        bytes_per_second: of promotions on average; at most `burst` seconds of it at once.
-        clock: seconds.
+        most_changes: of the table by one kernel; a power of two.
 
     Attributes:
-        table: [layers, experts] int32 as the next step will find it.
+        placement: see Args.
         num_promoted: promotions that have ended.
     """
-
-    burst = 0.25
 
     def __init__(
         self,
         bank: ExpertBank,
-        owners: np.ndarray,
         placement: Placement,
         copies: Copies,
         *,
-        bytes_per_second: float,
-        clock: Callable[[], float],
+        most_changes: int = 1024,
     ) -> None:
-        self.table = np.full(tuple(bank.table.shape), ON_HOST, np.int32)
+        self.placement = placement
         self.num_promoted = 0
         self._bank = bank
-        self._owners = owners.astype(np.int64).copy()
-        for slot in np.flatnonzero(self._owners >= 0).tolist():
-            self.table.flat[int(self._owners[slot])] = slot
-        self._placement = placement
         self._copies = copies
-        self._rate, self._clock = bytes_per_second, clock
-        self._bytes = 0.0  # that may be copied now
-        self._asked = clock()
         self._moves: list[_Move] = []
         self._launched = self._finished = 0
         pin = bank.device.type == "cuda"
-        self._ring = torch.zeros(_TURNS, 2 * _MOST_CHANGES, dtype=torch.int32, pin_memory=pin)
+        self._most = most_changes
+        self._ring = torch.zeros(_TURNS, 2 * most_changes, dtype=torch.int32, pin_memory=pin)
         self._rows = self._ring.numpy()
         self._turn = 0
         self._changes: dict[int, int] = {}  # of the flat table
@@ -157,18 +190,19 @@ class ExpertMoves:
         """Promotions that have begun and not ended."""
         return len(self._moves)
 
-    def before_launch(self, *, link_is_busy: bool) -> None:
+    def before_launch(self, *, link_is_busy: bool, chooses: bool) -> None:
         """Called ahead of each step: writes the table, and starts copies and promotions.
 
         Args:
             link_is_busy: others wait for the link to the device: no copy begins.
+            chooses: the placement has observed something new.
         """
         if self._moves:
             self._end_copies()
             if not link_is_busy:
                 self._start_copies()
-        if not self._moves and not link_is_busy:  # so the placement knows who is where
-            self._promote()
+        if chooses:
+            self._promote(link_is_busy)
         if self._changes:
             self._write_table()
         self._launched += 1
@@ -177,28 +211,15 @@ class ExpertMoves:
         """Called when the step that was launched first of those unfinished has finished."""
         self._finished += 1
 
-    def observe(self, counts: np.ndarray) -> None:
-        """See `Placement`."""
-        self._placement.observe(counts)
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError: a slot has two owners, or table and owners differ."""
-        resident = np.flatnonzero(self.table.ravel() >= 0)
-        slots = self.table.ravel()[resident]
-        assert len(set(slots.tolist())) == len(slots)
-        assert (self._owners[slots] == resident).all()
-        moving = {move.slot for move in self._moves}
-        assert not moving & set(slots.tolist()) and len(moving) == len(self._moves)
-
     def _end_copies(self) -> None:
         left = []
         for move in self._moves:
-            if move.is_done is not None and move.is_done() and self._has_room():
-                self._change(move.layer, move.expert, move.slot)
-                self._owners[move.slot] = move.layer * self.table.shape[1] + move.expert
-                self.num_promoted += 1
-            else:
+            if move.is_done is None or not move.is_done():
                 left.append(move)
+                continue
+            self.placement.finish(move.slot)
+            self._change(move.layer, move.expert, move.slot)
+            self.num_promoted += 1
         self._moves = left
 
     def _start_copies(self) -> None:
@@ -211,39 +232,24 @@ class ExpertMoves:
 
                 move.is_done = self._copies.start(slot, copy)
 
-    def _promote(self) -> None:
-        now = self._clock()
-        size = self._bank.host.expert_bytes
-        most = max(self._rate * self.burst, float(size))
-        self._bytes = min(self._bytes + (now - self._asked) * self._rate, most)
-        self._asked = now
-        budget = min(int(self._bytes // size), (_MOST_CHANGES - len(self._changes)) // 2)
-        if budget <= 0:
-            return
-        for layer, expert, slot in self._placement.promotions(budget):
-            assert self.table[layer, expert] < 0, "it is in the bank"
-            assert all(move.slot != slot for move in self._moves), "a slot of two promotions"
-            assert not any((m.layer, m.expert) == (layer, expert) for m in self._moves)
-            self._bytes -= size
-            owner = int(self._owners[slot])
-            if owner >= 0:
-                self._change(*divmod(owner, self.table.shape[1]), ON_HOST)
-                self._owners[slot] = -1
-            self._moves.append(_Move(layer, expert, slot, self._launched))
-
-    def _has_room(self) -> bool:
-        return len(self._changes) < _MOST_CHANGES
+    def _promote(self, loads_wait: bool) -> None:
+        for chosen in self.placement.choose(loads_wait=loads_wait):
+            if chosen.evicted is not None:
+                self._change(*chosen.evicted, ON_HOST)
+            self._moves.append(_Move(chosen.layer, chosen.expert, chosen.slot, self._launched))
 
     def _change(self, layer: int, expert: int, slot: int) -> None:
-        assert self._has_room()
-        self.table[layer, expert] = slot
-        self._changes[layer * self.table.shape[1] + expert] = slot
+        self._changes[layer * self._bank.host.num_experts + expert] = slot
 
     def _write_table(self) -> None:
-        self._turn = (self._turn + 1) % _TURNS
-        count = len(self._changes)
-        row = self._rows[self._turn]
-        row[:count] = list(self._changes)
-        row[_MOST_CHANGES : _MOST_CHANGES + count] = list(self._changes.values())
+        changes = list(self._changes.items())
         self._changes.clear()
-        write_table(self._bank.table, self._ring[self._turn], count)
+        for first in range(0, len(changes), self._most):
+            if first and self._bank.device.type == "cuda":
+                torch.cuda.synchronize(self._bank.device)  # rare; rows of the ring stay as they are
+            some = changes[first : first + self._most]
+            self._turn = (self._turn + 1) % _TURNS
+            row = self._rows[self._turn]
+            row[: len(some)] = [place for place, _ in some]
+            row[self._most : self._most + len(some)] = [slot for _, slot in some]
+            write_table(self._bank.table, self._ring[self._turn], len(some))

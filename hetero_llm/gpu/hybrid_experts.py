@@ -26,8 +26,10 @@ from hetero_llm.gpu.kernels.quantized_experts import quantized_bank_experts
 from hetero_llm.models.config import Gate
 from hetero_llm.models.experts import Experts
 
-_STEPS_A_READING = 32
-"""Steps between two readings of the counters."""
+_READINGS = 4
+"""Of the counters at once."""
+_PROMPT_BYTES = 1 << 30
+"""That may be copied at once after a long prompt: some 20 ms of a link, beside the steps."""
 _NO_LIMIT = 1 << 30
 _TIMED = 3
 
@@ -41,7 +43,7 @@ class NoHybridExperts:
 
     most_rows = _NO_LIMIT
 
-    def before_launch(self, *, link_is_busy: bool) -> None:
+    def before_launch(self, num_tokens: int, *, link_is_busy: bool) -> None:
         """See `HybridExperts`."""
 
     def begin(self, kv_slots: Tensor) -> None:
@@ -49,6 +51,21 @@ class NoHybridExperts:
 
     def finished(self) -> None:
         """See `HybridExperts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HitCounts:
+    """What was counted between two readings.
+
+    Attributes:
+        counts: [layers, experts] int32 tokens.
+        steps: in which they were counted.
+        prompt_tokens: of the one step, if it was a long one; else 0.
+    """
+
+    counts: np.ndarray
+    steps: int
+    prompt_tokens: int
 
 
 class HitReader:
@@ -61,26 +78,38 @@ class HitReader:
     def __init__(self, hits: Tensor) -> None:
         on_gpu = hits.device.type == "cuda"
         self._hits = hits
-        self._read = torch.zeros(hits.shape, dtype=torch.int32, pin_memory=on_gpu)
-        self._event = torch.cuda.Event() if on_gpu else None
-        self._reading = False
+        places = torch.zeros(_READINGS, *hits.shape, dtype=torch.int32, pin_memory=on_gpu)
+        events = [torch.cuda.Event() if on_gpu else None for _ in range(_READINGS)]
+        self._free = list(zip(places, events, strict=True))
+        self._running: list[tuple[Tensor, torch.cuda.Event | None, int, int]] = []
 
-    def start(self) -> None:
-        """Reads behind the steps launched so far; nothing if a reading is under way."""
-        if self._reading:
-            return
-        self._reading = True
-        self._read.copy_(self._hits, non_blocking=True)
+    def start(self, steps: int, prompt_tokens: int) -> bool:
+        """Reads behind the steps launched so far. Returns False if too many readings run.
+
+        Args:
+            steps, prompt_tokens: see `HitCounts`.
+        """
+        if not self._free:
+            return False
+        place, event = self._free.pop()
+        place.copy_(self._hits, non_blocking=True)
         self._hits.zero_()
-        if self._event is not None:
-            self._event.record()
+        if event is not None:
+            event.record()
+        self._running.append((place, event, steps, prompt_tokens))
+        return True
 
-    def take(self) -> np.ndarray | None:
-        """[layers, experts] int32 of a reading that has ended, once; else None."""
-        if not self._reading or not (self._event is None or self._event.query()):
-            return None
-        self._reading = False
-        return self._read.numpy().copy()
+    def take(self) -> list[HitCounts]:
+        """Those readings that have ended since the last call."""
+        found = []
+        while self._running:
+            place, event, steps, prompt_tokens = self._running[0]
+            if event is not None and not event.query():
+                break
+            self._running.pop(0)
+            found.append(HitCounts(place.numpy().copy(), steps, prompt_tokens))
+            self._free.append((place, event))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +136,8 @@ class HybridExperts:
         streams: None: no step may have more than `most_rows` tokens.
         activation: of the experts' gates.
         most_rows: tokens of a step that asks the CPU; the mailbox has room for as many.
+        wake: called when a step is about to ask.
+        clock: seconds.
 
     Attributes:
         most_rows: may be lowered before steps are captured; `measure_most_rows`.
@@ -122,6 +153,8 @@ class HybridExperts:
         *,
         activation: Gate,
         most_rows: int,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert len(exchange.mailbox.ids) >= most_rows
         self.bank = bank
@@ -131,8 +164,10 @@ class HybridExperts:
         self._streams = streams
         self._errors = exchange.errors.numpy()
         self._hits = HitReader(bank.hits)
-        self._steps = 0
-        self._reads_soon = False
+        self._wake, self._clock = wake, clock
+        self._observed = clock()
+        self._steps = 0  # since the counters were read
+        self._prompt_tokens = 0  # of the last step, if it was a long one
         self._kv_slots: Tensor | None = None
         multiply = quantized_bank_experts if bank.is_quantized else bank_experts
         self._multiply = partial(
@@ -152,20 +187,36 @@ class HybridExperts:
 
     # -- the runner's side ----------------------------------------------------------------------
 
-    def before_launch(self, *, link_is_busy: bool) -> None:
+    def before_launch(self, num_tokens: int, *, link_is_busy: bool) -> None:
         """Called ahead of each step.
 
         Args:
-            link_is_busy: the step waits for loads from host memory: nothing else is copied.
+            num_tokens: of the step.
+            link_is_busy: it waits for loads from host memory: nothing else is copied.
         """
-        counts = self._hits.take()
-        if counts is not None:
-            self.moves.observe(counts)
+        self._wake()
+        readings = self._hits.take()
+        for reading in readings:
+            self._observe(reading)
+        is_long = num_tokens > self.most_rows
+        if is_long or self._prompt_tokens or self._steps >= self.moves.placement.interval:
+            # The counts of a long step are read alone.
+            if self._steps and self._hits.start(self._steps, self._prompt_tokens):
+                self._steps = 0
+            self._prompt_tokens = num_tokens if is_long else 0
         self._steps += 1
-        if self._reads_soon or self._steps % _STEPS_A_READING == 0:
-            self._reads_soon = False
-            self._hits.start()
-        self.moves.before_launch(link_is_busy=link_is_busy)
+        self.moves.before_launch(link_is_busy=link_is_busy, chooses=bool(readings))
+
+    def _observe(self, reading: HitCounts) -> None:
+        placement = self.moves.placement
+        if reading.prompt_tokens and reading.steps == 1:
+            placement.observe_prompt(
+                reading.counts, tokens=reading.prompt_tokens, grant_bytes=_PROMPT_BYTES
+            )
+            return
+        now = self._clock()
+        placement.observe(reading.counts, steps=reading.steps, seconds=now - self._observed)
+        self._observed = now
 
     def begin(self, kv_slots: Tensor) -> None:
         """Called before a step's model is computed, or captured.
@@ -204,7 +255,6 @@ class HybridExperts:
         if streams:
             assert self._streams is not None, rows
             table, exchange = self._streams.enter(layer), None
-            self._reads_soon = True  # what the prompt visits is what its tokens will
         else:
             table, exchange = self.bank.table[layer], self._exchange
         places = post(
@@ -241,13 +291,14 @@ class HybridExperts:
         """
         assert self._streams is not None and candidates[-1] <= self.most_rows
         bank, device = self.bank, self.bank.device
-        layer = int((self.moves.table < 0).sum(1).argmax())
+        layer = int((self.moves.placement.table < 0).sum(1).argmax())
         box = self._exchange.mailbox
         k, hidden, experts = box.ids.shape[1], bank.host.hidden, bank.host.num_experts
         limit, self.most_rows = self.most_rows, _NO_LIMIT
         self.begin(torch.zeros(0, dtype=torch.int32, device=device))
 
         def ask(rows: int) -> Callable[[], None]:
+            self._wake()
             x = torch.randn(rows, hidden, dtype=box.x.dtype, device=device)
             ids = torch.rand(rows, experts, device=device).topk(k, dim=1).indices
             weights = torch.full((rows, k), 1 / k, device=device)

@@ -251,7 +251,8 @@ class GpuModelRunner:
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Issues all device work of a step."""
-        self._experts.before_launch(link_is_busy=bool(step.kv_loads))
+        num_tokens = int(step.num_scheduled_tokens.sum())
+        self._experts.before_launch(num_tokens, link_is_busy=bool(step.kv_loads))
         adapted = None
         if self._is_one_replay(step):
             if step.block_table_writes.shape[1]:

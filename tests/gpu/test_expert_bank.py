@@ -52,12 +52,13 @@ def layer_of(
 
 
 def bank_of(host: HostExperts, slots: int, device: torch.device) -> tuple[ExpertBank, np.ndarray]:
-    """With experts of both layers in a mixed order."""
+    """With experts of both layers in a mixed order, and the table."""
     bank = ExpertBank(host, slots, staging=EXPERTS, device=device)
+    table = np.full((LAYERS, EXPERTS), ON_HOST, np.int32)
     owners = np.random.default_rng(slots).permutation(LAYERS * EXPERTS)[:slots]
-    owners = np.concatenate([owners, np.full(slots - len(owners), -1)])
-    bank.place(owners)
-    return bank, owners
+    table.flat[owners] = np.arange(len(owners))
+    bank.place(table)
+    return bank, table
 
 
 def compute(
@@ -143,12 +144,10 @@ def test_pairs_without_a_slot_are_left_out(device: torch.device) -> None:
 
 def test_the_table_says_who_is_where(device: torch.device) -> None:
     modules = [layer_of(i, 40, 24, torch.float32) for i in range(LAYERS)]
-    bank, owners = bank_of(host_experts(modules), 4, device)
-    assert bank.table.shape == (LAYERS, EXPERTS)
-    assert (bank.table != ON_HOST).sum() == 4
-    for slot, owner in enumerate(owners.tolist()):
-        layer, expert = divmod(owner, EXPERTS)
-        assert bank.table[layer, expert] == slot
+    bank, table = bank_of(host_experts(modules), 4, device)
+    assert (bank.table.cpu().numpy() == table).all() and (table != ON_HOST).sum() == 4
+    for layer, expert in np.argwhere(table != ON_HOST).tolist():
+        slot = table[layer, expert]
         assert isinstance(bank.gate_up.weights, Tensor)
         assert torch.equal(bank.gate_up.weights[slot].cpu(), modules[layer].gate_up[expert])
 

@@ -9,9 +9,10 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from hetero_llm.expert_offload.placement import ExpertPlacement, PromotionBudget
 
 from hetero_llm.gpu.expert_bank import ExpertBank
-from hetero_llm.gpu.expert_moves import ExpertMoves, NoPlacement, Promotion
+from hetero_llm.gpu.expert_moves import ExpertMoves, FixedPlacement, Placement
 from hetero_llm.gpu.kernels.expert_requests import ON_HOST
 from tests.helpers.hybrid import EveryStep, round_robin
 
@@ -67,21 +68,23 @@ class Rig:
     bank: FakeBank
     copies: HeldCopies
     moves: ExpertMoves
-    seconds: list[float]
 
     @classmethod
-    def of(cls, device: torch.device, placement: object, rate: float = 1e9) -> Rig:
-        table = torch.full((LAYERS, EXPERTS), ON_HOST, dtype=torch.int32)
-        owners = round_robin(SLOTS, LAYERS, EXPERTS)
-        for slot, owner in enumerate(owners.tolist()):
-            table.view(-1)[owner] = slot
-        bank = FakeBank(table.to(device), held=dict(enumerate(owners.tolist())))
-        copies, seconds = HeldCopies(bank), [0.0]
-        moves = ExpertMoves(
-            cast(ExpertBank, bank), owners, placement, copies,  # type: ignore[arg-type]
-            bytes_per_second=rate, clock=lambda: seconds[0],
-        )  # fmt: skip
-        return cls(bank, copies, moves, seconds)
+    def of(cls, device: torch.device, placement: Placement) -> Rig:
+        table = torch.from_numpy(placement.table.copy())
+        held = {
+            int(table[layer, expert]): layer * EXPERTS + expert
+            for layer, expert in np.argwhere(placement.table >= 0).tolist()
+        }
+        bank = FakeBank(table.to(device), held=held)
+        copies = HeldCopies(bank)
+        moves = ExpertMoves(cast(ExpertBank, bank), placement, copies, most_changes=2)
+        return cls(bank, copies, moves)
+
+    def launch(self, *, busy: bool = False) -> np.ndarray:
+        """The table that the step finds."""
+        self.moves.before_launch(link_is_busy=busy, chooses=True)
+        return self.bank.table.cpu().numpy().copy()
 
     def check(self, table: np.ndarray) -> None:
         """What a step with this table reads is what it ought to be."""
@@ -93,18 +96,14 @@ class Rig:
 def test_steps_never_read_a_slot_that_is_written(seed: int, device: torch.device) -> None:
     """Up to three steps under way, each with the table of its launch; copies end at any time."""
     rng = np.random.default_rng(seed)
-    placement = EveryStep(round_robin(SLOTS, LAYERS, EXPERTS), (LAYERS, EXPERTS), seed)
-    rig = Rig.of(device, placement)
+    rig = Rig.of(device, EveryStep(round_robin(SLOTS, LAYERS, EXPERTS), seed))
     under_way: list[np.ndarray] = []
     for _ in range(120):
         what = rng.integers(0, 3)
         if what == 0 and len(under_way) < 3:
-            rig.seconds[0] += 1.0
-            rig.moves.before_launch(link_is_busy=bool(rng.integers(0, 4) == 0))
-            table = rig.bank.table.cpu().numpy().copy()
-            assert (table == rig.moves.table).all()
+            table = rig.launch(busy=bool(rng.integers(0, 4) == 0))
+            assert (table == rig.moves.placement.table).all()
             under_way.append(table)
-            rig.moves.check_integrity()
         elif what == 1 and under_way:
             under_way.pop(0)
             rig.moves.finished()
@@ -115,62 +114,63 @@ def test_steps_never_read_a_slot_that_is_written(seed: int, device: torch.device
     assert rig.moves.num_promoted >= 3
 
 
-class Once:
-    """Wants one promotion, as soon as it may."""
-
-    def __init__(self, *wanted: Promotion) -> None:
-        self.wanted = list(wanted)
-        self.budgets: list[int] = []
-
-    def observe(self, counts: np.ndarray) -> None:
-        raise AssertionError
-
-    def promotions(self, budget: int) -> list[Promotion]:
-        self.budgets.append(budget)
-        found, self.wanted = self.wanted[:budget], self.wanted[budget:]
-        return found
-
-
 def test_the_four_moments_of_a_promotion(device: torch.device) -> None:
-    rig = Rig.of(device, Once((2, 3, 0)))
-    assert rig.bank.table[0, 0] == 0
-    rig.moves.before_launch(link_is_busy=False)  # step 0 has this table
-    assert rig.bank.table[0, 0] == 0 and rig.moves.num_moving == 0  # no time has passed
-    rig.seconds[0] = 1.0
-    rig.moves.before_launch(link_is_busy=False)  # step 1 does not read the slot any more
-    assert rig.bank.table[0, 0] == ON_HOST and rig.bank.table[2, 3] == ON_HOST
-    rig.moves.before_launch(link_is_busy=False)
+    rig = Rig.of(device, EveryStep(round_robin(SLOTS, LAYERS, EXPERTS), most=1))
+    rig.moves.before_launch(link_is_busy=False, chooses=False)  # step 0 has the first table
+    before = rig.bank.table.cpu().numpy().copy()
+    after = rig.launch()  # step 1 does not read the slot any more
+    (gone,) = np.argwhere(before != after).tolist()
+    assert after[tuple(gone)] == ON_HOST and rig.moves.num_moving == 1
+    slot = int(before[tuple(gone)])
+
+    def launch(*, busy: bool = False) -> np.ndarray:
+        rig.moves.before_launch(link_is_busy=busy, chooses=False)
+        return rig.bank.table.cpu().numpy().copy()
+
+    launch()
     assert not rig.copies.begun  # step 0 may still read it
     rig.moves.finished()
     assert not rig.copies.begun  # copies begin at launches
-    rig.moves.before_launch(link_is_busy=True)
+    launch(busy=True)
     assert not rig.copies.begun  # loads go first
-    rig.moves.before_launch(link_is_busy=False)
-    assert [slot for slot, _, _ in rig.copies.begun] == [0]
-    rig.moves.before_launch(link_is_busy=False)
-    assert rig.bank.table[2, 3] == ON_HOST and rig.moves.num_promoted == 0
+    launch()
+    assert [begun for begun, _, _ in rig.copies.begun] == [slot]
+    assert (launch() == after).all() and rig.moves.num_promoted == 0
     rig.copies.end_one()
-    assert rig.bank.table[2, 3] == ON_HOST
-    rig.moves.before_launch(link_is_busy=False)
-    assert rig.bank.table[2, 3] == 0 and rig.moves.num_promoted == 1 and not rig.moves.num_moving
+    assert (rig.bank.table.cpu().numpy() == after).all()
+    table = launch()
+    (new,) = np.argwhere(table != after).tolist()
+    assert table[tuple(new)] == slot and new != gone
+    assert rig.moves.num_promoted == 1 and not rig.moves.num_moving
 
 
-def test_promotions_keep_to_their_rate(device: torch.device) -> None:
-    """An expert has 100 bytes: a thousand bytes a second are ten of them, and a quarter of a second
-    of them at most at once."""
-    placement = Once()
-    rig = Rig.of(device, placement, rate=1000.0)
-    for second in (0.0, 0.05, 0.1, 0.15, 0.19, 0.2, 50.0):
-        rig.seconds[0] = second
-        rig.moves.before_launch(link_is_busy=False)
-    assert placement.budgets == [1, 1, 1, 2, 2]
+def test_the_engines_placement_moves_what_is_visited(device: torch.device) -> None:
+    """All visits go to one expert of each layer, the last one, which is on the host at first."""
+    budget = PromotionBudget(bytes_per_s=1e6, expert_bytes=100)
+    placement = ExpertPlacement(LAYERS, EXPERTS, SLOTS, budget=budget)
+    placement.fill()
+    rig = Rig.of(device, placement)
+    counts = np.zeros((LAYERS, EXPERTS), np.int32)
+    counts[:, -1] = 50
+    for _ in range(8):
+        placement.observe(counts, steps=32, seconds=1.0)
+        rig.check(rig.launch())
+        rig.moves.finished()
+        rig.copies.end_one()
+        rig.copies.end_one()
+        placement.check_integrity()
+    assert (rig.launch()[:, -1] >= 0).all() and rig.moves.num_promoted == LAYERS
 
 
-def test_without_a_placement_nothing_moves(device: torch.device) -> None:
-    rig = Rig.of(device, NoPlacement())
-    before = rig.bank.table.clone()
-    for second in range(4):
-        rig.seconds[0] = float(second)
-        rig.moves.observe(np.ones((LAYERS, EXPERTS)))
-        rig.moves.before_launch(link_is_busy=False)
-    assert torch.equal(rig.bank.table, before) and not rig.moves.num_moving
+def test_more_changes_than_one_kernel_takes(device: torch.device) -> None:
+    rig = Rig.of(device, EveryStep(round_robin(SLOTS, LAYERS, EXPERTS), most=5))
+    assert (rig.launch() == rig.moves.placement.table).all()
+    assert (rig.moves.placement.table < 0).sum() == LAYERS * EXPERTS
+
+
+def test_a_fixed_placement_moves_nothing(device: torch.device) -> None:
+    table = round_robin(SLOTS, LAYERS, EXPERTS)
+    rig = Rig.of(device, FixedPlacement(table.copy()))
+    for _ in range(4):
+        rig.moves.placement.observe(np.ones((LAYERS, EXPERTS)), steps=1, seconds=1.0)
+        assert (rig.launch() == table).all() and not rig.moves.num_moving

@@ -19,14 +19,13 @@ from hetero_llm.gpu.expert_moves import (
     Copies,
     CopiesAtOnce,
     ExpertMoves,
-    NoPlacement,
+    FixedPlacement,
     Placement,
-    Promotion,
 )
 from hetero_llm.gpu.expert_streams import DirectLane, ExpertStreams
 from hetero_llm.gpu.fused import speed_up
 from hetero_llm.gpu.hybrid_experts import HybridExperts
-from hetero_llm.gpu.kernels.expert_requests import STATE_WORDS, Exchange
+from hetero_llm.gpu.kernels.expert_requests import ON_HOST, STATE_WORDS, Exchange
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.models.loader import load_model
@@ -34,31 +33,64 @@ from hetero_llm.models.read_config import load_model_config
 from tests.helpers.expert_team import PythonTeam, expert_outputs
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """A promotion."""
+
+    layer: int
+    expert: int
+    slot: int
+    evicted: tuple[int, int] | None
+
+
 class EveryStep:
-    """Promotes as many experts as it may, round and round: nothing stays where it is."""
+    """Promotes at every chance, round and round: nothing stays where it is.
 
-    def __init__(self, owners: np.ndarray, shape: tuple[int, int], seed: int = 0) -> None:
-        self._owners = owners.copy()
-        self._shape = shape
+    Args:
+        table: [layers, experts] int32; all slots that it names are used.
+        most: promotions of one call.
+    """
+
+    interval = 1
+
+    def __init__(self, table: np.ndarray, seed: int = 0, most: int = 2) -> None:
+        self.table = table
+        self.observed = np.zeros(table.shape, np.int64)
+        self.prompts = np.zeros(table.shape, np.int64)
         self._rng = np.random.default_rng(seed)
-        self.observed = np.zeros(shape, np.int64)
+        self._most = most
+        self._moving: dict[int, tuple[int, int]] = {}
 
-    def observe(self, counts: np.ndarray) -> None:
+    def observe(self, counts: np.ndarray, *, steps: int, seconds: float) -> None:
         self.observed += counts
 
-    def promotions(self, budget: int) -> list[Promotion]:
-        layers, experts = self._shape
-        found: list[Promotion] = []
-        for slot in self._rng.permutation(len(self._owners))[:budget].tolist():
-            outside = np.setdiff1d(np.arange(layers * experts), self._owners)
-            if not len(outside):
+    def observe_prompt(
+        self, counts: np.ndarray, *, tokens: int, share: float = 1.0, grant_bytes: float = 0
+    ) -> None:
+        self.prompts += counts
+
+    def choose(
+        self, movable: np.ndarray | None = None, *, loads_wait: bool = False
+    ) -> list[Chosen]:
+        found: list[Chosen] = []
+        places = np.argwhere(self.table >= 0)
+        for layer, expert in self._rng.permutation(places)[: 0 if loads_wait else self._most]:
+            outside = [
+                place
+                for place in map(tuple, np.argwhere(self.table < 0).tolist())
+                if place not in self._moving.values() and place != (layer, expert)
+            ]
+            if not outside:
                 break
-            place = int(self._rng.choice(outside))
-            if any(place == layer * experts + expert for layer, expert, _ in found):
-                continue
-            self._owners[slot] = place
-            found.append((*divmod(place, experts), slot))
+            slot = int(self.table[layer, expert])
+            new = outside[int(self._rng.integers(len(outside)))]
+            self.table[layer, expert] = ON_HOST
+            self._moving[slot] = new
+            found.append(Chosen(*new, slot, (int(layer), int(expert))))
         return found
+
+    def finish(self, slot: int) -> None:
+        self.table[self._moving.pop(slot)] = slot
 
 
 class DelayedCopies:
@@ -87,11 +119,11 @@ class DelayedCopies:
 
 
 def round_robin(count: int, layers: int, experts: int) -> np.ndarray:
-    """Owners of `count` slots: the first expert of each layer, then the second, and so on."""
-    order = np.arange(layers * experts).reshape(layers, experts).T.ravel()
-    owners = np.full(count, -1, np.int64)
-    owners[: min(count, len(order))] = order[:count]
-    return owners
+    """Table with `count` slots: the first expert of each layer, then the second, and so on."""
+    table = np.full((layers, experts), ON_HOST, np.int32)
+    for slot in range(min(count, layers * experts)):
+        table[slot % layers, slot // layers] = slot
+    return table
 
 
 @dataclass
@@ -119,14 +151,14 @@ def open_hybrid(
     residency: float,
     most_rows: int,
     dtype: torch.dtype = torch.float32,
-    placement: Callable[[np.ndarray, tuple[int, int]], Placement] | None = None,
+    placement: Callable[[np.ndarray], Placement] = FixedPlacement,
     copies: Callable[[ExpertBank], Copies] | None = None,
     most_looks: int = 1 << 30,
 ) -> Iterator[Hybrid]:
     """A checkpoint's mixture with a share of its experts in the bank, round robin.
 
     Args:
-        placement: makes one from the owners of slots and [layers, experts]; None: none moves.
+        placement: makes one from the table.
         copies: makes what writes slots; None: at once.
     """
     config = load_model_config(checkpoint)
@@ -140,8 +172,8 @@ def open_hybrid(
     shape = (host.num_layers, host.num_experts)
     slots = round(residency * shape[0] * shape[1])
     bank = ExpertBank(host, slots, staging=host.num_experts, device=device)
-    owners = round_robin(slots, *shape)
-    bank.place(owners)
+    table = round_robin(slots, *shape)
+    bank.place(table)
     pin = device.type == "cuda"
     k = config.experts_per_token  # type: ignore[attr-defined]
     mailbox = open_mailbox(most_rows, host.hidden, k, dtype, pin=pin)
@@ -151,16 +183,21 @@ def open_hybrid(
         torch.zeros(1, dtype=torch.int32, pin_memory=pin),
         most_looks,
     )
-    ticks = iter(range(1 << 40))
     moves = ExpertMoves(
-        bank, owners,
-        NoPlacement() if placement is None else placement(owners, shape),
+        bank,
+        placement(table),
         CopiesAtOnce() if copies is None else copies(bank),
-        bytes_per_second=8.0 * host.expert_bytes, clock=lambda: float(next(ticks)),
-    )  # fmt: skip
-    streams = ExpertStreams(bank, moves.table, DirectLane())
+        most_changes=4,  # fewer than some steps have
+    )
     experts = HybridExperts(
-        bank, exchange, moves, streams, activation=modules[0].activation.name, most_rows=most_rows
+        bank,
+        exchange,
+        moves,
+        ExpertStreams(bank, moves.placement.table, DirectLane()),
+        activation=modules[0].activation.name,
+        most_rows=most_rows,
+        wake=lambda: None,
+        clock=lambda: 0.0,
     )
     experts.join(modules)
     with PythonTeam(mailbox, expert_outputs(host)) as team:
