@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "kv_cache": ("core", "config"),
     "scheduler": ("core", "config", "kv_cache"),
     "expert_offload": ("core", "config"),
-
+    "expert_offload.profile": ("core", "utils.files"),
     "bridge": ("core", "utils"),
     "bridge.ipc": ("core", "utils"),
     "bridge.kv_offload": ("core", "utils", "kv_cache.host_tier"),
