@@ -69,6 +69,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runner": ("core", "lora", "models", "sampling", "spec_decode.verify"),
     "pooling": ("core", "config", "utils", "models", "runner"),
     "cpu": (*_DEVICE, "lora"),
+    "cpu.expert_team": (*_DEVICE, "bridge.expert_mailbox", "bridge.host_experts"),
     "cpu.draft_worker": (*_DEVICE, "cpu", "spec_decode", "bridge.ipc"),
     "gpu": (*_DEVICE, "bridge.kv_offload", "bridge.expert_mailbox", "bridge.host_experts", "lora"),
     "gpu.kernels": ("models", "quantization.matrix", "sampling", "bridge.expert_mailbox"),
