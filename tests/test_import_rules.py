@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.build_adapters": _BUILDER,
     "engine.build_host_tier": _BUILDER,
     "engine.build_drafter": _BUILDER,
-    "engine.build_experts": _BUILDER,
+    "engine.build_experts": (*_BUILDER, "quantization.matrix"),
     "engine.build_pooling": _BUILDER,
     "engine.build_draft_worker": _BUILDER,
     "engine.build_device_draft": _BUILDER,

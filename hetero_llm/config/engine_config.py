@@ -10,7 +10,7 @@ from typing import Any
 from hetero_llm.config.constraints_config import ConstraintsConfig as ConstraintsConfig
 from hetero_llm.config.constraints_config import constraints_from_args
 from hetero_llm.config.expert_config import ExpertConfig as ExpertConfig
-from hetero_llm.config.expert_config import experts_from_args, refuse_until_joined
+from hetero_llm.config.expert_config import experts_from_args
 from hetero_llm.config.lora_config import LoraConfig as LoraConfig
 from hetero_llm.config.lora_config import lora_from_args
 from hetero_llm.config.offload_config import OffloadConfig as OffloadConfig
@@ -224,7 +224,7 @@ class EngineConfig:
             constraints=constraints_from_args(args),
             lora=lora_from_args(args),
             prompt_adapters=prompt_adapters_from_args(args),
-            experts=refuse_until_joined(experts_from_args(args)),
+            experts=experts_from_args(args),
         )
 
 

@@ -52,22 +52,6 @@ def experts_from_args(args: Mapping[str, Any]) -> ExpertConfig:
     )
 
 
-def refuse_until_joined(config: ExpertConfig) -> ExpertConfig:
-    """The configuration, if it is the default.
-
-    Until engine/factory.py joins bank, team and placement, other values are refused. Then this
-    function goes, with its call in `EngineConfig.from_args` and its test.
-    """
-    for name, value, default in (
-        ("moe_expert_memory", config.bank_bytes, None),
-        ("moe_cpu_experts", config.cpu_experts, "auto"),
-        ("moe_expert_profile", config.profile, None),
-    ):
-        if value != default:
-            raise ConfigError(name, value, "keeping experts in host memory is not available yet")
-    return config
-
-
 def worker_beside_experts() -> str:
     """Text of the warning if a draft worker and experts share the host."""
     return (

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hetero_llm.cpu.backend import NativeBackend
     from hetero_llm.cpu.model_runner import NativeModelRunner
     from hetero_llm.gpu.adapters import GpuAdapters
+    from hetero_llm.gpu.hybrid_experts import HybridExperts
     from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
     from hetero_llm.models.config import ModelConfig
     from hetero_llm.models.layers import CausalLM
@@ -60,6 +61,7 @@ class RunnerInputs:
     layer_ready: LayerReadyFlags | None
     kv_scales: torch.Tensor | None
     adapters: GpuAdapters | None
+    experts: HybridExperts | None
     prompt_adapters: bool
 
     @property
@@ -80,6 +82,7 @@ def build_runner(
     native: NativeBackend | None,
     layer_ready: LayerReadyFlags | None = None,
     adapters: GpuAdapters | None = None,
+    experts: HybridExperts | None = None,
 ) -> BuiltRunner:
     """Builds the runner and its KV cache.
 
@@ -88,6 +91,7 @@ def build_runner(
         native: settings of the native executor; None: it does not run the model.
         layer_ready: flags at which steps wait for KV loads from host memory; None: there are none.
         adapters: of the model's products on a GPU; None: it has none there.
+        experts: of its mixtures on a GPU, some of them on the host; None: there are no such.
 
     Raises:
         ConfigError: there is not enough memory.
@@ -108,6 +112,7 @@ def build_runner(
         layer_ready,
         _kv_scales(config, model, model_config, shape.dtype),
         adapters,
+        experts,
         config.prompt_adapters.enabled,
     )
     if config.cache.num_blocks is not None:
@@ -280,6 +285,7 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
             drafts=inputs.drafts,
             layer_ready=cast("DeviceLayerReadyFlags | None", inputs.layer_ready),
             adapters=inputs.adapters,
+            experts=inputs.experts,
         )
         runner.typical = inputs.typical
         return BuiltRunner(runner, cache)

@@ -1,8 +1,8 @@
 """Builds an engine from its configuration.
 
-Only this file and its builders (`build_runner`, `build_adapters`, `build_host_tier`,
-`build_drafter`, `build_device_draft`, `build_draft_worker`, `build_pooling`) join the engine with
-devices.
+Only this file and its builders (`build_runner`, `build_adapters`, `build_experts`,
+`build_host_tier`, `build_drafter`, `build_device_draft`, `build_draft_worker`, `build_pooling`)
+join the engine with devices.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from hetero_llm.engine.build_draft_worker import (
     prepare_draft_model,
 )
 from hetero_llm.engine.build_drafter import make_drafter
+from hetero_llm.engine.build_experts import ExpertMemory, choose_experts, open_experts
 from hetero_llm.engine.build_host_tier import (
     HostMemory,
     HostPlatform,
@@ -249,6 +250,9 @@ def _join(
     native = _native_backend(config, model_config, dtype, device)
     backend = _backend_name(config, device, native=native is not None)
     served: list[ServedAdapters | None] = []
+    chosen = choose_experts(
+        config, inputs.folder, model_config, inputs.scheduler, dtype=dtype, device=device
+    )
     model = _load_weights(
         config,
         inputs.folder,
@@ -264,9 +268,13 @@ def _join(
                 download_dir=config.load.download_dir,
             )
         ),
+        expert_memory=None if chosen is None else _expert_memory(device),
     )
     adapters = None if served[0] is None else served[0].store
     num_parameters = model.parameters_per_token()  # before an executor takes the weights over
+    experts = None
+    if chosen is not None:
+        experts = open_experts(chosen, config, model, inputs.scheduler, dtype=dtype, device=device)
     device_draft = None if drafter is not None else _load_device_draft(config, inputs, backend)
     shape = cache_shape(config, model_config, dtype, device)
     host = open_host_memory(config.offload, inputs.platform, shape, inputs.scheduler)
@@ -281,6 +289,7 @@ def _join(
         native=native,
         layer_ready=None if host is None else host.layer_ready,
         adapters=device_adapters(served[0], model, config, device),
+        experts=experts,
     )
     runner, num_blocks, store = built.runner, built.cache.num_blocks, None
     if adapters is not None and device.type == "cpu":
@@ -512,6 +521,12 @@ def _check_offload(config: EngineConfig, device: torch.device) -> None:
         )
 
 
+def _expert_memory(device: torch.device) -> ExpertMemory:
+    from hetero_llm.utils.numa import numa_node
+
+    return ExpertMemory(node=numa_node(device.index or 0))
+
+
 def _check_no_adapters(config: EngineConfig) -> None:
     """Raises ConfigError: adapters are wanted of a model that pools."""
     reason = "a model that pools takes no adapters yet"
@@ -585,11 +600,13 @@ def _load_weights(
     show_progress: bool,
     backend: str,
     loaded: Callable[[CausalLM], None] | None = None,
+    expert_memory: ExpertMemory | None = None,
 ) -> CausalLM:
     """Loads the model and replaces its layers by the fastest ones for device and configuration.
 
     Args:
         loaded: called in between.
+        expert_memory: see `load_model`.
         backend: see `BuiltEngine`; "native": the layers stay, since the executor reads the weights
             itself.
     """
@@ -605,6 +622,7 @@ def _load_weights(
         load_format=config.load.load_format,
         allow_pickle=config.load.allow_pickle_weights,
         seed=config.load.seed,
+        expert_memory=expert_memory,
     )
     if device.type == "cuda":
         from hetero_llm.gpu.memory import load_weights

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from hetero_llm.bridge.host_experts import HostExperts, HostMatrices
 from hetero_llm.gpu.kernels.expert_requests import ON_HOST
+from hetero_llm.gpu.kernels.experts import serves
 from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix, prepare, prepares
+from hetero_llm.models.config import Gate
 from hetero_llm.quantization.matrix import QuantizedMatrix
 
 _PREPARED_AT_ONCE = 8  # experts: what lies between the two forms takes several times their memory
@@ -129,8 +131,16 @@ def _empty_matrix(one: PreparedMatrix, count: int) -> PreparedMatrix:
     return dataclasses.replace(one, shape=(count * rows, columns), **tensors)
 
 
-def why_not(host: HostExperts, dtype: torch.dtype) -> str | None:
-    """Why the bank cannot hold these experts for a model of `dtype`; None if it can."""
+def slot_bytes(host: HostExperts, device: torch.device) -> int:
+    """Of one slot."""
+    parts = host.layers[0]
+    return sum(BankMatrices(part, 1, device).nbytes for part in (parts.gate_up, parts.down))
+
+
+def why_not(host: HostExperts, dtype: torch.dtype, activation: Gate) -> str | None:
+    """Why the kernels cannot compute these experts for a model of `dtype`; None if they can."""
+    if not serves(activation):
+        return f"no kernel of the GPU has the experts' activation, {activation}"
     for part in (host.layers[0].gate_up, host.layers[0].down):
         if part.scale is None:
             if part.data.dtype != dtype:

@@ -176,7 +176,9 @@ class FlatExperts(Experts):
     def down(self) -> nn.Parameter:  # type: ignore[override]
         return self.down_proj
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         """[T, hidden], experts [T, k] and weights [T, k] of each token -> [T, hidden].
 
         As in transformers, an index one above the last expert's means no expert.

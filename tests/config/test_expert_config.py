@@ -38,16 +38,6 @@ def test_contradictions(choice: str, name: str) -> None:
     assert error.value.field == name
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("moe_expert_memory", 24), ("moe_cpu_experts", "all"), ("moe_expert_profile", "/a")],
-)
-def test_values_are_refused_until_the_engine_has_the_parts(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match="experts in host memory is not available yet") as error:
-        EngineConfig.from_args(resolve_engine_args({"model": "demo", name: value}))
-    assert error.value.field == name
-
-
 def test_the_warning_names_both_arguments() -> None:
     assert "cpu_draft_worker=True" in worker_beside_experts()
     assert "use_lookahead=True" in worker_beside_experts()

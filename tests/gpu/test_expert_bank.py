@@ -154,13 +154,16 @@ def test_the_table_says_who_is_where(device: torch.device) -> None:
 
 def test_what_no_bank_holds() -> None:
     plain = host_experts([layer_of(0, 40, 24, BF16)])
-    assert why_not(plain, BF16) is None
-    assert "bfloat16 experts of a model that runs in float32" in str(why_not(plain, torch.float32))
+    assert why_not(plain, BF16, "silu") is None
+    assert "bfloat16 experts of a model that runs in float32" in str(
+        why_not(plain, torch.float32, "silu")
+    )
+    assert "activation" in str(why_not(plain, BF16, "sigmoid"))
     eight = host_experts([layer_of(0, 40, 24, HALF, "silu", "fp8")])
-    assert "runs in float32" in str(why_not(eight, torch.float32))
-    assert "16 does not divide" in str(why_not(eight, HALF))
+    assert "runs in float32" in str(why_not(eight, torch.float32, "silu"))
+    assert "16 does not divide" in str(why_not(eight, HALF, "silu"))
     narrow = host_experts([layer_of(0, 64, 32, HALF, "silu", "int4", group=8)])
-    assert "groups of 8" in str(why_not(narrow, HALF))
+    assert "groups of 8" in str(why_not(narrow, HALF, "silu"))
 
 
 def test_columns_in_an_order_of_their_own_are_refused() -> None:
