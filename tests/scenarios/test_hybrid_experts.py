@@ -13,7 +13,10 @@ import torch
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.gpu.expert_bank import ExpertBank
+from hetero_llm.gpu.hybrid_experts import HybridExperts
 from hetero_llm.gpu.model_runner import GpuModelRunner
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.layers import CausalLM
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
@@ -74,11 +77,25 @@ def plain_tokens(checkpoint: Path, device: torch.device, count: int) -> list[lis
     return [runner.finish(runner.launch(step)).token_ids for step in steps(count)]
 
 
-def runner_of(hybrid: Hybrid, device: torch.device) -> GpuModelRunner:
+def runner_with(
+    model: CausalLM, config: ModelConfig, experts: HybridExperts, device: torch.device
+) -> GpuModelRunner:
     return GpuModelRunner(
-        hybrid.model, hybrid.config, cache_of(hybrid.config, device), max_num_seqs=SLOTS,
-        max_model_len=MAX_LEN, max_num_batched_tokens=32, graphs=False, experts=hybrid.experts,
+        model, config, cache_of(config, device), max_num_seqs=SLOTS, max_model_len=MAX_LEN,
+        max_num_batched_tokens=32, graphs=False, experts=experts,
     )  # fmt: skip
+
+
+def runner_of(hybrid: Hybrid, device: torch.device) -> GpuModelRunner:
+    return runner_with(hybrid.model, hybrid.config, hybrid.experts, device)
+
+
+def run_steps(
+    model: CausalLM, config: ModelConfig, experts: HybridExperts, device: torch.device, count: int
+) -> list[list[int]]:
+    """Tokens of `steps(count)`, one step after the other."""
+    runner = runner_with(model, config, experts, device)
+    return [runner.finish(runner.launch(step)).token_ids for step in steps(count)]
 
 
 def poison(bank: ExpertBank, slot: int) -> None:
