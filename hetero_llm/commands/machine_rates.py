@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _MIB = 1 << 20
-_THREAD_BYTES = 64 * _MIB  # far more than a core's share of any cache
+_READ_BYTES = 1024 * _MIB  # of all threads, more than the last-level caches
 _READ_S = 0.6
 _COPY_BYTES = 512 * _MIB
 _COPIES = 5
@@ -72,23 +72,22 @@ def measure_rates(given: Given) -> Rates:
     return Rates(**found, sources=sources)
 
 
-def read_rate(
-    threads: int, *, seconds: float = _READ_S, thread_bytes: int = _THREAD_BYTES
-) -> float:
-    """Bytes a second that `threads` threads read from memory together, each its own part: the best
-    pass within `seconds`. numpy's sums of integers wait for memory, not for arithmetic."""
+def read_rate(threads: int, *, seconds: float = _READ_S, num_bytes: int = _READ_BYTES) -> float:
+    """Bytes a second that `threads` threads read from `num_bytes` of memory together, each its own
+    part: the mean over `seconds`. numpy's sums of integers wait for memory, not for arithmetic."""
     import numpy as np
 
-    parts = [np.ones(thread_bytes // 8, np.int64) for _ in range(threads)]
-    best = 0.0
+    size = num_bytes // 8 // threads
     with ThreadPoolExecutor(threads) as pool:
-        end = time.perf_counter() + seconds
-        while not best or time.perf_counter() < end:
-            begin = time.perf_counter()
+        # Each thread makes a part, so that it lies in the memory of a node that computes.
+        parts = list(pool.map(lambda _: np.ones(size, np.int64), range(threads)))
+        passes = 0
+        begin = time.perf_counter()
+        while not passes or time.perf_counter() - begin < seconds:
             total = sum(pool.map(_total_of_part, parts))
-            best = max(best, threads * thread_bytes / (time.perf_counter() - begin))
-            assert total == threads * (thread_bytes // 8)
-    return best
+            assert total == threads * size
+            passes += 1
+        return passes * threads * size * 8 / (time.perf_counter() - begin)
 
 
 def _total_of_part(part: Any) -> int:

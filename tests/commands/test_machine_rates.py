@@ -8,7 +8,7 @@ from hetero_llm.commands.machine_rates import Given, measure_rates, memory_warni
 
 
 def test_threads_read_memory() -> None:
-    assert read_rate(2, seconds=0.0, thread_bytes=1 << 20) > 0
+    assert read_rate(2, seconds=0.0, num_bytes=1 << 20) > 0
 
 
 def test_what_is_given_is_not_measured() -> None:
