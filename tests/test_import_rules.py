@@ -90,6 +90,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "core", "config", "utils", "engine", "models", "server", "bench_client", "spec_decode",
         "kv_cache", "pooling",
     ),
+    "commands.machine_rates": ("utils", "bridge.kv_offload"),
+    "commands.predict": ("core", "config", "models", "expert_offload"),
     "commands.doctor": (
         "core", "config", "utils", "bridge.kv_offload", "cpu", "engine.core_plan",
     ),

@@ -28,6 +28,7 @@ uses, `_GAIN` higher; or one use in `_USE_STEPS` steps, where the half-life is s
 are lower than that."""
 _USE_STEPS = 32.0
 _LONG_INTERVAL, _SHORT_INTERVAL = 32, 2
+"""Steps; short where a half-life below the long interval decides."""
 _ADVANTAGE = 0.01
 """Share of uses that a shorter half-life must hold more than a longer one to be preferred: longer
 ones have less noise, so fewer promotions that win nothing."""
@@ -116,9 +117,14 @@ class UseScores:
         return int(np.flatnonzero(self._held >= enough)[-1])
 
     @property
+    def half_life(self) -> float:
+        """In steps, of the scores that decide."""
+        return float(self._half_lives[self.best])
+
+    @property
     def gain(self) -> float:
         """Uses by which a score must be higher for a promotion to pay."""
-        return min(_GAIN, float(self._half_lives[self.best]) / _USE_STEPS)
+        return min(_GAIN, self.half_life / _USE_STEPS)
 
     @property
     def scores(self) -> Scores:
@@ -205,7 +211,8 @@ class ExpertPlacement:
     def interval(self) -> int:
         """Steps until `observe` and `choose` should be called again. Few where experts are used
         again soon or not at all: such uses are over when a longer interval ends."""
-        return _SHORT_INTERVAL if self.scores.best == 0 else _LONG_INTERVAL
+        short = self.scores.half_life < _LONG_INTERVAL
+        return _SHORT_INTERVAL if short else _LONG_INTERVAL
 
     @property
     def num_moving(self) -> int:

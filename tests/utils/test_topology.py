@@ -17,6 +17,7 @@ from hetero_llm.utils.topology import (
     read_cpu_quota,
     read_memory_limit,
     read_numa_nodes,
+    read_sockets,
     read_topology,
     usable_memory_bytes,
 )
@@ -226,3 +227,13 @@ def test_the_real_host() -> None:
 def test_needs_no_torch() -> None:
     code = "import sys, hetero_llm.utils.topology; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_sockets(tmp_path: Path) -> None:
+    blocks = [
+        f"processor : {cpu}\nphysical id : {cpu // 2}\ncore id : {cpu % 2}" for cpu in range(4)
+    ]
+    assert read_sockets(write(tmp_path, {"proc/cpuinfo": "\n\n".join(blocks)})) == {
+        0: 0, 1: 0, 2: 1, 3: 1,
+    }  # fmt: skip
+    assert read_sockets(tmp_path / "nowhere") == {}

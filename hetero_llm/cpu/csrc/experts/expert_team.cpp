@@ -275,5 +275,25 @@ int64_t hetero_experts_post(int32_t* request, const int32_t* answer, int64_t lay
     return 0;
 }
 
+// For benches: products of prepared rows x, x_stride bytes apart, with `copies` equal matrices that
+// lie one after the other. scales, zeros: of one of them. out: [tokens][rows].
+void hetero_experts_dots(const HeteroExpertForm* form, const void* data, const void* scales,
+                         const void* zeros, const void* x, int64_t x_stride, int64_t tokens,
+                         float* out, int64_t bf16_rows, int64_t copies, int64_t isa) {
+    using namespace hetero::experts;
+    constexpr int64_t kStrip = 64;
+    const Form own = form_of(*form);
+    std::vector<const void*> rows(tokens);
+    for (int64_t t = 0; t < tokens; ++t) rows[t] = (const char*)x + t * x_stride;
+    Matrix matrix{(const char*)data, (const char*)scales, (const char*)zeros, nullptr, nullptr};
+    for (int64_t i = 0; i < copies; ++i, matrix.data += own.rows * own.stride())
+        for (int64_t first = 0; first < own.rows; first += kStrip) {
+            const int64_t count = std::min(kStrip, own.rows - first);
+            const bool is_last = i + 1 == copies && first + count == own.rows;
+            dot_rows({&own, matrix, first, count, rows.data(), tokens, out + first, own.rows,
+                      is_last ? nullptr : matrix.data + (first + count) * own.stride(),
+                      bf16_rows != 0, (hetero::Isa)isa});
+        }
+}
 
 }
