@@ -118,7 +118,9 @@ def test_what_it_cannot_be_combined_with(checkpoint: Path, monkeypatch: pytest.M
     ):
         more = {"max_prompt_adapter_token": 8} if name == "enable_prompt_adapter" else {}
         with pytest.raises(ConfigError, match="cannot be combined") as error:
-            Machine(8 * GIB).choose(checkpoint, monkeypatch, moe_cpu_experts="all", **{name: value})
+            Machine(8 * GIB).choose(
+                checkpoint, monkeypatch, moe_cpu_experts="all", **{name: value}, **more
+            )
         assert error.value.field == name
 
 
