@@ -60,7 +60,8 @@ test-native: $(STAMP)
 	$(BIN)/python -m hetero_llm.cpu.build --sanitize
 	$(BIN)/python -m hetero_llm.bridge.build --sanitize
 	HETERO_LLM_NATIVE=sanitized ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  LD_PRELOAD=$$(g++ -print-file-name=libasan.so) $(BIN)/python -m pytest tests/cpu/csrc/step \
+	  LD_PRELOAD=$$(g++ -print-file-name=libasan.so) $(BIN)/python -m pytest tests/cpu/csrc \
+	  tests/cpu/test_expert_team.py \
 	  tests/bridge/ipc/test_rings.py tests/bridge/ipc/test_rings_corruption.py tests/bridge/ipc/test_messages.py \
 	  tests/bridge/kv_offload/test_copier.py tests/bridge/kv_offload/test_copier_failures.py \
 	  tests/bridge/kv_offload/test_copy_calibration.py tests/bridge/kv_offload/test_pinned_pool.py
@@ -126,7 +127,8 @@ check: $(STAMP)
 	  hetero_llm/kv_cache hetero_llm/scheduler hetero_llm/engine hetero_llm/server \
 	  hetero_llm/bench_client hetero_llm/commands hetero_llm/spec_decode \
 	  hetero_llm/cpu/draft_worker hetero_llm/models hetero_llm/pooling hetero_llm/structured_output \
-	  hetero_llm/sampling hetero_llm/quantization hetero_llm/lora hetero_llm/distributed
+	  hetero_llm/sampling hetero_llm/quantization hetero_llm/lora hetero_llm/distributed \
+	  hetero_llm/expert_offload
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/gen_flags_doc.py --check
 	$(BIN)/python tools/gen_lookahead_doc.py --check

@@ -560,6 +560,7 @@ ELSEWHERE = {
 NOT_DRAWN = {
     "clients": "a table of yes and no: docs/clients.md",
     "closed_batch.llama-3.1-8b": "two numbers, in docs/benchmarks.md",
+    "expert_placement.c": "a table: docs/hybrid_experts.md",
     "perplexity.c": "a table: docs/quantization.md",
     "lora_decode.c": "a table: docs/lora.md",
     "cpu_offline.L.int4.c": "one ratio, in docs/quantization.md",

@@ -197,6 +197,34 @@ OFFLOAD = grouped(
     ),
 )
 
+HOST_EXPERTS = grouped(
+    "Experts in host memory",
+    effective(
+        "moe_expert_memory",
+        Kind.AUTO_FLOAT,
+        "auto",
+        "GiB of the GPU's memory for the experts of a mixture; the others stay in host memory and "
+        "run on the CPU. 'auto': all of them if they fit beside the KV cache, else as many as do. "
+        "Not in TACO-LLM.",
+        above=0,
+    ),
+    effective(
+        "moe_cpu_experts",
+        _STR,
+        "auto",
+        "Which experts of a mixture the CPU computes beside a GPU: 'auto' those that do not fit, "
+        "'off' none, so a mixture that does not fit is refused, 'all' every one. Not in TACO-LLM.",
+        choices=("auto", "off", "all"),
+    ),
+    effective(
+        "moe_expert_profile",
+        Kind.PATH,
+        None,
+        "File of how often each expert was used: read at start, so that the GPU begins with the "
+        "experts in demand, and written at the end. Not in TACO-LLM.",
+    ),
+)
+
 PARALLEL = grouped(
     "Parallelism",
     effective(

@@ -97,6 +97,9 @@ class EngineArgTypes(TypedDict, total=False):
     apc_offload_host_policy: str
     apc_offload_load_min_tokens: int | None
     apc_offload_background_pin: bool
+    moe_expert_memory: float | str
+    moe_cpu_experts: str
+    moe_expert_profile: str | os.PathLike[str] | None
     tensor_parallel_size: int
     pipeline_parallel_size: int
     sequence_parallel_size: int
@@ -237,6 +240,9 @@ class EngineArgFields:
     apc_offload_host_policy: str
     apc_offload_load_min_tokens: int | None
     apc_offload_background_pin: bool
+    moe_expert_memory: float | str
+    moe_cpu_experts: str
+    moe_expert_profile: str | os.PathLike[str] | None
     tensor_parallel_size: int
     pipeline_parallel_size: int
     sequence_parallel_size: int

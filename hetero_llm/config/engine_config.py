@@ -9,6 +9,8 @@ from typing import Any
 
 from hetero_llm.config.constraints_config import ConstraintsConfig as ConstraintsConfig
 from hetero_llm.config.constraints_config import constraints_from_args
+from hetero_llm.config.expert_config import ExpertConfig as ExpertConfig
+from hetero_llm.config.expert_config import experts_from_args
 from hetero_llm.config.lora_config import LoraConfig as LoraConfig
 from hetero_llm.config.lora_config import lora_from_args
 from hetero_llm.config.offload_config import OffloadConfig as OffloadConfig
@@ -158,6 +160,7 @@ class EngineConfig:
     prompt_adapters: PromptAdapterConfig = PromptAdapterConfig()
     num_replicas: int = 1
     parallel: ParallelConfig = ParallelConfig()
+    experts: ExpertConfig = ExpertConfig()
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> EngineConfig:
@@ -231,6 +234,7 @@ class EngineConfig:
                 args["data_parallel_size"], args["data_parallel_size_local"]
             ),
             parallel=parallel_from_args(args),
+            experts=experts_from_args(args),
         )
 
     def of_one_replica(self, *, on_cpu: bool) -> EngineConfig:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from hetero_llm.cpu.backend import NativeBackend
     from hetero_llm.models.config import ModelConfig
+    from hetero_llm.models.experts import HostMemory
     from hetero_llm.models.layers import CausalLM
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ def load_weights(
     backend: str,
     loaded: Callable[[CausalLM], None] | None = None,
     share: RankShare = ALONE_SHARE,
+    expert_memory: HostMemory | None = None,
 ) -> CausalLM:
     """Loads the model and replaces its layers by the fastest ones for device and configuration.
 
@@ -92,6 +94,7 @@ def load_weights(
         backend: see `BuiltEngine`; "native": the layers stay, since the executor reads the weights
             itself.
         share: of this rank, whose part of the weights is loaded.
+        expert_memory: see `load_model`.
     """
     from hetero_llm.models.loader import load_model, quantized_sizes
 
@@ -106,6 +109,7 @@ def load_weights(
         allow_pickle=config.load.allow_pickle_weights,
         seed=config.load.seed,
         collectives=share.collectives,
+        expert_memory=expert_memory,
     )
     if device.type == "cuda":
         from hetero_llm.gpu.memory import load_weights as load_onto_gpu

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hetero_llm.cpu.backend import NativeBackend
     from hetero_llm.cpu.model_runner import NativeModelRunner
     from hetero_llm.gpu.adapters import GpuAdapters
+    from hetero_llm.gpu.hybrid_experts import HybridExperts
     from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
     from hetero_llm.models.config import ModelConfig
     from hetero_llm.models.layers import CausalLM
@@ -62,6 +63,7 @@ class RunnerInputs:
     layer_ready: LayerReadyFlags | None
     kv_scales: torch.Tensor | None
     adapters: GpuAdapters | None
+    experts: HybridExperts | None
     prompt_adapters: bool
     share: RankShare
 
@@ -84,6 +86,7 @@ def build_runner(
     layer_ready: LayerReadyFlags | None = None,
     adapters: GpuAdapters | None = None,
     share: RankShare = ALONE_SHARE,
+    experts: HybridExperts | None = None,
 ) -> BuiltRunner:
     """Builds the runner and its KV cache.
 
@@ -94,6 +97,7 @@ def build_runner(
         layer_ready: flags at which steps wait for KV loads from host memory; None: there are none.
         adapters: of the model's products on a GPU; None: it has none there.
         share: of this rank. All ranks get as many blocks as the one with the least memory has.
+        experts: of its mixtures on a GPU, some of them on the host; None: there are no such.
 
     Raises:
         ConfigError: there is not enough memory.
@@ -114,6 +118,7 @@ def build_runner(
         layer_ready,
         _kv_scales(config, model, model_config, shape.dtype),
         adapters,
+        experts,
         config.prompt_adapters.enabled,
         share,
     )
@@ -295,6 +300,7 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
             drafts=inputs.drafts,
             layer_ready=cast("DeviceLayerReadyFlags | None", inputs.layer_ready),
             adapters=inputs.adapters,
+            experts=inputs.experts,
         )
         runner.typical = inputs.typical
         return BuiltRunner(runner, cache)

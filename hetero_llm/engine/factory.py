@@ -1,6 +1,6 @@
 """Builds an engine from its configuration.
 
-Only this file and its builders (`build_model`, `build_runner`, `build_adapters`,
+Only this file and its builders (`build_model`, `build_runner`, `build_adapters`, `build_experts`,
 `build_host_tier`, `build_drafter`, `build_device_draft`, `build_draft_worker`, `build_pooling`,
 `build_ranks`) and `rank_process` join the engine with devices.
 """
@@ -37,6 +37,7 @@ from hetero_llm.engine.build_draft_worker import (
     prepare_draft_model,
 )
 from hetero_llm.engine.build_drafter import make_drafter
+from hetero_llm.engine.build_experts import ExpertMemory, choose_experts, open_experts
 from hetero_llm.engine.build_host_tier import (
     HostMemory,
     HostPlatform,
@@ -291,6 +292,9 @@ def _join(
     native = native_backend(config, model_config, dtype, device)
     backend = backend_name(config, device, native=native is not None)
     served: list[ServedAdapters | None] = []
+    chosen = choose_experts(
+        config, inputs.folder, model_config, inputs.scheduler, dtype=dtype, device=device
+    )
     model = load_weights(
         config,
         inputs.folder,
@@ -307,10 +311,14 @@ def _join(
             )
         ),
         share=ranks.share,
+        expert_memory=None if chosen is None else _expert_memory(device),
     )
     ranks.wait_loaded()
     adapters = None if served[0] is None else served[0].store
     num_parameters = model.parameters_per_token()  # before an executor takes the weights over
+    experts = None
+    if chosen is not None:
+        experts = open_experts(chosen, config, model, inputs.scheduler, dtype=dtype, device=device)
     device_draft = None if drafter is not None else _load_device_draft(config, inputs, backend)
     own_config = sharded_config(model_config, ranks.share.collectives.rank)
     shape = cache_shape(config, own_config, dtype, device)
@@ -327,6 +335,7 @@ def _join(
         layer_ready=None if host is None else host.layer_ready,
         adapters=device_adapters(served[0], model, config, device),
         share=ranks.share,
+        experts=experts,
     )
     runner, num_blocks, store = built.runner, built.cache.num_blocks, None
     if adapters is not None and device.type == "cpu":
@@ -558,6 +567,12 @@ def _check_offload(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError(
             "cpu_offload_gb", wanted, "cannot be combined with batch_invariant: use one of them"
         )
+
+
+def _expert_memory(device: torch.device) -> ExpertMemory:
+    from hetero_llm.utils.numa import numa_node
+
+    return ExpertMemory(node=numa_node(device.index or 0))
 
 
 def _check_no_adapters(config: EngineConfig) -> None:

@@ -125,8 +125,11 @@ def use_kernels(model: CausalLM, *, few_rows: int | None, agree: AgreeOnNumbers 
 
 
 def speed_up_experts(model: CausalLM) -> None:
-    """Replaces routers and experts by kernels, in place."""
+    """Replaces routers and experts by kernels, in place; not experts in host memory, whose bank
+    `hybrid_experts` makes."""
     for module in model.modules():
+        if isinstance(module, Experts) and module.host_memory is not None:
+            continue
         if isinstance(module, Experts) and serves(module.activation.name):
             module.function = _function_of(module)
         elif isinstance(module, TopKRouter):

@@ -34,7 +34,7 @@ class Glm4MoeBlock(MixtralBlock):
         self.reduce: Reduce = same
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.reduce(super().forward(x).add_(self.shared(x)))
+        return self.reduce(self.experts(x, *self.router(x), self.shared))
 
     def checkpoint_tensors(self, prefix: str, names: LayerNames) -> dict[str, Tensor]:
         shared = f"{names.mixture}.shared_experts"

@@ -25,6 +25,7 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import short_reason
 from hetero_llm.models.configs.transformers import TransformersConfig
 from hetero_llm.models.dummy_weights import fill_randomly
+from hetero_llm.models.experts import Experts, HostMemory
 from hetero_llm.models.folders import LOAD_FORMATS, resolve_model_folder
 from hetero_llm.models.gguf.container import is_gguf
 from hetero_llm.models.kv_scales import stored_kv_scales
@@ -36,6 +37,7 @@ from hetero_llm.models.quantized_weights import (
     MatrixFiller,
     MatrixPlan,
     Stored,
+    place_experts,
     plan_matrices,
     quantize_weights,
     stored_bytes,
@@ -80,6 +82,7 @@ def load_model(
     seed: int = 0,
     build: Callable[[ModelConfig], CausalLM] | None = None,
     collectives: Collectives = ONE_RANK,
+    expert_memory: HostMemory | None = None,
 ) -> CausalLM:
     """Builds the model of `config` and fills it from the folder's weight files.
 
@@ -100,6 +103,8 @@ def load_model(
         seed: Of the random weights of "dummy".
         build: Makes the model; None: the class of `config.architecture`.
         collectives: Of the ranks that run the model together.
+        expert_memory: Gives memory to the weights of all `Experts`, which have none on `device`;
+            quantized ones pass through it. None: they are as all others.
 
     Returns:
         The model in eval mode, parameters without gradients.
@@ -127,8 +132,12 @@ def load_model(
     blueprint = _plan(
         folder, (config, own_config), files, dtype, torch.device(device), build, wanted
     )
-    with default_dtype(dtype), torch.device(device), weights_of(blueprint.plans) as weights:
+    context = weights_of(blueprint.plans, experts_apart=expert_memory is not None)
+    with default_dtype(dtype), torch.device(device), context as weights:
         model = build(own_config)
+    if expert_memory is not None:
+        assert rank.size == 1, "ranks have no experts in host memory"
+        place_experts(weights, blueprint.plans, expert_memory)
     model.eval().requires_grad_(False)
     if files is not None and config.quantization is not None:
         model.kv_scales = _own_kv_scales(
@@ -238,6 +247,72 @@ def quantized_sizes(
             size = int(plan.rows * plan.columns * share)
         sizes[order[plan.weight]] = sizes.get(order[plan.weight], 0) + size
     return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """Bytes of the weights of a mixture, quantized ones as stored.
+
+    Attributes:
+        num_layers: layers that have experts; 0: the model is no mixture.
+        num_experts: of the first of them.
+        expert_bytes: of one expert, on average.
+        other_bytes: of all other weights, tables included.
+    """
+
+    num_layers: int
+    num_experts: int
+    expert_bytes: int
+    other_bytes: int
+
+
+def expert_sizes(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    load_format: str = "auto",
+    allow_pickle: bool = False,
+) -> ExpertSizes:
+    """Sizes of what `load_model` will make. Arguments and errors are those of `load_model`."""
+    if isinstance(config, TransformersConfig):
+        return ExpertSizes(0, 0, 0, 0)
+    with default_dtype(dtype), torch.device("meta"), weights_of() as weights:
+        model = model_class(config.architecture)(config)
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    sizes = [weight.parameter.nbytes for weight in weights]
+    total = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    rest = total - sum(sizes)
+    if not layers:
+        return ExpertSizes(0, 0, 0, total)
+    wanted, online = checkpoint_format(config, folder), config.online_quantization
+    stored: dict[str, tuple[WeightFile, StoredTensor]] = {}
+    if load_format != "dummy" and wanted is not None:
+        files = find_weight_files(folder, load_format, allow_pickle=allow_pickle, keep_blocks=True)
+        stored, _ = _stored_tensors(model, folder, files)
+        quantized = dict.fromkeys(range(len(sizes)), 0)
+        plans = plan_matrices(model, weights, wanted, stored)
+        for plan in plans:
+            size = stored_bytes(plan, stored)
+            if online is not None:
+                size = int(plan.rows * plan.columns * ONLINE_BYTES[online])
+            quantized[plan.weight] += size
+        for place in {plan.weight for plan in plans}:
+            sizes[place] = quantized[place]
+    elif online is not None:
+        sizes = [int(w.parameter.numel() * ONLINE_BYTES[online]) for w in weights]
+    elif wanted is not None:  # random weights of MXFP4: 4 bits, and a scale of 16 for 32 numbers
+        for place, weight in enumerate(weights):
+            if isinstance(weight.layer, Experts):
+                sizes[place] = weight.parameter.numel() * 9 // 16
+    experts = sum(
+        size
+        for size, weight in zip(sizes, weights, strict=True)
+        if isinstance(weight.layer, Experts)
+    )
+    count = layers[0].down.shape[0]
+    each = -(-experts // (len(layers) * count))
+    return ExpertSizes(len(layers), count, each, rest + sum(sizes) - experts)
 
 
 def _check_sizes(folder: Path, config: ModelConfig, files: tuple[WeightFile, ...]) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
-from hetero_llm.models.experts import Experts, Router
+from hetero_llm.models.experts import Experts, HostMemory, Router
 from hetero_llm.models.layers import BankView, CausalLM, Linear, RearrangedView
 from hetero_llm.models.linear_weights import on_weight
 from hetero_llm.models.sharding import Cut, Run
@@ -145,20 +145,40 @@ class Taken:
 
 
 @contextmanager
-def weights_of(plans: Sequence[MatrixPlan] = ()) -> Iterator[list[LayerWeight]]:
+def weights_of(
+    plans: Sequence[MatrixPlan] = (), *, experts_apart: bool = False
+) -> Iterator[list[LayerWeight]]:
     """Lists the weights of the model that is built while it is open, in the order in which it
-    creates them. Those that the plans fill get no memory."""
+    creates them. Those that the plans fill get no memory, and neither do those of `Experts` with
+    `experts_apart`: `place_experts` then gives it to them."""
     created: list[LayerWeight] = []
     places = {plan.weight for plan in plans}
 
     def act(layer: Linear | Experts, name: str, weight: nn.Parameter) -> nn.Parameter | None:
         created.append(LayerWeight(layer, name))
-        if len(created) - 1 not in places:
+        apart = experts_apart and isinstance(layer, Experts)
+        if len(created) - 1 not in places and not apart:
             return None
         return nn.Parameter(weight.detach().to("meta"), requires_grad=False)
 
     with on_weight(act):
         yield created
+
+
+def place_experts(
+    weights: Sequence[LayerWeight], plans: Sequence[MatrixPlan], memory: HostMemory
+) -> None:
+    """Gives host memory to the weights of `Experts` that `weights_of` has left without; those of
+    the plans get theirs when they are set."""
+    planned = {plan.weight for plan in plans}
+    for place, weight in enumerate(weights):
+        if not isinstance(weight.layer, Experts):
+            continue
+        weight.layer.host_memory = memory
+        if place not in planned:
+            old = weight.parameter
+            new = nn.Parameter(memory(tuple(old.shape), old.dtype), requires_grad=False)
+            setattr(weight.layer, weight.name, new)
 
 
 def plan_matrices(

@@ -33,8 +33,11 @@ class Qwen2MoeBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        shared = self.shared(x).mul_(self.sigmoid(self.shared_gate(x)))
-        return self.reduce(self.experts(x, *self.router(x)).add_(shared))
+        return self.reduce(self.experts(x, *self.router(x), self._gated_shared))
+
+    def _gated_shared(self, x: Tensor) -> Tensor:
+        shared: Tensor = self.shared(x)
+        return shared.mul_(self.sigmoid(self.shared_gate(x)))
 
     def checkpoint_tensors(self, prefix: str, names: LayerNames) -> dict[str, Tensor]:
         """See `MLP`."""

@@ -205,6 +205,12 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
     return tuple(cpus)
 
 
+def read_sockets(root: Path = _ROOT) -> dict[int, int]:
+    """Logical CPU -> its socket, under `root`/proc; none if the kernel does not say."""
+    info = parse_cpuinfo(_read(root / "proc/cpuinfo") or "")
+    return {cpu: socket for cpu, (socket, _) in info.core_of.items()}
+
+
 def read_numa_nodes(root: Path = _ROOT) -> tuple[NumaNode, ...]:
     """The NUMA nodes under `root`/sys, by index; none if the kernel has no NUMA."""
     nodes = []

@@ -17,6 +17,7 @@ from hetero_llm.utils.topology import (
     read_cpu_quota,
     read_memory_limit,
     read_numa_nodes,
+    read_sockets,
     read_topology,
     split_cpus,
     usable_memory_bytes,
@@ -245,3 +246,13 @@ def test_cores_are_split_whole_and_near_each_other(
     assert split_cpus(1, root) == (tuple(sorted(allowed)),)
     many = split_cpus(64, root)
     assert len(many) == 64 and set(many) == {tuple(sorted(allowed))}
+
+
+def test_sockets(tmp_path: Path) -> None:
+    blocks = [
+        f"processor : {cpu}\nphysical id : {cpu // 2}\ncore id : {cpu % 2}" for cpu in range(4)
+    ]
+    assert read_sockets(write(tmp_path, {"proc/cpuinfo": "\n\n".join(blocks)})) == {
+        0: 0, 1: 0, 2: 1, 3: 1,
+    }  # fmt: skip
+    assert read_sockets(tmp_path / "nowhere") == {}

@@ -15,7 +15,7 @@ namespace {
 
 struct Found {
     Isa isa;
-    bool vnni;
+    bool vnni, vbmi;
 };
 
 #if defined(__x86_64__)
@@ -42,7 +42,7 @@ bool may_use_tiles() {
 bool has(uint32_t word, int bit) { return word >> bit & 1; }
 
 Found detect() {
-    Found found{kBase, false};
+    Found found{kBase, false, false};
     uint32_t a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
     const bool fma = has(c, 12), f16c = has(c, 29), osxsave = has(c, 27);
@@ -56,6 +56,7 @@ Found detect() {
     if (!(f && dq && bw && vl && (saved & kZmm) == kZmm)) return found;
     found.isa = kAvx512;
     found.vnni = has(c7, 11);
+    found.vbmi = has(c7, 1);
     uint32_t a71 = 0;
     if (last >= 1) __get_cpuid_count(7, 1, &a71, &b, &c, &d);
     if (!has(a71, 5)) return found;
@@ -67,7 +68,7 @@ Found detect() {
 
 #else
 
-Found detect() { return {kBase, false}; }
+Found detect() { return {kBase, false, false}; }
 
 #endif
 
@@ -82,6 +83,8 @@ Isa best_isa() { return found().isa; }
 
 bool has_vnni() { return found().vnni; }
 
+bool has_vbmi() { return found().vbmi; }
+
 }  // namespace hetero
 
 extern "C" {
@@ -89,5 +92,7 @@ extern "C" {
 int64_t hetero_isa_best() { return hetero::best_isa(); }
 
 int64_t hetero_isa_vnni() { return hetero::has_vnni(); }
+
+int64_t hetero_isa_vbmi() { return hetero::has_vbmi(); }
 
 }

@@ -29,4 +29,7 @@ Isa best_isa();
 // Whether 8-bit dot products (AVX512-VNNI) are there; part of every kAmx machine.
 bool has_vnni();
 
+// Whether permutations of bytes (AVX512-VBMI) are there; part of every kAmx machine.
+bool has_vbmi();
+
 }  // namespace hetero

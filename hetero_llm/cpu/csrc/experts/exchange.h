@@ -1,0 +1,110 @@
+// One exchange of the mailbox: the outputs of a layer's experts for the tokens that asked for them.
+//
+// Tokens are sorted by expert. In the first phase threads share (expert, strip of the inner rows):
+// gate, up and the activation; behind a barrier they share strips of the outputs, each of which one
+// thread sums over all experts, in ascending order. No sum depends on the number of threads.
+
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "../step/arena.h"
+#include "../step/team.h"
+#include "dots.h"
+#include "gates.h"
+#include "tiles.h"
+
+namespace hetero::experts {
+
+constexpr int kAddresses = 6;  // of a matrix: data, scale, zero, offset, row_scale, bias
+
+// Mixture and mailbox as hetero_llm/bridge has them; see HostExperts and ExpertMailbox.
+struct Setting {
+    int64_t layers, experts, hidden, inner, max_tokens, experts_per_token;
+    Form gate_up, down;        // [2 * inner, hidden], [hidden, inner]
+    GateForm gate;
+    Number input;              // of x and of biases
+    const int64_t* addresses;  // [layers][experts][2][kAddresses]
+    const int32_t* ids;        // [max_tokens][experts_per_token], negative: not for the host
+    const float* weights;      // [max_tokens][experts_per_token]
+    const char* x;             // [max_tokens][hidden]
+    float* y;                  // [max_tokens][hidden]
+    int64_t tile_tokens;       // of an expert, from which on tiles serve if they can; 0: never
+    Isa isa;
+};
+
+// Why a request cannot be answered; 0: it can.
+enum class Refusal : int { kNone = 0, kLayer = 2, kTokens = 3, kExpert = 4 };
+
+// The tokens of one expert.
+struct Part {
+    Matrix gate_up, down;
+    int64_t first, rows;  // of the pairs in order
+    int64_t block;        // tiles: the first of its blocks of tokens; else -1
+};
+
+// A counter on cache lines of its own.
+struct alignas(128) Counter {
+    std::atomic<int64_t> next{0};
+};
+
+class Exchange {
+  public:
+    Exchange(const Setting& setting, int threads);
+    ~Exchange();
+
+    // Reads the ids of a request. Called by one thread, while no other one is in `work`.
+    Refusal open(int64_t layer, int64_t tokens);
+    // Whether any token wants an expert of the host.
+    bool is_empty() const { return parts_.empty(); }
+    // Computes y of the tokens that asked; every thread of the team calls it.
+    void work(Team& team, int thread);
+
+  private:
+    struct Scratch;
+
+    Matrix matrix_at(const int64_t* addresses, const Form& form) const;
+    void plan_tasks();
+    void prepare_input(int64_t task);
+    void compute_gates(int64_t task, int64_t ahead, Scratch& scratch);
+    void gates_by_dots(const Part& part, int64_t first, int64_t count, const char* next,
+                       Scratch& scratch);
+    void gates_by_tiles(const Part& part, int64_t first, int64_t count, const char* next,
+                        Scratch& scratch);
+    void add_outputs(int64_t task, int64_t ahead, Scratch& scratch);
+    void outputs_by_dots(const Part& part, int64_t first, int64_t count, const char* next,
+                         Scratch& scratch);
+    void outputs_by_tiles(const Part& part, int64_t first, int64_t count, const char* next,
+                          Scratch& scratch);
+    void add_output(const Part& part, int64_t row, int64_t first, int64_t count,
+                    const float* values);
+    const char* strip_of(int64_t task, bool gates) const;
+    float bias_at(const char* bias, int64_t index) const;
+    char* inner_row(int64_t pair) const { return inner_rows_ + pair * inner_stride_; }
+
+    const Setting s_;
+    const int threads_;
+    const bool bf16_rows_, reads_mailbox_;  // dots take bf16; they take it from the mailbox
+    const int64_t tile_tokens_;             // 0: tiles do not serve
+    const int64_t input_stride_, inner_stride_;  // bytes of a row for dots
+    std::vector<int32_t> input_place_, inner_place_, input_tile_place_, inner_tile_place_;
+
+    // Of a request.
+    std::vector<Part> parts_;
+    std::vector<int32_t> starts_, tokens_, wanted_;  // wanted: tokens with experts on the host
+    std::vector<float> weights_;                     // of pairs
+    std::vector<int64_t> packed_pairs_;              // pairs that tiles serve
+    std::vector<int32_t> pair_block_, pair_column_;  // where tiles have a pair
+    int64_t pairs_ = 0, inputs_ = 0, gate_strip_ = 0, gate_strips_ = 0, output_strip_ = 0,
+            output_strips_ = 0, prepared_ = 0;
+    bool dots_serve_ = false;
+    char *inputs_buffer_ = nullptr, *inner_rows_ = nullptr;
+    uint16_t *input_blocks_ = nullptr, *inner_blocks_ = nullptr;
+    Buffer inputs_memory_, inner_memory_, input_blocks_memory_, inner_blocks_memory_;
+    Counter prepare_next_, gate_next_, output_next_;
+    std::unique_ptr<Scratch[]> scratch_;
+};
+
+}  // namespace hetero::experts
