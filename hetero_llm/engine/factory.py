@@ -56,6 +56,7 @@ from hetero_llm.engine.default_sampling import default_sampling
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.images import ImageInputs, open_images
 from hetero_llm.engine.input_processor import InputProcessor
+from hetero_llm.engine.kv_events import EventStream, open_event_stream
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.prompt_adapters import open_prompt_adapters
 from hetero_llm.engine.resolve import (
@@ -144,6 +145,9 @@ def build(
     if model is None:
         return build_engine(config, show_progress=show_progress, serving=serving)
     _check_no_adapters(config)
+    if config.kv_events is not None:
+        reason = "a model that pools has no prefix cache, so it has no events"
+        raise ConfigError("kv_events_config", {"enable_kv_cache_events": True}, reason)
     free_unreachable(device.type)
     folder = model_folder(config.load)
     return build_pooling(config, folder, model, show_progress=show_progress)
@@ -204,6 +208,9 @@ def build_engine(
         folder, model_config, max_model_len, tokenizer, dtype, device, steps, show_progress,
         platform or _platform(config, device), images,
         open_grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids),
+        open_event_stream(
+            config.kv_events, replica=config.replica, block_size=config.cache.block_size
+        ),
     )  # fmt: skip
     if serving and inputs.grammars is not None:
         inputs.grammars.warm_up_beside()  # while the weights load
@@ -211,6 +218,7 @@ def build_engine(
         built = _join(config, inputs, drafter, draft_model)
         return dataclasses.replace(built, default_sampling=sampling)
     except BaseException:
+        inputs.events.close()
         if draft_model is not None:
             draft_model.worker.close()
         raise
@@ -233,6 +241,7 @@ class _EngineInputs:
     platform: HostPlatform | None
     images: ImageInputs | None
     grammars: GrammarCompiler | None
+    events: EventStream
 
 
 # large: each part of an engine is named once.
@@ -269,7 +278,10 @@ def _join(
     num_parameters = model.parameters_per_token()  # before an executor takes the weights over
     device_draft = None if drafter is not None else _load_device_draft(config, inputs, backend)
     shape = cache_shape(config, model_config, dtype, device)
-    host = open_host_memory(config.offload, inputs.platform, shape, inputs.scheduler)
+    events = inputs.events
+    host = open_host_memory(
+        config.offload, inputs.platform, shape, inputs.scheduler, events=events.log
+    )
     built = build_runner(
         config,
         inputs.scheduler,
@@ -324,6 +336,7 @@ def _join(
         grammars=inputs.grammars,
         hit_log=HitLog(hits) if offload is not None and offload.config.hit_count else None,
         adapters=adapters,
+        kv_events=events,
     )
     if not config.disable_log_stats:
         sizes = max_model_len, num_blocks, config.cache.block_size
@@ -355,7 +368,8 @@ def _scheduler(
     """
     tier, host, times = memory
     shape, tokenizer = built.cache.shape, inputs.tokenizer
-    prefix_cache = PrefixCache() if config.cache.enable_prefix_caching else None
+    caching = config.cache.enable_prefix_caching
+    prefix_cache = PrefixCache(inputs.events.log) if caching else None
     transfers = None
     if tier is not None and host is not None and prefix_cache is not None:
         limits = offload_limits(host.config, inputs.scheduler)
