@@ -273,6 +273,14 @@ PARALLEL = grouped(
         minimum=1,
     ),
     effective(
+        "kv_events_config",
+        _JSON,
+        None,
+        "Publish which KV blocks come and go, in vLLM's form over ZeroMQ, for routers that follow "
+        'the caches: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", '
+        '"replay_endpoint": ..., "topic": ...}. See docs/routing.md.',
+    ),
+    effective(
         "distributed_executor_backend",
         _STR,
         None,

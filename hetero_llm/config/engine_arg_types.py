@@ -105,6 +105,7 @@ class EngineArgTypes(TypedDict, total=False):
     sequence_parallel_size: int
     data_parallel_size: int
     data_parallel_size_local: int | None
+    kv_events_config: Mapping[str, Any] | None
     distributed_executor_backend: str | None
     worker_use_ray: bool
     ray_workers_use_nsight: bool
@@ -248,6 +249,7 @@ class EngineArgFields:
     sequence_parallel_size: int
     data_parallel_size: int
     data_parallel_size_local: int | None
+    kv_events_config: Mapping[str, Any] | None
     distributed_executor_backend: str | None
     worker_use_ray: bool
     ray_workers_use_nsight: bool

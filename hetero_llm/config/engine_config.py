@@ -11,6 +11,8 @@ from hetero_llm.config.constraints_config import ConstraintsConfig as Constraint
 from hetero_llm.config.constraints_config import constraints_from_args
 from hetero_llm.config.expert_config import ExpertConfig as ExpertConfig
 from hetero_llm.config.expert_config import experts_from_args
+from hetero_llm.config.kv_events_config import KvEventsConfig as KvEventsConfig
+from hetero_llm.config.kv_events_config import kv_events_from_args
 from hetero_llm.config.lora_config import LoraConfig as LoraConfig
 from hetero_llm.config.lora_config import lora_from_args
 from hetero_llm.config.offload_config import OffloadConfig as OffloadConfig
@@ -134,7 +136,8 @@ class EngineConfig:
     """The checked configuration of an engine. None means "resolved at start-up", except
     `speculation` None: no drafts, and `offload` None: no prefix cache in host memory.
     `max_images`: maximum images of one prompt; `media_domains`: hosts that they may come from.
-    `num_replicas`: engines that share this machine and serve as one; each has this configuration.
+    `num_replicas`: engines that share this machine and serve as one; each has this configuration
+    but for its number, `replica`. `kv_events` None: events of the KV cache are not published.
     """
 
     load: LoadConfig
@@ -161,6 +164,8 @@ class EngineConfig:
     num_replicas: int = 1
     parallel: ParallelConfig = ParallelConfig()
     experts: ExpertConfig = ExpertConfig()
+    replica: int = 0
+    kv_events: KvEventsConfig | None = None
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> EngineConfig:
@@ -235,9 +240,10 @@ class EngineConfig:
             ),
             parallel=parallel_from_args(args),
             experts=experts_from_args(args),
+            kv_events=kv_events_from_args(args),
         )
 
-    def of_one_replica(self, *, on_cpu: bool) -> EngineConfig:
+    def of_one_replica(self, replica: int, *, on_cpu: bool) -> EngineConfig:
         """This configuration with one replica's share of what all replicas have together: host
         memory, to which a CPU's KV cache belongs."""
         if self.num_replicas == 1:
@@ -251,7 +257,7 @@ class EngineConfig:
             speculation = replace(speculation, memory_utilization=memory)
         if offload is not None:
             offload = replace(offload, memory_utilization=offload.memory_utilization * share)
-        return replace(self, cache=cache, speculation=speculation, offload=offload)
+        return replace(self, cache=cache, speculation=speculation, offload=offload, replica=replica)
 
     def check_one_replica(self) -> None:
         """Raises ConfigError: several replicas are wanted of a program that has one engine."""

@@ -151,7 +151,6 @@ _CACHE = (
              instead="enable_prefix_cache_offload and cpu_prefill_memory_utilization"),
     _feature("kv_offloading_backend", _ONE, "another KV offload than our own", "native"),
     _feature("kv_transfer_config", _ONE, _KV_TRANSFER),
-    _feature("kv_events_config", _ONE, "events of the KV cache"),
     _feature("ec_transfer_config", _ONE, "transfer of encoder outputs between engines"),
     _feature("ec_manager_config", _ONE, "a cache of encoder outputs"),
     _feature("offload_backend", _ONE, _WEIGHT_GROUPS, "auto", "uva"),

@@ -24,6 +24,7 @@ from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
+from hetero_llm.engine.kv_events import EventStream, NoEventStream
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.speculation_log import SpeculationLog, speculation_metrics
 from hetero_llm.kv_cache.hit_log import HitLog
@@ -101,6 +102,7 @@ class Engine:
         grammars: compiles the grammars of requests; None if none has any.
         adapters: reads LoRA adapters and keeps them in host memory; None: none are served.
         ranks: the processes that run the model with this one; None: there are none.
+        kv_events: where changes of the prefix cache are published; None: nowhere.
 
     The four parts, `asynchronous`, `adapters` and `background_drafter` are attributes: benches and
     tests read the parts' counters and call their `check_integrity`.
@@ -120,6 +122,7 @@ class Engine:
         grammars: GrammarCompiler | None = None,
         adapters: AdapterStore | None = None,
         ranks: RankProcesses | NoRanks | None = None,
+        kv_events: EventStream | None = None,
     ) -> None:
         self.input_processor = input_processor
         self.scheduler = scheduler
@@ -131,6 +134,7 @@ class Engine:
         self._speculation_log = speculation_log
         self.background_drafter = background_drafter
         self._hit_log = hit_log
+        self._kv_events: EventStream = kv_events or NoEventStream()
         self._compiling = CompileQueue(grammars)
         self._pending: tuple[SchedulerOutput, Any, float] | None = None  # launched, not finished
         self._clock = StepClock()
@@ -179,6 +183,7 @@ class Engine:
         self.check_alive()
         if request.grammar is not None:
             self._ranks.compile_grammar(request.grammar)
+        self._kv_events.note_request(request)
         if not self._compiling.add(request):
             self.scheduler.add_request(request)
 
@@ -210,6 +215,7 @@ class Engine:
                     self.scheduler.loads.nap()
                 elif self._compiling:
                     self._compiling.nap()
+                self._kv_events.flush()
                 return self.output_processor.process(self.scheduler.take_failed())
             if self.asynchronous:
                 self._pending = self._launch(self.scheduler.schedule_ahead())
@@ -239,6 +245,7 @@ class Engine:
             if self._hit_log is not None:
                 self._hit_log.note()
             clock.lap("update")
+            self._kv_events.flush()
             outputs = self.output_processor.process(touched)
             clock.lap("output")
             clock.end()
@@ -313,7 +320,9 @@ class Engine:
         """Continues copies of KV to host memory while no request runs: the caller calls it
         repeatedly when idle. Returns whether there is more to copy."""
         self.check_alive()
-        return self.scheduler.poll_host_memory()
+        more = self.scheduler.poll_host_memory()
+        self._kv_events.flush()
+        return more
 
     def shut_down(self) -> None:
         """Ends the draft worker, the KV copies and the other ranks. The engine must not be used
@@ -325,9 +334,11 @@ class Engine:
         self.scheduler.loads.shut_down()
         self._compiling.close()
         self._ranks.shut_down()
+        self._kv_events.close()
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
+        self._kv_events.flush()
 
     def _launch(self, step: SchedulerOutput | None) -> tuple[SchedulerOutput, Any, float] | None:
         """Launches a step. Returns the step, the runner's handle for `finish`, and the time when

@@ -310,7 +310,7 @@ def _build(parent: MessageSocket) -> BuiltEngine | BuiltPooling | int:
         from hetero_llm.engine.resolve import resolve_device
 
         on_cpu = resolve_device(config.load.device).type == "cpu"
-        config = config.of_one_replica(on_cpu=on_cpu)
+        config = config.of_one_replica(start.replica, on_cpu=on_cpu)
         tqdm.monitor_interval = 0  # else each progress bar leaves a thread behind
 
         imported = time.monotonic()

@@ -70,6 +70,7 @@ from hetero_llm.engine.default_sampling import default_sampling
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.images import ImageInputs, open_images
 from hetero_llm.engine.input_processor import InputProcessor
+from hetero_llm.engine.kv_events import EventStream, open_event_stream
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.prompt_adapters import open_prompt_adapters
 from hetero_llm.engine.resolve import (
@@ -159,6 +160,9 @@ def build(
     if config.parallel.tensor_parallel_size > 1:
         size = config.parallel.tensor_parallel_size
         raise ConfigError("tensor_parallel_size", size, "a model that pools runs on one device")
+    if config.kv_events is not None:
+        reason = "a model that pools has no prefix cache, so it has no events"
+        raise ConfigError("kv_events_config", {"enable_kv_cache_events": True}, reason)
     free_unreachable(device.type)
     folder = model_folder(config.load)
     return build_pooling(config, folder, model, show_progress=show_progress)
@@ -218,6 +222,9 @@ def build_engine(
         folder, model_config, max_model_len, tokenizer, dtype, device, steps, show_progress,
         platform or _platform(config, device), images,
         open_grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids),
+        open_event_stream(
+            config.kv_events, replica=config.replica, block_size=config.cache.block_size
+        ),
     )  # fmt: skip
     if serving and inputs.grammars is not None:
         inputs.grammars.warm_up_beside()  # while the weights load
@@ -225,6 +232,7 @@ def build_engine(
         built = _with_ranks(config, inputs, drafter, draft_model)
         return dataclasses.replace(built, default_sampling=sampling)
     except BaseException:
+        inputs.events.close()
         if draft_model is not None:
             draft_model.worker.close()
         raise
@@ -247,6 +255,7 @@ class _EngineInputs:
     platform: HostPlatform | None
     images: ImageInputs | None
     grammars: GrammarCompiler | None
+    events: EventStream
 
 
 def _with_ranks(
@@ -322,7 +331,10 @@ def _join(
     device_draft = None if drafter is not None else _load_device_draft(config, inputs, backend)
     own_config = sharded_config(model_config, ranks.share.collectives.rank)
     shape = cache_shape(config, own_config, dtype, device)
-    host = open_host_memory(config.offload, inputs.platform, shape, inputs.scheduler)
+    events = inputs.events
+    host = open_host_memory(
+        config.offload, inputs.platform, shape, inputs.scheduler, events=events.log
+    )
     built = build_runner(
         config,
         inputs.scheduler,
@@ -381,6 +393,7 @@ def _join(
         hit_log=HitLog(hits) if offload is not None and offload.config.hit_count else None,
         adapters=adapters,
         ranks=ranks.processes,
+        kv_events=events,
     )
     if not config.disable_log_stats:
         sizes = max_model_len, num_blocks, config.cache.block_size
@@ -412,7 +425,8 @@ def _scheduler(
     """
     tier, host, times = memory
     shape, tokenizer = built.cache.shape, inputs.tokenizer
-    prefix_cache = PrefixCache() if config.cache.enable_prefix_caching else None
+    caching = config.cache.enable_prefix_caching
+    prefix_cache = PrefixCache(inputs.events.log) if caching else None
     transfers = None
     if tier is not None and host is not None and prefix_cache is not None:
         limits = offload_limits(host.config, inputs.scheduler)

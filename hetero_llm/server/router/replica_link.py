@@ -100,6 +100,7 @@ class Exchange:
                 future.exception()  # who left does not ask
 
 
+# large: the connection's state, and that of the answer on it.
 class ReplicaConnection(asyncio.Protocol):
     """One connection to a replica: one request at a time.
 
@@ -246,7 +247,6 @@ class ReplicaConnection(asyncio.Protocol):
             self._transport.close()
 
 
-# large: connections and health of one server change together.
 class Replica:
     """A server, its idle connections, and whether requests are sent to it.
 

@@ -39,7 +39,6 @@ _RETRY_SECONDS = 1.0
 _JSON, _TEXT = b"application/json", b"text/plain; charset=utf-8"
 
 
-# large: the parts of a request's way through the router, and the router's state.
 class Router:
     """
     Attributes:

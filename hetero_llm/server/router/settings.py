@@ -31,7 +31,6 @@ class ReplicaAddress:
         return f"[{self.host}]" if ":" in self.host else self.host
 
 
-# large: one field for each setting.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
     """
