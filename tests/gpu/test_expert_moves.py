@@ -9,8 +9,8 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from hetero_llm.expert_offload.placement import ExpertPlacement, PromotionBudget
 
+from hetero_llm.expert_offload.placement import ExpertPlacement, PromotionBudget
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.expert_moves import ExpertMoves, FixedPlacement, Placement
 from hetero_llm.gpu.kernels.expert_requests import ON_HOST
