@@ -84,6 +84,7 @@ from hetero_llm.engine.resolve import (
 from hetero_llm.engine.speculation_log import make_log
 from hetero_llm.engine.stop_strings import holds_stop
 from hetero_llm.engine.tokenizer import Tokenizer, open_grammars
+from hetero_llm.expert_offload.step_costs import with_host_experts
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import BlockTransfers
 from hetero_llm.kv_cache.hit_log import HitCounter, HitLog
@@ -104,6 +105,7 @@ if TYPE_CHECKING:
 
     from hetero_llm.config.draft_model_config import DraftModelConfig
     from hetero_llm.core.drafter import Drafter
+    from hetero_llm.gpu.hybrid_experts import HybridExperts
     from hetero_llm.kv_cache.host_tier import HostTier
     from hetero_llm.lora.store import AdapterStore
     from hetero_llm.models.config import ModelConfig
@@ -359,7 +361,7 @@ def _join(
         drafter, store = make_drafter(
             config.speculation, model_config, max_model_len, tokenizer, proposer
         )
-    _set_step_times(drafter, runner)
+    _set_step_times(drafter, runner, experts)
     times = step_times(model_config, num_parameters)
     tier = None if host is None else host.join(built.cache, times)
     offload = None if tier is None or host is None else host
@@ -531,9 +533,18 @@ def _room_for_caches(config: EngineConfig, device: torch.device) -> int:
     return int(usable_memory_bytes() * share)
 
 
-def _set_step_times(drafter: Drafter | None, runner: Any) -> None:
-    """Gives the step times that the runner has measured, if any, to a drafter that uses them."""
+def _set_step_times(drafter: Drafter | None, runner: Any, experts: HybridExperts | None) -> None:
+    """Gives the step times that the runner has measured, if any, to a drafter that uses them.
+
+    Args:
+        experts: those that replays of padding have not asked for; None: there are none.
+    """
     profile = getattr(runner, "profile", None)
+    if profile and experts is not None and experts.measured is not None:
+        link, threads = experts.measured
+        profile = with_host_experts(
+            profile, threads, num_layers=experts.bank.host.num_layers, streamed_seconds=link
+        )
     if profile and isinstance(drafter, CostAware):
         drafter.set_step_times(profile)
 

@@ -141,7 +141,8 @@ class HybridExperts:
 
     Attributes:
         most_rows: may be lowered before steps are captured; `measure_most_rows`.
-        bank, moves: see Args.
+        bank, exchange, moves, wake: see Args.
+        measured: of `measure_most_rows`; None before.
     """
 
     def __init__(
@@ -160,11 +161,13 @@ class HybridExperts:
         self.bank = bank
         self.moves = moves
         self.most_rows = most_rows
-        self._exchange = exchange
+        self.exchange = exchange
+        self.measured: tuple[float, dict[int, float]] | None = None
         self._streams = streams
         self._errors = exchange.errors.numpy()
         self._hits = HitReader(bank.hits)
-        self._wake, self._clock = wake, clock
+        self.wake = wake
+        self._clock = clock
         self._observed = clock()
         self._steps = 0  # since the counters were read
         self._prompt_tokens = 0  # of the last step, if it was a long one
@@ -194,7 +197,7 @@ class HybridExperts:
             num_tokens: of the step.
             link_is_busy: it waits for loads from host memory: nothing else is copied.
         """
-        self._wake()
+        self.wake()
         readings = self._hits.take()
         for reading in readings:
             self._observe(reading)
@@ -256,7 +259,7 @@ class HybridExperts:
             assert self._streams is not None, rows
             table, exchange = self._streams.enter(layer), None
         else:
-            table, exchange = self.bank.table[layer], self._exchange
+            table, exchange = self.bank.table[layer], self.exchange
         places = post(
             *(x, ids, weights),
             table=table,
@@ -292,13 +295,13 @@ class HybridExperts:
         assert self._streams is not None and candidates[-1] <= self.most_rows
         bank, device = self.bank, self.bank.device
         layer = int((self.moves.placement.table < 0).sum(1).argmax())
-        box = self._exchange.mailbox
+        box = self.exchange.mailbox
         k, hidden, experts = box.ids.shape[1], bank.host.hidden, bank.host.num_experts
         limit, self.most_rows = self.most_rows, _NO_LIMIT
         self.begin(torch.zeros(0, dtype=torch.int32, device=device))
 
         def ask(rows: int) -> Callable[[], None]:
-            self._wake()
+            self.wake()
             x = torch.randn(rows, hidden, dtype=box.x.dtype, device=device)
             ids = torch.rand(rows, experts, device=device).topk(k, dim=1).indices
             weights = torch.full((rows, k), 1 / k, device=device)
@@ -319,7 +322,8 @@ class HybridExperts:
             most = rows
         self.most_rows = min(most, limit)
         bank.hits.zero_()
-        return link, threads
+        self.measured = link, threads
+        return self.measured
 
 
 def _seconds(run: Callable[[], None]) -> float:

@@ -136,6 +136,7 @@ class GpuModelRunner:
 
     Attributes:
         model, cache, layer_ready: see Args.
+        experts: see Args, or a `NoHybridExperts`.
         typical: see `runner.verify`, which then samples for all draft trees; to be set before the
             first step.
         filler: fills the input buffers.
@@ -163,8 +164,8 @@ class GpuModelRunner:
         device, dtype = cache.data.device, next(model.parameters()).dtype
         columns = -(-max_model_len // cache.shape.block_size)
         block_tables = torch.zeros(max_num_seqs, columns, dtype=torch.int32, device=device)
-        self._experts = experts or NoHybridExperts()
-        most_rows = self._experts.most_rows  # of a captured step
+        self.experts = experts or NoHybridExperts()
+        most_rows = self.experts.most_rows  # of a captured step
         buckets = step_buckets(min(max_num_seqs, most_rows), min(max_num_batched_tokens, most_rows))
         max_graph_tokens, max_decode_tokens = buckets.tokens[-1], buckets.decode[-1]
         max_tokens = max(max_num_batched_tokens, max_graph_tokens, max_decode_tokens)
@@ -214,7 +215,7 @@ class GpuModelRunner:
             self._sent.ring,
             self._masks.places,
             self._adapters,
-            self._experts,
+            self.experts,
             max_graph_tokens=max_graph_tokens,
             max_tokens=max_tokens,
             max_samples=max_samples,
@@ -252,7 +253,7 @@ class GpuModelRunner:
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Issues all device work of a step."""
         num_tokens = int(step.num_scheduled_tokens.sum())
-        self._experts.before_launch(num_tokens, link_is_busy=bool(step.kv_loads))
+        self.experts.before_launch(num_tokens, link_is_busy=bool(step.kv_loads))
         adapted = None
         if self._is_one_replay(step):
             if step.block_table_writes.shape[1]:
@@ -353,7 +354,7 @@ class GpuModelRunner:
                 threads that compute experts has not.
         """
         pending.wait()
-        self._experts.finished()
+        self.experts.finished()
         if pending.adapter_turn is not None:
             self._adapters.check(pending.adapter_turn)
         if pending.drafted is not None:

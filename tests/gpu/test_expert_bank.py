@@ -62,12 +62,14 @@ def bank_of(host: HostExperts, slots: int, device: torch.device) -> tuple[Expert
 
 
 def compute(
-    bank: ExpertBank, layer: int, table: Tensor, rows: int, gate: Gate, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    bank: ExpertBank, layer: int, table: Tensor, rows: int, gate: Gate, dtype: torch.dtype,
+    k: int = 2,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """x, ids, weights, and what the bank makes of them."""
     device, hidden = bank.device, bank.host.hidden
     x = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(rows)).to(device, dtype)
-    ids, weights = route(device, rows, EXPERTS, 2)
+    ids, weights = route(device, rows, EXPERTS, k)
+    weights = 0.7 * weights
     places = post(x, ids, weights, table=table, hits=bank.hits[layer], layer=layer, exchange=None)
     multiply = quantized_bank_experts if bank.is_quantized else bank_experts
     parts = multiply(
@@ -186,3 +188,16 @@ def test_runs(wanted: str) -> None:
         assert count > 0
         found[first : first + count] += 1
     assert (found == flags).all()
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_one_expert_a_token(device: torch.device, rows: int, dtype: torch.dtype) -> None:
+    """Its weight counts once, whichever kernel has multiplied by it."""
+    modules = [layer_of(i, 40, 24, dtype) for i in range(LAYERS)]
+    bank, _ = bank_of(host_experts(modules), LAYERS * EXPERTS, device)
+    x, ids, weights, y = compute(bank, 0, bank.table[0], rows, "silu", dtype, k=1)
+    module = modules[0]
+    expected = module.plain(x.cpu(), ids.cpu(), weights.cpu(), module.gate_up, module.down)
+    bound = TOLERANCE[dtype] * float(expected.abs().max())
+    torch.testing.assert_close(y.cpu(), expected, atol=bound, rtol=0)

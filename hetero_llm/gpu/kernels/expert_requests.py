@@ -430,8 +430,7 @@ def wait_add(
     """
     (rows, k), n = weights.shape, parts.shape[-1]
     assert parts.is_contiguous() and weights.is_contiguous() and weights.dtype == torch.float32
-    summed = parts.shape == (rows, n) and k > 1
-    assert not summed or parts.dtype == torch.float32
+    summed = _are_summed(parts, rows, k, dtype)
     y = torch.empty((rows, n), dtype=dtype, device=parts.device)
     tile = min(_TILE, triton.next_power_of_2(n))
     programs = min(rows * triton.cdiv(n, tile), _MOST_ADDING)
@@ -460,6 +459,13 @@ def wait_add(
         **pdl_options(parts.device),
     )
     return y
+
+
+def _are_summed(parts: Tensor, rows: int, k: int, dtype: torch.dtype) -> bool:
+    """Whether `parts` are weighted sums already; see `wait_add`. With one expert a token and a
+    float32 result they are not: the kernels of one row, which sum, serve 16 bits."""
+    sums = parts.dim() == 2 and len(parts) == rows and parts.dtype == torch.float32
+    return sums and (k > 1 or dtype != torch.float32)
 
 
 def post_reference(
@@ -506,7 +512,7 @@ def wait_add_reference(
 ) -> Tensor:
     """`wait_add` in plain torch, reading from the host."""
     (rows, k), n = weights.shape, parts.shape[-1]
-    if parts.shape == (rows, n) and k > 1:
+    if _are_summed(parts, rows, k, dtype):
         total = parts.clone()
     else:
         each = parts.float().view(-1, rows, k, n).sum(0).to(dtype).float()
