@@ -560,6 +560,7 @@ ELSEWHERE = {
 NOT_DRAWN = {
     "clients": "a table of yes and no: docs/clients.md",
     "closed_batch.llama-3.1-8b": "two numbers, in docs/benchmarks.md",
+    "expert_placement.c": "a table: docs/hybrid_experts.md",
     "perplexity.c": "a table: docs/quantization.md",
     "lora_decode.c": "a table: docs/lora.md",
     "cpu_offline.L.int4.c": "one ratio, in docs/quantization.md",
@@ -584,6 +585,9 @@ NOT_DRAWN = {
     "kernels_lora.g": "a table: docs/benchmarks.md",
     "kernels_expert_layouts.c": "a table: docs/design/hybrid_experts.md",
     "lora.llama-3.1-8b.g": "a table: docs/lora.md",
+    "lora_cold.llama-3.1-8b.g": "a sentence: docs/lora.md",
+    "lora_zipf.llama-3.1-8b.g": "a sentence: docs/lora.md",
+    "moe_decode.qwen3-30b-a3b.g": "a table: docs/benchmarks.md",
     "rooms/guided_decode.masks.before": "an earlier state, kept for comparison",
     "rooms/verify.before": "an earlier state, kept for comparison",
     "rooms/verify.after": "an earlier state, kept for comparison",

@@ -30,7 +30,7 @@ _DEVICE = (
 _ENGINE = (
     "core", "config", "utils", "scheduler", "kv_cache", "spec_decode", "sampling", "models",
     "pooling",
-    "structured_output", "lora",
+    "structured_output", "lora", "distributed", "expert_offload",
 )  # fmt: skip
 _BUILDER = (*_ENGINE, "bridge", "runner", "cpu", "gpu", "demo_models")
 
@@ -45,10 +45,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "structured_output": ("core",),
     "kv_cache": ("core", "config"),
     "scheduler": ("core", "config", "kv_cache"),
+    "expert_offload": ("core", "config"),
+    "expert_offload.profile": ("core", "utils.files"),
     "bridge": ("core", "utils"),
     "bridge.ipc": ("core", "utils"),
     "bridge.kv_offload": ("core", "utils", "kv_cache.host_tier"),
     "bridge.build": ("utils", "bridge.ipc", "bridge.kv_offload"),
+    "distributed": ("core", "utils", "bridge.ipc", "models.collectives"),
     "spec_decode": ("core", "config", "utils.jit", "utils.topology"),
     "spec_decode.verify": ("core", "utils.jit"),
     "spec_decode.lookahead": ("core", "config", "utils.files", "utils.jit", *_OF_DRAFTS),
@@ -70,15 +73,19 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cpu": (*_DEVICE, "lora"),
     "cpu.expert_team": (*_DEVICE, "bridge.expert_mailbox", "bridge.host_experts"),
     "cpu.draft_worker": (*_DEVICE, "cpu", "spec_decode", "bridge.ipc"),
-    "gpu": (*_DEVICE, "bridge.kv_offload", "lora"),
-    "gpu.kernels": ("models", "quantization.matrix", "sampling"),
+    "gpu": (*_DEVICE, "bridge.kv_offload", "bridge.expert_mailbox", "bridge.host_experts", "lora"),
+    "gpu.kernels": ("models", "quantization.matrix", "sampling", "bridge.expert_mailbox"),
     "engine": _ENGINE,
     "engine.resolve": (*_ENGINE, "demo_models"),
     "engine.factory": _BUILDER,
+    "engine.build_model": _BUILDER,
+    "engine.build_ranks": _BUILDER,
+    "engine.rank_process": _BUILDER,
     "engine.build_runner": _BUILDER,
     "engine.build_adapters": _BUILDER,
     "engine.build_host_tier": _BUILDER,
     "engine.build_drafter": _BUILDER,
+    "engine.build_experts": (*_BUILDER, "quantization.matrix"),
     "engine.build_pooling": _BUILDER,
     "engine.build_draft_worker": _BUILDER,
     "engine.build_device_draft": _BUILDER,
@@ -88,6 +95,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "core", "config", "utils", "engine", "models", "server", "bench_client", "spec_decode",
         "kv_cache", "pooling",
     ),
+    "commands.machine_rates": ("utils", "bridge.kv_offload"),
+    "commands.predict": ("core", "config", "models", "expert_offload"),
     "commands.doctor": (
         "core", "config", "utils", "bridge.kv_offload", "cpu", "engine.core_plan",
     ),
@@ -110,7 +119,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 # These decide what runs and where its KV lies: no torch, not even by way of others.
-SCHEDULING = ("scheduler", "kv_cache")
+SCHEDULING = ("scheduler", "kv_cache", "expert_offload")
 HEAVY = (
     "torch", "transformers", "triton", "numba", "fastapi", "uvicorn", "tokenizers", "safetensors",
 )  # fmt: skip

@@ -57,6 +57,7 @@ _TYPES = {
     Kind.JSON: "Mapping[str, Any]",
     Kind.LIST: "str | Sequence[str]",
     Kind.COUNTS: "Mapping[str, int] | str",
+    Kind.AUTO_FLOAT: "float | str",
     Kind.PYTHON: "Any",
 }
 

@@ -134,18 +134,20 @@ class Bench:
         ]
 
     def cold(self, length: int) -> Rows:
-        """Twice as many adapters as slots take turns, so each has lost its slot when it returns."""
+        """Twice as many adapters as slots take turns, so each has lost its slot when it returns.
+        A step of the base model comes before each measured one, so both find the card alike."""
         adapters = adapters_of(2 * self._different)
         for adapter in adapters:  # into host memory
             self._first(self._adapted, length, adapter)
-        self._first(self._base, length)
         base, cold, warm = [], [], []
-        for adapter in adapters * max(1, self._rounds // 4):
+        for before, adapter in zip(adapters[-1:] + adapters[:-1], adapters, strict=True):
+            loads = self._adapted.metrics()["lora_loads"]
             base.append(self._first(self._base, length))
-            before = self._adapted.metrics()["lora_loads"]
+            warm.append(self._first(self._adapted, length, before))
+            assert self._adapted.metrics()["lora_loads"] == loads
+            base.append(self._first(self._base, length))
             cold.append(self._first(self._adapted, length, adapter))
-            warm.append(self._first(self._adapted, length, adapter))
-            assert self._adapted.metrics()["lora_loads"] == before + 1
+            assert self._adapted.metrics()["lora_loads"] == loads + 1
         added = [a - b for a, b in zip(cold, warm, strict=True)]
         return [
             {

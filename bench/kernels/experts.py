@@ -188,8 +188,12 @@ def candidates(case: Case, part: str) -> list[GroupedConfig]:
     if chosen.swap:
         tiles = [(32, 128, 6), (32, 128, 4), (32, 256, 3), (32, 256, 4), (16, 256, 4)]
         tiles += [(64, 64, 5), (64, 128, 3), (64, 128, 4), (128, 64, 4)]
+        # Many programs that each read little, as of experts with narrow inner layers.
+        tiles += [(16, 128, 4), (16, 256, 2), (32, 64, 4), (32, 128, 3), (32, 256, 2), (64, 64, 3)]
+        tiles += [(64, 128, 2), (64, 256, 2), (128, 64, 3), (128, 128, 2)]
         found = [dataclasses.replace(chosen, block_n=n, block_k=k, num_stages=s)
                  for n, k, s in tiles]  # fmt: skip
+        found += [dataclasses.replace(chosen, num_warps=warps) for warps in (2, 8)]
         found.append(dataclasses.replace(chosen, evict_first=True))
         found += [
             dataclasses.replace(chosen, block_m=m) for m in (8, 16, 32) if m != chosen.block_m

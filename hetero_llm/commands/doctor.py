@@ -1,4 +1,5 @@
-"""`hetero-llm doctor`: shows what this machine offers, what is missing, and how to install it.
+"""`hetero-llm doctor`: shows what this machine offers, what is missing, and how to install it;
+`hetero-llm doctor MODEL`: what a model would need here, and how fast it would be.
 
 It must work on a broken installation: only the standard library is imported at the top, and each
 use of a third-party package may fail.
@@ -18,11 +19,16 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_llm import __version__
 from hetero_llm.commands.console import write
+from hetero_llm.core.errors import ConfigError
 from hetero_llm.cpu import ipex_version
+
+if TYPE_CHECKING:
+    from hetero_llm.commands.machine_rates import Rates
+    from hetero_llm.commands.predict import ModelSizes, Prediction
 
 REQUIRED_PACKAGES = {
     "torch": "2.8",
@@ -90,16 +96,7 @@ def examine(titles: Iterable[str] | None = None) -> Report:
 
 def as_text(report: Report) -> str:
     """The report for people."""
-    lines: list[str] = []
-    for title, facts in report.sections.items():
-        width = max((len(name) for name in facts), default=0)
-        lines.append(title)
-        behind = "\n" + " " * (width + 4)  # of a value's further lines
-        lines.extend(
-            f"  {name:<{width}}  {str(value).replace(chr(10), behind)}"
-            for name, value in facts.items()
-        )
-    lines.append("Missing")
+    lines = [_section_text(report.sections) + "Missing"]
     for thing in report.missing:
         kind = "needed" if thing.needed else "optional"
         lines.append(f"  {thing.what} ({kind})\n    -> {thing.fix}")
@@ -107,6 +104,19 @@ def as_text(report: Report) -> str:
         lines.append("  nothing")
     verdict = "The engine can run here." if report.can_run else "The engine cannot run yet."
     return "\n".join([*lines, verdict]) + "\n"
+
+
+def _section_text(sections: dict[str, Facts]) -> str:
+    lines: list[str] = []
+    for title, facts in sections.items():
+        width = max((len(name) for name in facts), default=0)
+        lines.append(title)
+        behind = "\n" + " " * (width + 4)  # of a value's further lines
+        lines.extend(
+            f"  {name:<{width}}  {str(value).replace(chr(10), behind)}"
+            for name, value in facts.items()
+        )
+    return "".join(f"{line}\n" for line in lines)
 
 
 def as_json(report: Report) -> str:
@@ -448,12 +458,123 @@ SECTIONS: dict[str, Callable[[], tuple[Facts, list[Missing]]]] = {
 
 def add_doctor(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:
     """Fills the parser of `doctor`."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="predict instead what this model needs and how fast it would be: a folder, a "
+        "config.json or a hub id, of which that file alone is fetched",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    assumed = parser.add_argument_group(
+        "Of a prediction", "what is given is not measured: for machines that are not this one"
+    )
+    for flag, text in (
+        ("--gpu-memory", "memory of the GPU in GiB; 0: none"),
+        ("--gpu-rate", "GB/s that it reads from its memory"),
+        ("--link-rate", "GB/s from host memory to the GPU"),
+        ("--dram-rate", "GB/s that all cores read from host memory"),
+        ("--host-memory", "host memory for weights in GiB"),
+    ):
+        assumed.add_argument(flag, type=_number, help=text)
+    assumed.add_argument("--quantization", "-q", help="as the engine's argument of this name")
     finish(parser, run_doctor)
 
 
+def _number(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text}: a number from 0 on is needed")
+    return value
+
+
 def run_doctor(options: argparse.Namespace) -> int:
-    """Print the report; 0 if the engine can run on this machine, else 1."""
+    """Print the report; 0 if the engine can run on this machine, or the model, else 1."""
+    if options.model is not None:
+        return _predict(options)
+    for name in (*_RATES, *_SIZES, "quantization"):
+        if getattr(options, name) is not None:
+            raise ConfigError(name, getattr(options, name), "is for a prediction: name a model")
     report = examine()
     write(as_json(report) if options.json else as_text(report))
     return 0 if report.can_run else 1
+
+
+_RATES = {"gpu_rate": "gpu", "link_rate": "link", "dram_rate": "dram"}
+_SIZES = {"gpu_memory": "gpu_bytes", "host_memory": "host_bytes"}
+
+
+def _predict(options: argparse.Namespace) -> int:
+    from hetero_llm.commands import machine_rates, predict
+
+    for name in _RATES:
+        if getattr(options, name) == 0:
+            raise ConfigError(name, 0, "must be more than 0")
+    sizes = predict.read_sizes(options.model, quantization=options.quantization)
+    given: dict[str, Any] = {
+        name: None if (value := getattr(options, flag)) is None else value * 1e9
+        for flag, name in _RATES.items()
+    }
+    for flag, name in _SIZES.items():
+        value = getattr(options, flag)
+        given[name] = None if value is None else int(value * _GIB)
+    rates = machine_rates.measure_rates(machine_rates.Given(**given))
+    found = predict.predict(sizes, rates)
+    warnings = machine_rates.warnings_here(with_gpu=rates.gpu_bytes > 0)
+    report = Report(_prediction_sections(options.model, sizes, rates, found, warnings), ())
+    if options.json:
+        content = {
+            "fits": not found.problem,
+            "model": {**dataclasses.asdict(sizes), "weights": sizes.weights},
+            "machine": dataclasses.asdict(rates),
+            "prediction": dataclasses.asdict(found),
+            "assumptions": predict.assumptions(),
+            "warnings": warnings,
+        }
+        write(json.dumps(content, indent=2) + "\n")
+    else:
+        verdict = f"It does not fit: {found.problem}" if found.problem else "It fits."
+        write(_section_text(report.sections) + verdict + "\n")
+    return 1 if found.problem else 0
+
+
+def _prediction_sections(
+    model: str, sizes: ModelSizes, rates: Rates, found: Prediction, warnings: list[str]
+) -> dict[str, Facts]:
+    from hetero_llm.commands import predict
+
+    gib = predict.gib
+    of_model: Facts = {"model": model, "weights": f"{gib(sizes.weights)}, {sizes.note}"}
+    if sizes.experts is not None:
+        shape = sizes.experts
+        of_model["experts"] = (
+            f"{shape.num_layers} layers of {shape.num_experts}, {sizes.per_token} a token, "
+            f"{shape.expert_bytes / 1e6:.2f} MB each, {gib(shape.total_bytes)} in all"
+        )
+    of_model["read by each step"] = f"{gib(sizes.read)} besides"
+    of_model["KV cache"] = f"{sizes.kv_token / 1024:.0f} KiB a token"
+    machine = {
+        "GPU memory": gib(rates.gpu_bytes),
+        "GPU reads": f"{rates.gpu / 1e9:.0f} GB/s",
+        "host to GPU": f"{rates.link / 1e9:.1f} GB/s",
+        "host memory": gib(rates.host_bytes),
+        "cores read": f"{rates.dram / 1e9:.1f} GB/s",
+    }
+    named = zip(machine, ("gpu_bytes", "gpu", "link", "host_bytes", "dram"), strict=True)
+    if not rates.gpu_bytes:
+        machine = {name: machine[name] for name in ("GPU memory", "host memory", "cores read")}
+        named = zip(machine, ("gpu_bytes", "host_bytes", "dram"), strict=True)
+    for line, source in list(named):
+        machine[line] += f" ({rates.sources[source]})"
+    prediction: Facts = {"placement": found.where}
+    if found.plan is not None:
+        prediction["experts"] = str(found.plan)
+    for speed in found.speeds:
+        tokens = f"{speed.local:.1f} tokens/s"
+        if abs(speed.local - speed.uniform) > 0.01 * speed.local:
+            tokens = f"{speed.uniform:.1f} to {speed.local:.1f} tokens/s, uniform to local use"
+        prediction[f"batch {speed.batch}"] = tokens
+    sections = {"Model": of_model, "Machine": {**machine}, "Prediction": prediction}
+    sections["Assumptions"] = {str(i): one for i, one in enumerate(predict.assumptions(), 1)}
+    if warnings:
+        sections["Warnings"] = {str(i): one for i, one in enumerate(warnings, 1)}
+    return sections

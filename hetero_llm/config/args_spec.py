@@ -56,6 +56,8 @@ class Kind(Enum):
     """A string or a sequence of strings; becomes a tuple. Repeatable on the command line."""
     COUNTS = "counts"
     """A mapping of names to counts, or text such as `image=2,video=0`; becomes the mapping."""
+    AUTO_FLOAT = "auto or float"
+    """The word 'auto', or a number; becomes the word or a float."""
     PYTHON = "python"
     """A Python object; has no flag."""
 
@@ -208,6 +210,8 @@ def _check_choice(spec: ArgSpec, value: Any) -> None:
 
 
 def _check_range(spec: ArgSpec, value: Any) -> None:
+    if isinstance(value, str):  # the word of `Kind.AUTO_FLOAT`
+        return
     if spec.above is not None and not value > spec.above:
         _must_be(spec, value, f"greater than {spec.above:g}")
     if spec.minimum is not None and value < spec.minimum:
@@ -241,6 +245,12 @@ def _as_float(spec: ArgSpec, value: Any) -> float:
     if not math.isfinite(number):
         _must_be(spec, value, "a finite number")
     return number
+
+
+def _as_auto_float(spec: ArgSpec, value: Any) -> float | str:
+    if isinstance(value, str):
+        return _parse_auto_float(spec, value)
+    return _as_float(spec, value)
 
 
 def _as_str(spec: ArgSpec, value: Any) -> str:
@@ -295,6 +305,7 @@ _CONVERTERS: dict[Kind, Callable[[ArgSpec, Any], Any]] = {
     Kind.JSON: _as_json,
     Kind.LIST: _as_list,
     Kind.COUNTS: _as_counts,
+    Kind.AUTO_FLOAT: _as_auto_float,
 }
 
 
@@ -349,6 +360,15 @@ def _parse_float(spec: ArgSpec, text: str) -> float:
         _must_be(spec, text, "a number")
 
 
+def _parse_auto_float(spec: ArgSpec, text: str) -> float | str:
+    if text == "auto":
+        return text
+    try:
+        return _as_float(spec, float(text))
+    except ValueError:
+        _must_be(spec, text, "'auto' or a number")
+
+
 def _parse_json(spec: ArgSpec, text: str) -> Any:
     def refuse(constant: str) -> NoReturn:
         raise ConfigError(spec.name, text, f"{constant} is not JSON")
@@ -380,4 +400,5 @@ _PARSERS: dict[Kind, Callable[[ArgSpec, str], Any]] = {
     Kind.FLOAT: _parse_float,
     Kind.JSON: _parse_json,
     Kind.COUNTS: _parse_counts,
+    Kind.AUTO_FLOAT: _parse_auto_float,
 }

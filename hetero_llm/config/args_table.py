@@ -9,6 +9,7 @@ from __future__ import annotations
 from hetero_llm.config.args_features import (
     ADAPTERS,
     CONSTRAINTS,
+    HOST_EXPERTS,
     LOOKAHEAD_CACHE,
     OFFLOAD,
     PARALLEL,
@@ -470,6 +471,7 @@ ENGINE_ARGS: tuple[ArgSpec, ...] = (
     *CONSTRAINTS,
     *POOLING,
     *OFFLOAD,
+    *HOST_EXPERTS,
     *PARALLEL,
     *SPECULATIVE,
     *LOOKAHEAD_CACHE,

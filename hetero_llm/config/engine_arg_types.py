@@ -97,9 +97,15 @@ class EngineArgTypes(TypedDict, total=False):
     apc_offload_host_policy: str
     apc_offload_load_min_tokens: int | None
     apc_offload_background_pin: bool
+    moe_expert_memory: float | str
+    moe_cpu_experts: str
+    moe_expert_profile: str | os.PathLike[str] | None
     tensor_parallel_size: int
     pipeline_parallel_size: int
     sequence_parallel_size: int
+    data_parallel_size: int
+    data_parallel_size_local: int | None
+    kv_events_config: Mapping[str, Any] | None
     distributed_executor_backend: str | None
     worker_use_ray: bool
     ray_workers_use_nsight: bool
@@ -235,9 +241,15 @@ class EngineArgFields:
     apc_offload_host_policy: str
     apc_offload_load_min_tokens: int | None
     apc_offload_background_pin: bool
+    moe_expert_memory: float | str
+    moe_cpu_experts: str
+    moe_expert_profile: str | os.PathLike[str] | None
     tensor_parallel_size: int
     pipeline_parallel_size: int
     sequence_parallel_size: int
+    data_parallel_size: int
+    data_parallel_size_local: int | None
+    kv_events_config: Mapping[str, Any] | None
     distributed_executor_backend: str | None
     worker_use_ray: bool
     ray_workers_use_nsight: bool

@@ -87,8 +87,8 @@ class GpuAdapters:
         num_slots: adapters on the device.
         max_num_seqs: request slots.
         open_loads: of the slots and the bytes of their pieces.
-        overlap_loads: a step waits for its adapters piece by piece on the device. Off until a GPU
-            has run it: the copies are part of the step's stream.
+        overlap_loads: a step waits for its adapters piece by piece on the device; else the copies
+            are part of the step's stream.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class GpuAdapters:
         max_num_seqs: int,
         device: torch.device,
         open_loads: Callable[[Tensor, Sequence[int]], SlotLoads] = SlotLoads,
-        overlap_loads: bool = False,
+        overlap_loads: bool = True,
     ) -> None:
         self.overlaps_loads = overlap_loads
         self._memory = memory

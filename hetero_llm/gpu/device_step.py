@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hetero_llm.gpu.adapters import AdapterUse, GpuAdapters, NoGpuAdapters
+from hetero_llm.gpu.hybrid_experts import HybridExperts, NoHybridExperts
 from hetero_llm.gpu.kernels.compact_kv import compact_kv
 from hetero_llm.gpu.kernels.exchange import apply_step_inputs, fetch_pinned, send_results
 from hetero_llm.gpu.kernels.sample import (
@@ -28,6 +29,7 @@ class DeviceStep:
         ring: of input buffers, see `StepFiller`.
         masks: where the step's token masks are, or will be.
         adapters: of the model's products.
+        experts: of the model's mixtures.
         results: [places, >= 2 * max_samples] int64 in page-locked memory, in which captured steps
             leave their results in turn.
         max_graph_tokens: most tokens of a captured step.
@@ -51,6 +53,7 @@ class DeviceStep:
         results: torch.Tensor,
         masks: MaskPlaces,
         adapters: GpuAdapters | NoGpuAdapters,
+        experts: HybridExperts | NoHybridExperts,
         *,
         max_graph_tokens: int,
         max_tokens: int,
@@ -66,6 +69,7 @@ class DeviceStep:
         self._results = results
         self._masks = masks
         self._adapters = adapters
+        self._experts = experts
         self._input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)  # of `ring`, of `results`
         self._workspace = make_sample_workspace(max_samples, config.vocab_size, device)
@@ -128,6 +132,7 @@ class DeviceStep:
         )
         waits = adapted is AdapterUse.LOADING
         self._adapters.begin(inputs.token_slots if adapted else None, waits=waits)
+        self._experts.begin(inputs.slot_mapping)
         hidden = self._model(input_ids, inputs.positions, attention)
         self._adapters.end()
         return hidden

@@ -36,6 +36,7 @@ from hetero_llm.gpu.attention_context import AttentionContext, check_supported
 from hetero_llm.gpu.device_step import DeviceStep
 from hetero_llm.gpu.fill_step import StepFiller
 from hetero_llm.gpu.graph_set import DraftedSizes, GraphSet, StepGraphs, is_short, step_buckets
+from hetero_llm.gpu.hybrid_experts import HybridExperts, NoHybridExperts
 from hetero_llm.gpu.kernels.layer_ready import MOST_LOOKS
 from hetero_llm.gpu.kernels.sample import MASK_PLACE, POSITION, SAMPLE_INDEX, SampleRows
 from hetero_llm.gpu.kernels.tree_verify import VerifiedTrees
@@ -130,10 +131,12 @@ class GpuModelRunner:
         drafts: there will be steps with draft trees.
         layer_ready: what steps with `kv_loads` wait at; None: there will be no such steps.
         adapters: of the model's products; None: it has none.
+        experts: of the model's mixtures, some of them on the host; None: all are on the device.
         most_looks: see `kernels.sample.MaskPlaces`.
 
     Attributes:
         model, cache, layer_ready: see Args.
+        experts: see Args, or a `NoHybridExperts`.
         typical: see `runner.verify`, which then samples for all draft trees; to be set before the
             first step.
         filler: fills the input buffers.
@@ -154,13 +157,16 @@ class GpuModelRunner:
         drafts: bool = False,
         layer_ready: DeviceLayerReadyFlags | None = None,
         adapters: GpuAdapters | None = None,
+        experts: HybridExperts | None = None,
         most_looks: int = MOST_LOOKS,
     ) -> None:
         check_supported(config)
         device, dtype = cache.data.device, next(model.parameters()).dtype
         columns = -(-max_model_len // cache.shape.block_size)
         block_tables = torch.zeros(max_num_seqs, columns, dtype=torch.int32, device=device)
-        buckets = step_buckets(max_num_seqs, max_num_batched_tokens)
+        self.experts = experts or NoHybridExperts()
+        most_rows = self.experts.most_rows  # of a captured step
+        buckets = step_buckets(min(max_num_seqs, most_rows), min(max_num_batched_tokens, most_rows))
         max_graph_tokens, max_decode_tokens = buckets.tokens[-1], buckets.decode[-1]
         max_tokens = max(max_num_batched_tokens, max_graph_tokens, max_decode_tokens)
         max_samples = max(
@@ -209,6 +215,7 @@ class GpuModelRunner:
             self._sent.ring,
             self._masks.places,
             self._adapters,
+            self.experts,
             max_graph_tokens=max_graph_tokens,
             max_tokens=max_tokens,
             max_samples=max_samples,
@@ -245,6 +252,8 @@ class GpuModelRunner:
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Issues all device work of a step."""
+        num_tokens = int(step.num_scheduled_tokens.sum())
+        self.experts.before_launch(num_tokens, link_is_busy=bool(step.kv_loads))
         adapted = None
         if self._is_one_replay(step):
             if step.block_table_writes.shape[1]:
@@ -337,19 +346,21 @@ class GpuModelRunner:
         return self._completed(launched, masks, adapted)
 
     def finish(self, pending: LaunchedStep) -> ModelRunnerOutput:
-        """Waits for a launched step and returns its results as plain data.
+        """Waits for a launched step and returns its results as plain data. Steps finish in the
+        order of their launches.
 
         Raises:
-            RuntimeError: an adapter of the step has not reached the device.
+            RuntimeError: an adapter of the step has not reached the device, or an answer of CPU
+                threads that compute experts has not.
         """
+        pending.wait()
+        self.experts.finished()
         if pending.adapter_turn is not None:
-            pending.wait()
             self._adapters.check(pending.adapter_turn)
         if pending.drafted is not None:
             last_tokens = self._device_step.last_tokens
             with torch.inference_mode():
                 return verify(pending.drafted, self._sampler, self.cache, last_tokens, self.typical)
-        pending.wait()
         errors = {} if pending.masks is None else self._masks.finish(pending.masks)
         if pending.num_groups:
             output = verified_output(pending.results.step, pending.tokens, pending.num_groups)

@@ -7,14 +7,16 @@ summed in float32, and the sum is rounded once more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hetero_llm.models.collectives import same
 from hetero_llm.models.config import Gate
-from hetero_llm.models.layers import Float32Linear, GatedActivation, Linear, Product
+from hetero_llm.models.layers import Float32Linear, GatedActivation, Linear, Product, Reduce
 from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedStack, dequantize
 
 # logits [T, experts] -> experts of each token [T, k] int, those it prefers first, and their weights
@@ -23,6 +25,10 @@ Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 # (x [T, hidden], ids [T, k] int, weights [T, k] float32, gate_up [experts, 2 * inner, hidden], down
 # [experts, hidden, inner]) -> [T, hidden]
 ExpertsFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# (x [T, hidden], ids [T, k] int, weights [T, k] float32)
+StartExperts = Callable[[Tensor, Tensor, Tensor], None]
+# (shape, dtype) -> an empty tensor in host memory, contiguous
+HostMemory = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 SMALLEST_SUM = 1e-20
 """Added to the sum that `sigmoid_top_k` divides by."""
@@ -208,9 +214,20 @@ class SparseMixerRouter(Router):
 class Experts(nn.Module):
     """Gated MLPs; each token uses those that its router chose.
 
-    `function` may be replaced on the instance (grouped and row-independent products). Quantized
+    `function` may be replaced on the instance (grouped and row-independent products), and so may
+    `start`, which is called with the same tokens before anything else that the layer computes: it
+    may ask other processors for some of the experts, whose outputs `function` then adds. Quantized
     weights are a `QuantizedStack` each, and a function has to take them.
+
+    `reduce`: As that of a `Linear`: ranks have a part of each expert's inner size. A block that
+    adds more to the experts' output has a `reduce` of its own, for the sum of all.
+
+    Attributes:
+        host_memory: where the weights live that the layer's `function` does not read as they are;
+            None: on the model's device, as all others.
     """
+
+    host_memory: HostMemory | None = None
 
     def __init__(
         self, num_experts: int, hidden: int, inner: int, activation: Gate, *, bias: bool = False
@@ -222,6 +239,8 @@ class Experts(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden)) if bias else None
         self.activation = GatedActivation(activation)
         self.function: ExpertsFunction = self.plain
+        self.reduce: Reduce = same
+        self.start: StartExperts = start_nothing
 
     @property
     def biases(self) -> tuple[Tensor, Tensor] | None:
@@ -239,21 +258,34 @@ class Experts(nn.Module):
     def set_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
         """Puts the `stack` of all experts' matrices into the place of a weight."""
         count = getattr(self, name).shape[0]
+        if self.host_memory is not None:
+            matrix = _moved(matrix, self.host_memory)
         delattr(self, name)
         setattr(self, name, QuantizedStack(matrix, count))
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """The weighted sum of the outputs of each token's experts.
 
         Args:
             x: [T, hidden].
             ids: [T, k] int, all different for one token.
             weights: [T, k] float32.
+            shared: an expert of all tokens, x -> [T, hidden], which is added; None: there is none.
+                It runs beside those that `start` asks for.
 
         Returns:
             [T, hidden] in x's dtype.
         """
-        return self.function(x, ids, weights, self.gate_up, self.down)
+        self.start(x, ids, weights)
+        more = None if shared is None else shared(x)
+        total = self.function(x, ids, weights, self.gate_up, self.down)
+        return self.reduce(total if more is None else total.add_(more))
 
     def plain(
         self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
@@ -302,6 +334,18 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         num_experts, hidden, inner = self.down.shape
         return f"{num_experts} of {hidden} x {inner}"
+
+
+def start_nothing(x: Tensor, ids: Tensor, weights: Tensor) -> None:
+    """See `StartExperts`: all experts are the layer's own."""
+
+
+def _moved(matrix: QuantizedMatrix, host_memory: HostMemory) -> QuantizedMatrix:
+    """The matrix in host memory."""
+    moved: dict[str, Any] = {}
+    for name, tensor in matrix.tensors().items():
+        moved[name] = host_memory(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+    return replace(matrix, **moved)
 
 
 def expert_weight(weights: Tensor, expert: int, dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hetero_llm.models.config_reader import ACTIVATIONS
-from hetero_llm.models.experts import Experts
+from hetero_llm.models.experts import Experts, start_nothing
 from hetero_llm.models.layers import (
     Activation,
     GatedActivation,
@@ -166,6 +166,7 @@ class FlatExperts(Experts):
         self.gate_up_bias = self.down_bias = None
         self.activation = FlatGatedActivation(name, activation)
         self.function = self.plain
+        self.start = start_nothing
 
     @property
     def gate_up(self) -> nn.Parameter:  # type: ignore[override]
@@ -175,7 +176,9 @@ class FlatExperts(Experts):
     def down(self) -> nn.Parameter:  # type: ignore[override]
         return self.down_proj
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         """[T, hidden], experts [T, k] and weights [T, k] of each token -> [T, hidden].
 
         As in transformers, an index one above the last expert's means no expert.

@@ -22,7 +22,7 @@ from hetero_llm.config.args import (
     engine_args_from_namespace,
     resolve_engine_args,
 )
-from hetero_llm.config.args_spec import checked
+from hetero_llm.config.args_spec import checked, effective, from_text
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import ConfigError
 
@@ -282,8 +282,8 @@ class TestStatus:
             resolve(**{spec.name: "else"})
 
     def test_not_yet_messages_name_the_feature(self) -> None:
-        assert refused(tensor_parallel_size=2) == (
-            "tensor_parallel_size=2: tensor parallelism is not available yet"
+        assert refused(pipeline_parallel_size=2) == (
+            "pipeline_parallel_size=2: pipeline parallelism is not available yet"
         )
         assert "tensor parallelism of draft models" in refused(
             speculative_draft_tensor_parallel_size=2
@@ -291,7 +291,7 @@ class TestStatus:
         assert "QLoRA" in refused(qlora_adapter_name_or_path="/a")
 
     def test_a_boolean_is_not_the_default_number(self) -> None:
-        assert "tensor parallelism" in refused(tensor_parallel_size=True)
+        assert "pipeline parallelism" in refused(pipeline_parallel_size=True)
         assert resolve(cpu_offload_gb=0.0)["cpu_offload_gb"] == 0
 
 
@@ -399,6 +399,22 @@ class TestCommandLine:
 def _a_word(spec: ArgSpec) -> str:
     if spec.choices:
         return str(spec.choices[0])
-    return {Kind.INT: "1", Kind.FLOAT: "0.5", Kind.JSON: "{}", Kind.COUNTS: "image=1"}.get(
-        spec.kind, "word"
-    )
+    return {
+        Kind.INT: "1",
+        Kind.FLOAT: "0.5",
+        Kind.JSON: "{}",
+        Kind.COUNTS: "image=1",
+        Kind.AUTO_FLOAT: "1.5",
+    }.get(spec.kind, "word")
+
+
+def test_auto_or_a_number() -> None:
+    spec = effective("room", Kind.AUTO_FLOAT, "auto", "", above=0)
+    assert [checked(spec, value) for value in ("auto", 24, 1.5, "2.5")] == ["auto", 24.0, 1.5, 2.5]
+    assert from_text(spec, "24") == 24.0
+    for wrong, reason in (
+        ("most", "'auto' or a number"), ("nan", "'auto' or a number"), ([], "a number"),
+        (0, "greater than 0"), (True, "a number"), (math.inf, "a finite number"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=reason):
+            checked(spec, wrong)

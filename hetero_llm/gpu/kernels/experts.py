@@ -33,6 +33,7 @@ from hetero_llm.gpu.kernels.activation import (
     gate_options,
     serves_gate,
 )
+from hetero_llm.gpu.kernels.expert_requests import Places
 from hetero_llm.gpu.kernels.launch import (
     IN_INTERPRETER,
     Launch,
@@ -46,6 +47,7 @@ from hetero_llm.models.experts import Experts
 
 _CHUNK = 1024
 _COMBINE_TILE = 1024
+_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ALL_BLOCKS = 1 << 16  # times the tiles of a product it still fits 32 bits
 
 
@@ -121,9 +123,10 @@ def most_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
 
 @triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
 def align_kernel(
-    ids,  # [num_pairs] int
+    ids,  # [num_pairs] int, negative for a pair that is left out
     pairs,  # [max_blocks * BLOCK_M] int32
     experts,  # [max_blocks] int32
+    slots,  # [NUM_EXPERTS] int32: what `experts` says of an expert's blocks; None: its number
     num_pairs,
     max_blocks,
     NUM_EXPERTS: tl.constexpr,
@@ -142,12 +145,14 @@ def align_kernel(
     for start in tl.range(0, num_pairs, CHUNK, num_stages=1):
         index = start + lanes
         chosen = tl.load(ids + index, mask=index < num_pairs, other=NUM_EXPERTS).to(tl.int32)
+        chosen = tl.where(chosen < 0, NUM_EXPERTS, chosen)
         counts += tl.histogram(chosen, BINS)
     blocks = tl.where(bins < NUM_EXPERTS, (counts + BLOCK_M - 1) // BLOCK_M, 0)
     first = tl.sum(tl.where(bins < expert, blocks, 0))
     own = tl.sum(tl.where(bins == expert, blocks, 0))
+    name = expert if slots is None else tl.load(slots + expert)
     for block in tl.range(first, first + own, num_stages=1):
-        tl.store(experts + block, expert)
+        tl.store(experts + block, name)
     for block in tl.range(tl.sum(blocks) + expert, max_blocks, NUM_EXPERTS, num_stages=1):
         tl.store(experts + block, -1)
     place = first * BLOCK_M
@@ -371,13 +376,15 @@ def vector_gate_up_kernel(
     EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row; grid (tiles of n, K)."""
+    """One row; grid (tiles of n, K). Of pairs with a negative id nothing is computed."""
     HALF: tl.constexpr = BLOCK_N // 2
     DTYPE: tl.constexpr = y.dtype.element_ty
     wait_for_inputs(PDL)
     let_next_start(PDL)
     pair = tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)
+    if expert < 0:
+        return
     parts = tl.arange(0, BLOCK_N)
     features = tl.program_id(0) * HALF + parts % HALF
     rows = (expert * (2 * n) + (parts // HALF) * n + features) * k_pairs
@@ -397,48 +404,77 @@ def vector_gate_up_kernel(
 def vector_down_kernel(
     x,  # [K, k / 2] int32
     weight,  # [experts, n, k / 2] int32
-    y,  # [n]
+    y,  # [n], DTYPE or float32
     ids,  # [K] int
     shares,  # [K] float32
     n,
     k_pairs,
     bias,  # [experts, n]; None
+    DTYPE: tl.constexpr,  # of the products
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    SKIP: tl.constexpr,  # there may be negative ids, whose pairs are left out
     PDL: tl.constexpr,
 ):
     """One row; grid (tiles of n): the products of all its experts, weighted and added up."""
-    DTYPE: tl.constexpr = y.dtype.element_ty
     wait_for_inputs(PDL)
     let_next_start(PDL)
     features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_N,), tl.float32)
-    columns = tl.arange(0, BLOCK_K // 2)
     for pair in tl.static_range(K):
         expert = tl.load(ids + pair).to(tl.int64)
-        sums = _row_products(
-            x + pair * k_pairs, weight, (expert * n + features) * k_pairs, features < n, columns,
-            k_pairs, DTYPE, EVEN_K, BLOCK_N, BLOCK_K // 2,
-        )  # fmt: skip
-        if bias is not None:
-            inside = features < n
-            sums += tl.load(bias + expert * n + features, mask=inside, other=0.0).to(tl.float32)
-        total += sums.to(DTYPE).to(tl.float32) * tl.load(shares + pair)
-    tl.store(y + features, total.to(DTYPE), mask=features < n)
+        if SKIP:
+            if expert >= 0:
+                total += _expert_of_row(
+                    x, weight, shares, bias, features, pair, expert, n, k_pairs,
+                    DTYPE, EVEN_K, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+        else:
+            total += _expert_of_row(
+                x, weight, shares, bias, features, pair, expert, n, k_pairs,
+                DTYPE, EVEN_K, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+    tl.store(y + features, total.to(y.dtype.element_ty), mask=features < n)
 
 
-def align(ids: Tensor, num_experts: int, block_m: int, *, chunk: int = _CHUNK) -> Groups:
+@triton.jit
+def _expert_of_row(
+    x, weight, shares, bias, features, pair, expert, n, k_pairs,
+    DTYPE: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N] fp32: one pair's output, rounded as a product's, times its share."""
+    columns = tl.arange(0, BLOCK_K // 2)
+    sums = _row_products(
+        x + pair * k_pairs, weight, (expert * n + features) * k_pairs, features < n, columns,
+        k_pairs, DTYPE, EVEN_K, BLOCK_N, BLOCK_K // 2,
+    )  # fmt: skip
+    if bias is not None:
+        inside = features < n
+        sums += tl.load(bias + expert * n + features, mask=inside, other=0.0).to(tl.float32)
+    return sums.to(DTYPE).to(tl.float32) * tl.load(shares + pair)
+
+
+def align(
+    ids: Tensor,
+    num_experts: int,
+    block_m: int,
+    *,
+    chunk: int = _CHUNK,
+    slots: Tensor | None = None,
+) -> Groups:
     """Sorts pairs by expert into blocks, on the device.
 
     Args:
-        ids: [T, k] int, contiguous, each in [0, num_experts).
+        ids: [T, k] int, contiguous, each in [0, num_experts), or negative: the pair is left out.
         num_experts: Of the layer.
         block_m: Pairs of a block.
         chunk: Pairs that a program of the sort looks at together, at least 64.
+        slots: [num_experts] int32: where an expert's weights are; None: at its number.
     """
     assert ids.is_contiguous(), ids.stride()
+    assert slots is None or (slots.shape == (num_experts,) and slots.is_contiguous())
     num_pairs = ids.numel()
     blocks = most_blocks(num_pairs, num_experts, block_m)
     pairs = torch.empty(blocks * block_m, dtype=torch.int32, device=ids.device)
@@ -447,6 +483,7 @@ def align(ids: Tensor, num_experts: int, block_m: int, *, chunk: int = _CHUNK) -
         ids,
         pairs,
         experts,
+        slots,
         num_pairs,
         blocks,
         NUM_EXPERTS=num_experts,
@@ -571,6 +608,21 @@ def vector_experts(
     activation: Gate, configs: tuple[VectorConfig, VectorConfig], biases: Biases | None = None,
 ) -> Tensor:  # fmt: skip
     """`experts` of one row, in 16 bits; `configs` of gate_up and of down."""
+    y = torch.empty_like(x)
+    _vector_experts(
+        (x, ids, weights), (gate_up, down), y,
+        activation=activation, configs=configs, biases=biases, skip=False,
+    )  # fmt: skip
+    return y
+
+
+def _vector_experts(
+    row: tuple[Tensor, Tensor, Tensor], matrices: tuple[Tensor, Tensor], y: Tensor, *,
+    activation: Gate, configs: tuple[VectorConfig, VectorConfig], biases: Biases | None, skip: bool,
+) -> None:  # fmt: skip
+    """As above. `row`: x, ids and weights; `y`: written, [1, hidden] of x's dtype or float32;
+    `skip`: ids may be negative."""
+    (x, ids, weights), (gate_up, down) = row, matrices
     assert x.shape[0] == 1 and x.is_contiguous() and gate_up.dtype == x.dtype == down.dtype
     (k, hidden, inner), options = (ids.shape[1], *down.shape[1:]), pdl_options(x.device)
     assert hidden % 2 == 0 and inner % 2 == 0, (hidden, inner)
@@ -582,13 +634,12 @@ def vector_experts(
         first_bias, **gate_options(activation), BLOCK_N=first.block_n, BLOCK_K=first.block_k,
         EVEN_K=hidden % first.block_k == 0, num_warps=first.num_warps, **options,
     )  # fmt: skip
-    y = torch.empty_like(x)
     vector_down_kernel[(triton.cdiv(hidden, second.block_n),)](
         middle.view(torch.int32), down.view(torch.int32), y, ids, weights, hidden, inner // 2,
-        second_bias, K=k, BLOCK_N=second.block_n, BLOCK_K=second.block_k,
-        EVEN_K=inner % second.block_k == 0, num_warps=second.num_warps, **options,
+        second_bias, DTYPE=_TRITON_TYPES[x.dtype], K=k, BLOCK_N=second.block_n,
+        BLOCK_K=second.block_k, EVEN_K=inner % second.block_k == 0, SKIP=skip,
+        num_warps=second.num_warps, **options,
     )  # fmt: skip
-    return y
 
 
 def vector_config(block_n: int, k: int) -> VectorConfig:
@@ -656,12 +707,11 @@ def experts(
     if rows == 0:
         return torch.empty_like(x)
     hidden, inner = down.shape[1:]
-    if rows == 1 and x.dtype != torch.float32 and hidden % 8 == 0 and inner % 8 == 0:
-        configs = vector_config(8, hidden), vector_config(4 if hidden <= 4096 else 8, inner)
+    if _is_vector(x, down):
         return vector_experts(
             *(x.contiguous(), ids, weights, gate_up, down),
             activation=activation,
-            configs=configs,
+            configs=_vector_configs(hidden, inner),
             biases=biases,
         )
     first, second = choose(rows, k, num_experts, x.itemsize)
@@ -670,6 +720,72 @@ def experts(
     middle = grouped_product(x, gate_up, groups, activation=activation, config=first, bias=of_first)
     parts = grouped_product(middle, down, groups, activation="", config=second, bias=of_second)
     return combine(parts, weights)
+
+
+def _is_vector(x: Tensor, down: Tensor) -> bool:
+    """Whether the kernels of one row serve."""
+    hidden, inner = down.shape[1:]
+    few = x.shape[0] == 1 and x.dtype != torch.float32
+    return few and hidden % 8 == 0 and inner % 8 == 0
+
+
+def _vector_configs(hidden: int, inner: int) -> tuple[VectorConfig, VectorConfig]:
+    return vector_config(8, hidden), vector_config(4 if hidden <= 4096 else 8, inner)
+
+
+def bank_groups(places: Places, table: Tensor, block_m: int) -> Groups:
+    """The pairs that have a slot, by slot.
+
+    Args:
+        table: [experts] int32 of the layer, contiguous: the slot of each.
+    """
+    if places.slots.shape[0] == 1:
+        return Groups(None, places.slots.view(-1), places.slots.numel(), block_m)
+    return align(places.experts, len(table), block_m, slots=table)
+
+
+def bank_experts(
+    x: Tensor,
+    places: Places,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    table: Tensor,
+    activation: Gate,
+    biases: Biases | None = None,
+) -> Tensor:
+    """Outputs of the pairs whose expert is in a bank, for `expert_requests.wait_add` to add up.
+    Pairs without a slot cost nothing.
+
+    Args:
+        x: [T, hidden], rows contiguous; T > 0.
+        places: Of `expert_requests.post`.
+        weights: [T, k] float32, contiguous.
+        gate_up: [slots, 2 * inner, hidden] in x's dtype, contiguous.
+        down: [slots, hidden, inner].
+        table: [experts] int32 of the layer, contiguous: the slot of each.
+        biases: By slots; see `experts`.
+
+    Returns:
+        `parts` of `wait_add`.
+    """
+    (rows, k), (hidden, inner) = places.slots.shape, down.shape[1:]
+    if _is_vector(x, down):
+        y = torch.empty((1, hidden), dtype=torch.float32, device=x.device)
+        _vector_experts(
+            *((x.contiguous(), places.slots, weights), (gate_up, down), y),
+            activation=activation,
+            configs=_vector_configs(hidden, inner),
+            biases=biases,
+            skip=True,
+        )
+        return y
+    first, second = choose(rows, k, len(table), x.itemsize)
+    groups = bank_groups(places, table, first.block_m)
+    of_first, of_second = biases or (None, None)
+    middle = grouped_product(x, gate_up, groups, activation=activation, config=first, bias=of_first)
+    return grouped_product(middle, down, groups, activation="", config=second, bias=of_second)
 
 
 def experts_reference(

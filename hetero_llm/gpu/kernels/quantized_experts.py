@@ -25,11 +25,13 @@ from torch import Tensor
 
 from hetero_llm.gpu.kernels.activation import gate_options
 from hetero_llm.gpu.kernels.dequantize import dequantize_to
+from hetero_llm.gpu.kernels.expert_requests import Places
 from hetero_llm.gpu.kernels.experts import (
     ALL_BLOCKS,
     Biases,
     GroupedConfig,
     Groups,
+    bank_groups,
     combine,
     experts,
     gated,
@@ -276,8 +278,57 @@ def quantized_experts(
     if not (serves(x, gate_up) and serves(x, down)):
         first, second = (_dense(matrix, num_experts, x.dtype) for matrix in (gate_up, down))
         return experts(x, ids, weights, first, second, activation=activation, biases=biases)
-    plain = choose_plain(rows, k, num_experts, x.itemsize)
-    groups = groups_of(ids, num_experts, plain[0].block_m)
+    configs = choose_plain(rows, k, num_experts, x.itemsize)
+    groups = groups_of(ids, num_experts, configs[0].block_m)
+    parts = _pair_outputs(
+        *(x, groups, gate_up, down), count=num_experts, activation=activation, biases=biases,
+        configs=configs,
+    )  # fmt: skip
+    return combine(parts, weights, x.dtype)
+
+
+def quantized_bank_experts(
+    x: Tensor,
+    places: Places,
+    weights: Tensor,
+    gate_up: Weights,
+    down: Weights,
+    *,
+    table: Tensor,
+    activation: Gate,
+    biases: Biases | None = None,
+) -> Tensor:
+    """`experts.bank_experts` with a bank of quantized weights, which `serves` knows; one of the
+    two may be plain.
+
+    Args:
+        weights: Unused: `wait_add` weights all outputs.
+        gate_up, down: Of all slots.
+    """
+    (rows, k), hidden = places.slots.shape, x.shape[1]
+    assert serves(x, gate_up) and serves(x, down)
+    count = down.shape[0] // (1 if isinstance(down, Tensor) else hidden)
+    configs = choose_plain(rows, k, len(table), x.itemsize)
+    groups = bank_groups(places, table, configs[0].block_m)
+    return _pair_outputs(
+        *(x, groups, gate_up, down), count=count, activation=activation, biases=biases,
+        configs=configs,
+    )  # fmt: skip
+
+
+def _pair_outputs(
+    x: Tensor,
+    groups: Groups,
+    gate_up: Weights,
+    down: Weights,
+    *,
+    count: int,
+    activation: Gate,
+    biases: Biases | None,
+    configs: tuple[GroupedConfig, ...],
+) -> Tensor:
+    """[pairs, hidden], or [split_k, pairs, hidden]. `count`: of experts that the weights hold;
+    `configs`: of the plain ones among the two products."""
 
     def product(
         x: Tensor, weights: Weights, config: GroupedConfig, activation: Gate, bias: Tensor | None
@@ -287,7 +338,7 @@ def quantized_experts(
                 x, weights, groups, activation=activation, config=config, bias=bias
             )
         parts = 2 if activation else 1
-        n = weights.shape[0] // num_experts // parts
+        n = weights.shape[0] // count // parts
         config = choose(groups, weights, n, parts)
         y = outputs_of(x, groups, n, config)
         plan_quantized_product(
@@ -296,8 +347,8 @@ def quantized_experts(
         return y
 
     of_first, of_second = biases or (None, None)
-    middle = product(x, gate_up, plain[0], activation, of_first)
-    return combine(product(middle, down, plain[1], "", of_second), weights, x.dtype)
+    middle = product(x, gate_up, configs[0], activation, of_first)
+    return product(middle, down, configs[1], "", of_second)
 
 
 def outputs_of(x: Tensor, groups: Groups, n: int, config: GroupedConfig) -> Tensor:

@@ -1,0 +1,360 @@
+"""A mixture whose experts are in the bank on the GPU, and on the host where the bank has no room.
+
+Layers call `start` and `function` of their `HybridLayer`. Steps of at most `most_rows` tokens ask
+CPU threads for the experts on the host (`kernels.expert_requests`); longer ones stream them through
+the GPU (`expert_streams`). The runner calls `before_launch`, `begin` and `finished`. Between steps,
+counters of visits lead to promotions (`expert_moves`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_llm.gpu.expert_bank import ExpertBank
+from hetero_llm.gpu.expert_moves import ExpertMoves
+from hetero_llm.gpu.expert_streams import ExpertStreams
+from hetero_llm.gpu.kernels.expert_requests import Exchange, Places, post, wait_add
+from hetero_llm.gpu.kernels.experts import bank_experts
+from hetero_llm.gpu.kernels.quantized_experts import quantized_bank_experts
+from hetero_llm.models.config import Gate
+from hetero_llm.models.experts import Experts
+
+_READINGS = 4
+"""Of the counters at once."""
+_PROMPT_BYTES = 1 << 30
+"""That may be copied at once after a long prompt: some 20 ms of a link, beside the steps."""
+_NO_LIMIT = 1 << 30
+_TIMED = 3
+
+
+class NoHybridExperts:
+    """All experts are on the GPU.
+
+    Attributes:
+        most_rows: see `HybridExperts`.
+    """
+
+    most_rows = _NO_LIMIT
+
+    def before_launch(self, num_tokens: int, *, link_is_busy: bool) -> None:
+        """See `HybridExperts`."""
+
+    def begin(self, kv_slots: Tensor) -> None:
+        """See `HybridExperts`."""
+
+    def finished(self) -> None:
+        """See `HybridExperts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HitCounts:
+    """What was counted between two readings.
+
+    Attributes:
+        counts: [layers, experts] int32 tokens.
+        steps: in which they were counted.
+        prompt_tokens: of the one step, if it was a long one; else 0.
+    """
+
+    counts: np.ndarray
+    steps: int
+    prompt_tokens: int
+
+
+class HitReader:
+    """Reads the bank's counters and sets them to zero, while steps run.
+
+    Args:
+        hits: [layers, experts] int32 on the device.
+    """
+
+    def __init__(self, hits: Tensor) -> None:
+        on_gpu = hits.device.type == "cuda"
+        self._hits = hits
+        places = torch.zeros(_READINGS, *hits.shape, dtype=torch.int32, pin_memory=on_gpu)
+        events = [torch.cuda.Event() if on_gpu else None for _ in range(_READINGS)]
+        self._free = list(zip(places, events, strict=True))
+        self._running: list[tuple[Tensor, torch.cuda.Event | None, int, int]] = []
+
+    def start(self, steps: int, prompt_tokens: int) -> bool:
+        """Reads behind the steps launched so far. Returns False if too many readings run.
+
+        Args:
+            steps, prompt_tokens: see `HitCounts`.
+        """
+        if not self._free:
+            return False
+        place, event = self._free.pop()
+        place.copy_(self._hits, non_blocking=True)
+        self._hits.zero_()
+        if event is not None:
+            event.record()
+        self._running.append((place, event, steps, prompt_tokens))
+        return True
+
+    def take(self) -> list[HitCounts]:
+        """Those readings that have ended since the last call."""
+        found = []
+        while self._running:
+            place, event, steps, prompt_tokens = self._running[0]
+            if event is not None and not event.query():
+                break
+            self._running.pop(0)
+            found.append(HitCounts(place.numpy().copy(), steps, prompt_tokens))
+            self._free.append((place, event))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What a layer hands from `start` to `finish`.
+
+    Attributes:
+        table: [experts] int32 on the device: the slots of the layer's experts.
+        exchange: None: the layer's experts are streamed.
+    """
+
+    places: Places
+    table: Tensor
+    exchange: Exchange | None
+
+
+class HybridExperts:
+    """See the module. One thread launches, finishes and reads.
+
+    Args:
+        bank: filled.
+        exchange: with a team of threads that answers.
+        moves: owns the bank's table.
+        streams: None: no step may have more than `most_rows` tokens.
+        activation: of the experts' gates.
+        most_rows: tokens of a step that asks the CPU; the mailbox has room for as many.
+        wake: called when a step is about to ask.
+        clock: seconds.
+
+    Attributes:
+        most_rows: may be lowered before steps are captured; `measure_most_rows`.
+        bank, exchange, moves, wake: see Args.
+        measured: of `measure_most_rows`; None before.
+    """
+
+    def __init__(
+        self,
+        bank: ExpertBank,
+        exchange: Exchange,
+        moves: ExpertMoves,
+        streams: ExpertStreams | None,
+        *,
+        activation: Gate,
+        most_rows: int,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert len(exchange.mailbox.ids) >= most_rows
+        self.bank = bank
+        self.moves = moves
+        self.most_rows = most_rows
+        self.exchange = exchange
+        self.measured: tuple[float, dict[int, float]] | None = None
+        self._streams = streams
+        self._errors = exchange.errors.numpy()
+        self._hits = HitReader(bank.hits)
+        self.wake = wake
+        self._clock = clock
+        self._observed = clock()
+        self._steps = 0  # since the counters were read
+        self._prompt_tokens = 0  # of the last step, if it was a long one
+        self._kv_slots: Tensor | None = None
+        multiply = quantized_bank_experts if bank.is_quantized else bank_experts
+        self._multiply = partial(
+            multiply,
+            gate_up=bank.gate_up.weights,  # type: ignore[arg-type]
+            down=bank.down.weights,  # type: ignore[arg-type]
+            activation=activation,
+            biases=bank.biases,
+        )
+
+    def join(self, modules: Sequence[Experts]) -> None:
+        """Lets layers compute with the bank; `modules`: in the order of the host's layers."""
+        assert len(modules) == self.bank.host.num_layers
+        for index, module in enumerate(modules):
+            layer = HybridLayer(self, index)
+            module.start, module.function = layer.start, layer.function
+
+    # -- the runner's side ----------------------------------------------------------------------
+
+    def before_launch(self, num_tokens: int, *, link_is_busy: bool) -> None:
+        """Called ahead of each step.
+
+        Args:
+            num_tokens: of the step.
+            link_is_busy: it waits for loads from host memory: nothing else is copied.
+        """
+        self.wake()
+        readings = self._hits.take()
+        for reading in readings:
+            self._observe(reading)
+        is_long = num_tokens > self.most_rows
+        if is_long or self._prompt_tokens or self._steps >= self.moves.placement.interval:
+            # The counts of a long step are read alone.
+            if self._steps and self._hits.start(self._steps, self._prompt_tokens):
+                self._steps = 0
+            self._prompt_tokens = num_tokens if is_long else 0
+        self._steps += 1
+        self.moves.before_launch(link_is_busy=link_is_busy, chooses=bool(readings))
+
+    def _observe(self, reading: HitCounts) -> None:
+        placement = self.moves.placement
+        if reading.prompt_tokens and reading.steps == 1:
+            placement.observe_prompt(
+                reading.counts, tokens=reading.prompt_tokens, grant_bytes=_PROMPT_BYTES
+            )
+            return
+        now = self._clock()
+        placement.observe(reading.counts, steps=reading.steps, seconds=now - self._observed)
+        self._observed = now
+
+    def begin(self, kv_slots: Tensor) -> None:
+        """Called before a step's model is computed, or captured.
+
+        Args:
+            kv_slots: [T] int32 on the device, negative for padding tokens.
+        """
+        self._kv_slots = kv_slots
+
+    def finished(self) -> None:
+        """Called when a step has finished, in the order of their launches.
+
+        Raises:
+            RuntimeError: the threads have not answered in time, or have stopped.
+        """
+        self.moves.finished()
+        if self._errors[0]:
+            raise RuntimeError(
+                "the CPU threads that compute experts have stopped, or did not answer a step in "
+                "time: its tokens are wrong"
+            )
+
+    # -- the layers' side -----------------------------------------------------------------------
+
+    def start(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Started:
+        """Finds the experts of a layer's tokens, and asks for those on the host.
+
+        Args:
+            x, ids, weights: see `Experts.forward`; contiguous, T > 0.
+        """
+        rows = len(x)
+        kv_slots = self._kv_slots
+        if kv_slots is not None and len(kv_slots) != rows:
+            kv_slots = None  # the last layer goes on with sampled tokens: none of them is padding
+        streams = rows > self.most_rows
+        if streams:
+            assert self._streams is not None, rows
+            table, exchange = self._streams.enter(layer), None
+        else:
+            table, exchange = self.bank.table[layer], self.exchange
+        places = post(
+            *(x, ids, weights),
+            table=table,
+            hits=self.bank.hits[layer],
+            layer=layer,
+            exchange=exchange,
+            kv_slots=kv_slots,
+        )
+        return Started(places, table, exchange)
+
+    def finish(self, layer: int, x: Tensor, weights: Tensor, started: Started) -> Tensor:
+        """The sum of all experts' outputs: [T, hidden]."""
+        parts = self._multiply(x, started.places, weights, table=started.table)
+        total = wait_add(parts, weights, started.places, dtype=x.dtype, exchange=started.exchange)
+        if started.exchange is None and self._streams is not None:
+            self._streams.leave(layer)
+        return total
+
+    # -- measuring ------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def measure_most_rows(self, candidates: Sequence[int]) -> tuple[float, dict[int, float]]:
+        """Sets `most_rows` to the largest number of tokens for which CPU threads compute a layer's
+        experts on the host in less time than the link needs to bring them. On a CUDA device, before
+        the first step.
+
+        Args:
+            candidates: ascending, none above what `most_rows` is now.
+
+        Returns:
+            Seconds of the link for a layer, and of the threads by number of tokens.
+        """
+        assert self._streams is not None and candidates[-1] <= self.most_rows
+        bank, device = self.bank, self.bank.device
+        layer = int((self.moves.placement.table < 0).sum(1).argmax())
+        box = self.exchange.mailbox
+        k, hidden, experts = box.ids.shape[1], bank.host.hidden, bank.host.num_experts
+        limit, self.most_rows = self.most_rows, _NO_LIMIT
+        self.begin(torch.zeros(0, dtype=torch.int32, device=device))
+
+        def ask(rows: int) -> Callable[[], None]:
+            self.wake()
+            x = torch.randn(rows, hidden, dtype=box.x.dtype, device=device)
+            ids = torch.rand(rows, experts, device=device).topk(k, dim=1).indices
+            weights = torch.full((rows, k), 1 / k, device=device)
+            ids = ids.to(torch.int32).contiguous()
+
+            def run() -> None:
+                self.finish(layer, x, weights, self.start(layer, x, ids, weights))
+
+            return run
+
+        link = _seconds(partial(self._streams.copy_alone, layer))
+        threads: dict[int, float] = {}
+        most = candidates[0]
+        for rows in candidates:
+            threads[rows] = _seconds(ask(rows))
+            if threads[rows] > link:
+                break
+            most = rows
+        self.most_rows = min(most, limit)
+        bank.hits.zero_()
+        self.measured = link, threads
+        return self.measured
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    """The least of a few runs, the device's work included."""
+    times = []
+    for _ in range(_TIMED + 1):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+class HybridLayer:
+    """`start` and `function` of one layer's `Experts`."""
+
+    def __init__(self, hybrid: HybridExperts, layer: int) -> None:
+        self._hybrid = hybrid
+        self._layer = layer
+        self._started: Started | None = None
+
+    def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        """See `models.experts.StartExperts`."""
+        self._started = None
+        if len(x):
+            self._started = self._hybrid.start(self._layer, x, ids, weights)
+
+    def function(self, x: Tensor, ids: Tensor, weights: Tensor, *_: Tensor) -> Tensor:
+        """See `models.experts.ExpertsFunction`; its two matrices are those of the bank."""
+        if not len(x):
+            return torch.empty_like(x)
+        assert self._started is not None
+        return self._hybrid.finish(self._layer, x, weights, self._started)

@@ -1,0 +1,268 @@
+"""Requests for experts on the host: what reaches the mailbox, and what is added when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_llm.bridge.expert_mailbox import (
+    ANSWERED,
+    LAYER,
+    ON_DEVICE,
+    SEQUENCE,
+    STOPPED,
+    TOKENS,
+    open_mailbox,
+)
+from hetero_llm.gpu.kernels.expert_requests import (
+    ASKED,
+    GAVE_UP,
+    NOWHERE,
+    NUMBER,
+    ON_HOST,
+    STATE_WORDS,
+    Exchange,
+    Places,
+    post,
+    post_reference,
+    wait_add,
+    wait_add_reference,
+)
+from tests.helpers.expert_team import PythonTeam
+
+EXPERTS = 6
+LOOKS = 5
+HIGHEST = 2**31 - 1
+
+
+def exchange_on(
+    device: torch.device, rows: int, hidden: int, k: int, *, dtype: torch.dtype = torch.float32,
+    most_looks: int = LOOKS,
+) -> Exchange:  # fmt: skip
+    pin = device.type == "cuda"
+    box = open_mailbox(rows, hidden, k, dtype, pin=pin)
+    box.x.fill_(-7)
+    box.weights.fill_(-7)
+    state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
+    return Exchange(box, state, torch.zeros(1, dtype=torch.int32, pin_memory=pin), most_looks)
+
+
+@dataclass
+class Layer:
+    """Tokens of one layer, and a table in which every other expert is on the host."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    table: Tensor
+
+    @classmethod
+    def of(
+        cls, device: torch.device, rows: int, hidden: int, k: int,
+        dtype: torch.dtype = torch.float32, on_host: tuple[int, ...] = (1, 3, 5),
+    ) -> Layer:  # fmt: skip
+        generator = torch.Generator().manual_seed(rows * 31 + hidden)
+        x = torch.randn(rows, hidden, generator=generator).to(dtype)
+        ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:k] for _ in range(rows)])
+        weights = torch.rand(rows, k, generator=generator)
+        slots = torch.arange(EXPERTS, dtype=torch.int32) * 3 + 2
+        slots[list(on_host)] = ON_HOST
+        ids = ids.to(torch.int32)
+        return cls(x.to(device), ids.to(device), weights.to(device), slots.to(device))
+
+    def hits(self) -> Tensor:
+        return torch.zeros(EXPERTS, dtype=torch.int32, device=self.table.device)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(
+    "rows, hidden, k, dtype",
+    [
+        (1, 40, 2, torch.float32),
+        (1, 3000, 4, torch.bfloat16),
+        (5, 40, 3, torch.float16),
+        (19, 64, 1, torch.float32),
+        (35, 24, 2, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("padding", [False, True])
+def test_tokens_with_experts_on_the_host_reach_the_mailbox(
+    device: torch.device, rows: int, hidden: int, k: int, dtype: torch.dtype, padding: bool
+) -> None:
+    layer = Layer.of(device, rows, hidden, k, dtype)
+    kv_slots = None
+    if padding:
+        kv_slots = torch.arange(rows, dtype=torch.int32, device=device)
+        kv_slots[rows // 2 :: 2] = -1
+    results = []
+    for function in (post, post_reference):
+        exchange = exchange_on(device, rows + 2, hidden, k, dtype=dtype)
+        hits = layer.hits()
+        for _ in range(2):  # numbers count on
+            places = function(
+                layer.x, layer.ids, layer.weights, table=layer.table, hits=hits, layer=4,
+                exchange=exchange, kv_slots=kv_slots,
+            )  # fmt: skip
+        synchronize(device)
+        results.append((places, hits, exchange))
+    (ours, our_hits, found), (theirs, their_hits, expected) = results
+    assert torch.equal(ours.slots, theirs.slots) and torch.equal(ours.experts, theirs.experts)
+    assert torch.equal(our_hits, their_hits)
+    assert torch.equal(found.state, expected.state)
+    assert torch.equal(found.mailbox.request, expected.mailbox.request)
+    assert torch.equal(found.mailbox.x, expected.mailbox.x)
+    assert torch.equal(found.mailbox.ids[:rows], expected.mailbox.ids[:rows])
+    asked = (expected.mailbox.ids[:rows] != ON_DEVICE).any(1)
+    assert bool(asked.any()) == bool(found.state[ASKED])
+    assert torch.equal(found.mailbox.weights[:rows][asked], expected.mailbox.weights[:rows][asked])
+
+
+def test_a_layer_with_all_experts_in_the_bank_exchanges_nothing(device: torch.device) -> None:
+    layer = Layer.of(device, 3, 40, 2, on_host=())
+    exchange = exchange_on(device, 3, 40, 2)
+    exchange.state[NUMBER], exchange.state[ASKED] = 17, 1
+    hits = layer.hits()
+    places = post(
+        layer.x, layer.ids, layer.weights, table=layer.table, hits=hits, layer=0, exchange=exchange
+    )
+    parts = torch.randn(6, 40, device=device)
+    y = wait_add(parts, layer.weights, places, dtype=torch.float32, exchange=exchange)
+    synchronize(device)
+    assert not exchange.mailbox.request.any() and (exchange.mailbox.x == -7).all()
+    assert exchange.state.tolist()[:4] == [17, 0, 0, 0] and int(hits.sum()) == 6
+    assert not exchange.errors.any()  # nothing answers number 17, and nothing waits for it
+    expected = (parts.view(3, 2, 40) * layer.weights.unsqueeze(2)).sum(1)
+    torch.testing.assert_close(y, expected)
+
+
+def test_padding_alone_asks_for_nothing(device: torch.device) -> None:
+    layer = Layer.of(device, 4, 40, 3)
+    exchange = exchange_on(device, 4, 40, 3)
+    hits = layer.hits()
+    none = torch.full((4,), -1, dtype=torch.int32, device=device)
+    places = post(
+        layer.x, layer.ids, layer.weights, table=layer.table, hits=hits, layer=0,
+        exchange=exchange, kv_slots=none,
+    )  # fmt: skip
+    synchronize(device)
+    assert (places.slots == NOWHERE).all() and (places.experts == -1).all() and not hits.any()
+    assert not exchange.state.any() and not exchange.mailbox.request.any()
+
+
+@pytest.mark.parametrize(
+    "rows, hidden, k, splits, dtype",
+    [
+        (1, 40, 2, 1, torch.float32),
+        (1, 1500, 3, 2, torch.bfloat16),
+        (7, 40, 3, 1, torch.float16),
+        (70, 2048, 2, 1, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("summed", [False, True])
+def test_answers_are_added_before_the_one_rounding(
+    device: torch.device, rows: int, hidden: int, k: int, splits: int, dtype: torch.dtype,
+    summed: bool,
+) -> None:  # fmt: skip
+    layer = Layer.of(device, rows, hidden, k, dtype, on_host=(1, 2, 3, 4, 5))
+    results = []
+    for ask, add in ((post, wait_add), (post_reference, wait_add_reference)):
+        exchange = exchange_on(device, rows, hidden, k, dtype=dtype)
+        exchange.state[NUMBER] = HIGHEST  # numbers wrap
+        places = ask(
+            layer.x, layer.ids, layer.weights, table=layer.table, hits=layer.hits(), layer=1,
+            exchange=exchange,
+        )  # fmt: skip
+        torch.manual_seed(1)
+        shape = (rows, hidden) if summed else (splits, rows * k, hidden)
+        parts = torch.randn(shape).to(torch.float32 if summed or splits > 1 else dtype).to(device)
+        if not summed:  # what no kernel has written
+            parts[:, (places.slots < 0).flatten()] = float("nan")
+        exchange.mailbox.y.copy_(torch.randn(rows, hidden))
+        synchronize(device)
+        exchange.mailbox.y[(exchange.mailbox.ids == ON_DEVICE).all(1)] = float("nan")
+        exchange.mailbox.answer[ANSWERED] = exchange.mailbox.request[SEQUENCE]
+        assert int(exchange.mailbox.request[SEQUENCE]) == -HIGHEST - 1
+        results.append(add(parts, layer.weights, places, dtype=dtype, exchange=exchange))
+        synchronize(device)
+        assert not exchange.errors.any() and not exchange.state[GAVE_UP]
+    assert results[0].dtype == dtype
+    torch.testing.assert_close(*results, atol=3e-2 if dtype != torch.float32 else 1e-5, rtol=2e-2)
+
+
+def wait_for_nothing(
+    device: torch.device, exchange: Exchange, add: object = wait_add
+) -> tuple[Tensor, Places]:
+    layer = Layer.of(device, 2, 40, 2, on_host=tuple(range(EXPERTS)))
+    places = post(
+        layer.x, layer.ids, layer.weights, table=layer.table, hits=layer.hits(), layer=0,
+        exchange=exchange,
+    )  # fmt: skip
+    parts = torch.zeros(4, 40, device=device)
+    assert callable(add)
+    y = add(parts, layer.weights, places, dtype=torch.float32, exchange=exchange)
+    synchronize(device)
+    return y, places
+
+
+@pytest.mark.parametrize("add", [wait_add, wait_add_reference])
+def test_an_answer_that_does_not_come_is_an_error(device: torch.device, add: object) -> None:
+    exchange = exchange_on(device, 2, 40, 2)
+    y, places = wait_for_nothing(device, exchange, add)
+    assert (places.slots == ON_HOST).all() and not y.any()
+    assert exchange.errors.tolist() == [1] and exchange.state.tolist()[:4] == [1, 1, 0, 1]
+    # The layers after it ask for nothing more.
+    wait_for_nothing(device, exchange, add)
+    assert exchange.state.tolist()[:4] == [1, 0, 0, 1]
+    assert int(exchange.mailbox.request[SEQUENCE]) == 1
+
+
+@pytest.mark.parametrize("add", [wait_add, wait_add_reference])
+def test_a_team_that_has_stopped_is_not_waited_for(device: torch.device, add: object) -> None:
+    """The readings are no small number here: the test would not end."""
+    exchange = exchange_on(device, 2, 40, 2, most_looks=HIGHEST)
+    exchange.mailbox.answer[STOPPED] = 1
+    wait_for_nothing(device, exchange, add)
+    assert exchange.errors.tolist() == [1]
+
+
+def test_an_older_answer_is_not_taken(device: torch.device) -> None:
+    exchange = exchange_on(device, 2, 40, 2)
+    exchange.state[NUMBER] = 5
+    exchange.mailbox.answer[ANSWERED] = 5
+    wait_for_nothing(device, exchange)
+    assert exchange.errors.tolist() == [1]
+
+
+def test_layers_in_turn_with_a_thread_that_answers(device: torch.device) -> None:
+    """Twelve layers after each other; a thread computes x * (expert + 1) for what is asked."""
+    layers, rows, hidden, k = 12, 9, 48, 3
+    exchange = exchange_on(device, rows, hidden, k, most_looks=1 << 30)
+    team = PythonTeam(exchange.mailbox, lambda layer, expert, x: x * (expert + 1 + layer))
+    with team:
+        for number in range(layers):
+            on_host = () if number % 4 == 3 else (number % EXPERTS, (number + 2) % EXPERTS)
+            layer = Layer.of(device, rows, hidden, k, on_host=on_host)
+            hits = layer.hits()
+            places = post(
+                layer.x, layer.ids, layer.weights, table=layer.table, hits=hits, layer=number,
+                exchange=exchange,
+            )  # fmt: skip
+            scale = (layer.ids + 1 + number).float()
+            parts = (layer.x.unsqueeze(1) * scale.unsqueeze(2)).flatten(0, 1).contiguous()
+            parts[(places.slots < 0).flatten()] = float("nan")
+            y = wait_add(parts, layer.weights, places, dtype=torch.float32, exchange=exchange)
+            synchronize(device)
+            expected = layer.x * (layer.weights * scale).sum(1, keepdim=True)
+            torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-5)
+    assert team.error is None and not exchange.errors.any()
+    assert {layer for layer, _ in team.requests} == {n for n in range(layers) if n % 4 != 3}
+    assert all(tokens == rows for _, tokens in team.requests)
+    assert int(exchange.mailbox.request[LAYER]) == layers - 2
+    assert int(exchange.mailbox.request[TOKENS]) == rows

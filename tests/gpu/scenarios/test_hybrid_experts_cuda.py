@@ -1,0 +1,178 @@
+"""Mixtures with experts on the host, on a device: graphs, streams, and the library's threads."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_llm import SamplingParams
+from hetero_llm.core.errors import EngineDeadError
+from hetero_llm.engine.build_experts import expert_modules
+from hetero_llm.gpu.expert_bank import ExpertBank
+from hetero_llm.gpu.expert_moves import StreamCopies
+from hetero_llm.gpu.model_runner import GpuModelRunner
+from hetero_llm.models.loader import expert_sizes
+from hetero_llm.models.read_config import load_model_config
+from tests.gpu.scenarios.serving import GREEDY, TIES, generate, regrets, start
+from tests.helpers.hybrid import DelayedCopies, EveryStep, open_hybrid
+from tests.models.tiny import make_tiny_checkpoint
+from tests.scenarios.test_hybrid_experts import (
+    ASKS,
+    MAX_LEN,
+    SLOTS,
+    STREAMS,
+    cache_of,
+    plain_tokens,
+    poison,
+    steps,
+)
+
+GIB = 1 << 30
+BF16 = {"dtype": "bfloat16"}
+# Sizes that the kernels of one row and blocks of scales serve.
+WIDE = {
+    "hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4,
+    "head_dim": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    return torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("moe"), "qwen3_moe", "full", layers=2)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide")
+    return make_tiny_checkpoint(folder, "qwen3_moe", "full", layers=2, changes=WIDE)
+
+
+def residency(checkpoint: Path, share: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Arguments for a bank with a share of all experts."""
+    if share == 0.0:
+        return {"moe_cpu_experts": "all"}
+    sizes = expert_sizes(checkpoint, load_model_config(checkpoint), dtype=dtype)
+    slots = round(share * sizes.num_layers * sizes.num_experts)
+    return {"moe_expert_memory": (slots + 0.5) * sizes.expert_bytes / GIB}
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(3, 90, n).tolist() for n in (3, 12, 40, 90, 7)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize("eager", [False, True])
+def test_tokens_through_the_engine(checkpoint: Path, share: float, eager: bool) -> None:
+    """Judged token by token by transformers in float32; prompts of one step and of several, twice,
+    so that the second time finds the prefixes in the cache."""
+    llm = start(checkpoint, enforce_eager=eager, **residency(checkpoint, share))
+    try:
+        for _ in range(2):
+            outputs = generate(llm, prompts())
+            assert float(regrets(outputs, [GREEDY] * len(outputs), checkpoint).max()) < TIES
+    finally:
+        llm.close()
+
+
+def test_all_in_the_bank_is_the_plain_model(checkpoint: Path) -> None:
+    llm = start(checkpoint)
+    try:
+        assert all(module.host_memory is None for module in expert_modules(llm.engine.runner.model))
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8_block", "int4"])
+def test_half_precision_through_the_engine(wide: Path, quantization: str | None) -> None:
+    """First tokens' log-probabilities are those of the GPU alone within the rounding of 16 bits."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5, detokenize=False)
+    found = []
+    settings = {**BF16, "quantization": quantization}
+    for more in ({}, {"moe_cpu_experts": "all"}):
+        llm = start(wide, **settings, **more)
+        try:
+            outputs = [o.outputs[0] for o in generate(llm, prompts(), params)]
+            found.append([o.logprobs[0] for o in outputs if o.logprobs is not None])
+        finally:
+            llm.close()
+            gc.collect()
+    for plain, hybrid in zip(*found, strict=True):
+        shared = set(plain) & set(hybrid)
+        assert len(shared) >= 2
+        for token in shared:
+            assert abs(plain[token].logprob - hybrid[token].logprob) < 0.25
+
+
+def test_threads_that_stop_end_the_engine(checkpoint: Path) -> None:
+    llm = start(checkpoint, moe_cpu_experts="all")
+    try:
+        generate(llm, prompts()[:1])
+        llm.engine.runner.experts.wake.__self__.stop()
+        with pytest.raises((RuntimeError, EngineDeadError)):
+            generate(llm, prompts()[:1])
+    finally:
+        llm.close()
+
+
+def runner_on(hybrid: Any, device: torch.device) -> GpuModelRunner:
+    return GpuModelRunner(
+        hybrid.model, hybrid.config, cache_of(hybrid.config, device), max_num_seqs=SLOTS,
+        max_model_len=MAX_LEN, max_num_batched_tokens=32, graphs=True, experts=hybrid.experts,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("most_rows", [ASKS, STREAMS])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_tokens_while_experts_change_places_in_every_step(
+    checkpoint: Path, device: torch.device, delayed: bool, most_rows: int
+) -> None:
+    """Graphs, two steps under way; copies on a stream of their own, or such as end late into slots
+    that hold no numbers until then."""
+    count = 40
+    wanted = plain_tokens(checkpoint, device, count)
+    made: list[DelayedCopies] = []
+
+    def copies(bank: ExpertBank) -> Any:
+        if not delayed:
+            return StreamCopies(device)
+        made.append(DelayedCopies(lambda slot: poison(bank, slot)))
+        return made[0]
+
+    with open_hybrid(
+        checkpoint, device, residency=0.5, most_rows=most_rows, placement=EveryStep, copies=copies
+    ) as hybrid:
+        runner, found = runner_on(hybrid, device), []
+        work = steps(count)
+        under_way = [runner.launch(work[0])]
+        for step in work[1:]:
+            under_way.append(runner.launch(step))
+            found.append(runner.finish(under_way.pop(0)).token_ids)
+            for one in made:
+                one.advance()
+        found.append(runner.finish(under_way.pop(0)).token_ids)
+        assert found == wanted
+        assert hybrid.experts.moves.num_promoted >= 5
+
+
+def test_a_team_that_is_gone_ends_a_graph_in_time(checkpoint: Path, device: torch.device) -> None:
+    with open_hybrid(
+        checkpoint, device, residency=0.0, most_rows=ASKS, most_looks=200_000
+    ) as hybrid:
+        runner = runner_on(hybrid, device)
+        work = steps(2)
+        runner.finish(runner.launch(work[0]))
+        hybrid.team.die()
+        pending = runner.launch(work[1])
+        with pytest.raises(RuntimeError, match="CPU threads that compute experts"):
+            runner.finish(pending)

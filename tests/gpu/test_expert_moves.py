@@ -1,0 +1,176 @@
+"""Promotions: no slot is written while a step that was launched may read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_llm.expert_offload.placement import ExpertPlacement, PromotionBudget
+from hetero_llm.gpu.expert_bank import ExpertBank
+from hetero_llm.gpu.expert_moves import ExpertMoves, FixedPlacement, Placement
+from hetero_llm.gpu.kernels.expert_requests import ON_HOST
+from tests.helpers.hybrid import EveryStep, round_robin
+
+LAYERS, EXPERTS, SLOTS = 3, 4, 5
+
+
+@dataclass
+class FakeHost:
+    num_layers: int = LAYERS
+    num_experts: int = EXPERTS
+    expert_bytes: int = 100
+
+
+@dataclass
+class FakeBank:
+    """Remembers which expert each slot has."""
+
+    table: torch.Tensor
+    host: FakeHost = field(default_factory=FakeHost)
+    held: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.device
+
+    def fill(self, slot: int, layer: int, expert: int) -> None:
+        self.held[slot] = layer * EXPERTS + expert
+
+
+class HeldCopies:
+    """Copies that end when the test says so; a slot holds nothing meanwhile."""
+
+    def __init__(self, bank: FakeBank) -> None:
+        self.bank = bank
+        self.begun: list[tuple[int, Callable[[], None], list[bool]]] = []
+
+    def start(self, slot: int, copy: Callable[[], None]) -> Callable[[], bool]:
+        self.bank.held.pop(slot, None)
+        done = [False]
+        self.begun.append((slot, copy, done))
+        return lambda: done[0]
+
+    def end_one(self) -> None:
+        for _, copy, done in self.begun:
+            if not done[0]:
+                copy()
+                done[0] = True
+                return
+
+
+@dataclass
+class Rig:
+    bank: FakeBank
+    copies: HeldCopies
+    moves: ExpertMoves
+
+    @classmethod
+    def of(cls, device: torch.device, placement: Placement) -> Rig:
+        table = torch.from_numpy(placement.table.copy())
+        held = {
+            int(table[layer, expert]): layer * EXPERTS + expert
+            for layer, expert in np.argwhere(placement.table >= 0).tolist()
+        }
+        bank = FakeBank(table.to(device), held=held)
+        copies = HeldCopies(bank)
+        moves = ExpertMoves(cast(ExpertBank, bank), placement, copies, most_changes=2)
+        return cls(bank, copies, moves)
+
+    def launch(self, *, busy: bool = False) -> np.ndarray:
+        """The table that the step finds."""
+        self.moves.before_launch(link_is_busy=busy, chooses=True)
+        return self.bank.table.cpu().numpy().copy()
+
+    def check(self, table: np.ndarray) -> None:
+        """What a step with this table reads is what it ought to be."""
+        for place in np.flatnonzero(table.ravel() >= 0).tolist():
+            assert self.bank.held.get(int(table.ravel()[place])) == place
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_never_read_a_slot_that_is_written(seed: int, device: torch.device) -> None:
+    """Up to three steps under way, each with the table of its launch; copies end at any time."""
+    rng = np.random.default_rng(seed)
+    rig = Rig.of(device, EveryStep(round_robin(SLOTS, LAYERS, EXPERTS), seed))
+    under_way: list[np.ndarray] = []
+    for _ in range(120):
+        what = rng.integers(0, 3)
+        if what == 0 and len(under_way) < 3:
+            table = rig.launch(busy=bool(rng.integers(0, 4) == 0))
+            assert (table == rig.moves.placement.table).all()
+            under_way.append(table)
+        elif what == 1 and under_way:
+            under_way.pop(0)
+            rig.moves.finished()
+        else:
+            rig.copies.end_one()
+        for table in under_way:
+            rig.check(table)
+    assert rig.moves.num_promoted >= 3
+
+
+def test_the_four_moments_of_a_promotion(device: torch.device) -> None:
+    rig = Rig.of(device, EveryStep(round_robin(SLOTS, LAYERS, EXPERTS), most=1))
+    rig.moves.before_launch(link_is_busy=False, chooses=False)  # step 0 has the first table
+    before = rig.bank.table.cpu().numpy().copy()
+    after = rig.launch()  # step 1 does not read the slot any more
+    (gone,) = np.argwhere(before != after).tolist()
+    assert after[tuple(gone)] == ON_HOST and rig.moves.num_moving == 1
+    slot = int(before[tuple(gone)])
+
+    def launch(*, busy: bool = False) -> np.ndarray:
+        rig.moves.before_launch(link_is_busy=busy, chooses=False)
+        return rig.bank.table.cpu().numpy().copy()
+
+    launch()
+    assert not rig.copies.begun  # step 0 may still read it
+    rig.moves.finished()
+    assert not rig.copies.begun  # copies begin at launches
+    launch(busy=True)
+    assert not rig.copies.begun  # loads go first
+    launch()
+    assert [begun for begun, _, _ in rig.copies.begun] == [slot]
+    assert (launch() == after).all() and rig.moves.num_promoted == 0
+    rig.copies.end_one()
+    assert (rig.bank.table.cpu().numpy() == after).all()
+    table = launch()
+    (new,) = np.argwhere(table != after).tolist()
+    assert table[tuple(new)] == slot and new != gone
+    assert rig.moves.num_promoted == 1 and not rig.moves.num_moving
+
+
+def test_the_engines_placement_moves_what_is_visited(device: torch.device) -> None:
+    """All visits go to one expert of each layer, the last one, which is on the host at first."""
+    budget = PromotionBudget(bytes_per_s=1e6, expert_bytes=100)
+    placement = ExpertPlacement(LAYERS, EXPERTS, SLOTS, budget=budget)
+    placement.fill()
+    rig = Rig.of(device, placement)
+    counts = np.zeros((LAYERS, EXPERTS), np.int32)
+    counts[:, -1] = 50
+    for _ in range(8):
+        placement.observe(counts, steps=32, seconds=1.0)
+        rig.check(rig.launch())
+        rig.moves.finished()
+        rig.copies.end_one()
+        rig.copies.end_one()
+        placement.check_integrity()
+    assert (rig.launch()[:, -1] >= 0).all() and rig.moves.num_promoted == LAYERS
+
+
+def test_more_changes_than_one_kernel_takes(device: torch.device) -> None:
+    rig = Rig.of(device, EveryStep(round_robin(SLOTS, LAYERS, EXPERTS), most=5))
+    assert (rig.launch() == rig.moves.placement.table).all()
+    assert (rig.moves.placement.table < 0).sum() == LAYERS * EXPERTS
+
+
+def test_a_fixed_placement_moves_nothing(device: torch.device) -> None:
+    table = round_robin(SLOTS, LAYERS, EXPERTS)
+    rig = Rig.of(device, FixedPlacement(table.copy()))
+    for _ in range(4):
+        rig.moves.placement.observe(np.ones((LAYERS, EXPERTS)), steps=1, seconds=1.0)
+        assert (rig.launch() == table).all() and not rig.moves.num_moving

@@ -1,0 +1,132 @@
+"""A team of one Python thread that computes the experts which a mailbox asks for, in torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from hetero_llm.bridge.expert_mailbox import (
+    ANSWERED,
+    LAYER,
+    ON_DEVICE,
+    SEQUENCE,
+    STOPPED,
+    TOKENS,
+    ExpertMailbox,
+)
+from hetero_llm.bridge.host_experts import HostExperts, HostMatrices
+from hetero_llm.models.config import ClampedSwish
+from hetero_llm.models.layers import GatedActivation
+from hetero_llm.quantization.matrix import QuantizedMatrix, dequantize
+
+Compute = Callable[[int, int, Tensor], Tensor]
+"""(layer, expert, x [N, hidden] float32) -> [N, hidden] float32."""
+
+
+def dense(matrices: HostMatrices, expert: int) -> Tensor:
+    """[N, K] float32 of one expert."""
+    data = matrices.data[expert]
+    if matrices.scale is None:
+        return data.float()
+
+    def own(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[expert].contiguous()
+
+    scale = own(matrices.scale)
+    assert scale is not None and matrices.kind in ("fp8", "int8", "int4", "fp4", "nf4")
+    matrix = QuantizedMatrix(
+        matrices.kind, data.contiguous(), scale, matrices.group, matrices.scale_rows,
+        own(matrices.zero), own(matrices.offset), own(matrices.row_scale),
+    )  # fmt: skip
+    return dequantize(matrix, torch.float32)
+
+
+def expert_outputs(host: HostExperts) -> Compute:
+    """The experts in host memory, in float32."""
+    clamped = ClampedSwish(host.alpha, host.limit)
+    gate = GatedActivation(clamped if host.activation == "clamped" else host.activation)
+
+    def compute(layer: int, expert: int, x: Tensor) -> Tensor:
+        parts = host.layers[layer]
+        first, second = (
+            None if part.bias is None else part.bias[expert].float()
+            for part in (parts.gate_up, parts.down)
+        )
+        middle = gate(torch.nn.functional.linear(x, dense(parts.gate_up, expert), first))
+        return torch.nn.functional.linear(middle, dense(parts.down, expert), second)
+
+    return compute
+
+
+class PythonTeam:
+    """Answers until it is closed.
+
+    Attributes:
+        requests: layer and number of tokens of each exchange so far.
+        error: what ended the thread; None: nothing has.
+    """
+
+    def __init__(self, mailbox: ExpertMailbox, compute: Compute) -> None:
+        self.requests: list[tuple[int, int]] = []
+        self.error: BaseException | None = None
+        self._mailbox = mailbox
+        self._compute = compute
+        self._ends = threading.Event()
+        self._dies = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def die(self) -> None:
+        """Ends without another word, as a killed thread does."""
+        self._dies.set()
+        self.close()
+
+    def close(self) -> None:
+        """Says that it ends, and ends."""
+        self._ends.set()
+        self._thread.join()
+
+    def __enter__(self) -> PythonTeam:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        box = self._mailbox
+        request, answer = box.request.numpy(), box.answer.numpy()
+        with torch.inference_mode():
+            while not self._ends.is_set():
+                number = int(request[SEQUENCE])
+                if number == int(answer[ANSWERED]):
+                    self._ends.wait(1e-4)
+                    continue
+                try:
+                    self._answer(int(request[LAYER]), int(request[TOKENS]))
+                except BaseException as error:
+                    self.error = error
+                    break
+                answer[ANSWERED] = number
+        if not self._dies.is_set():
+            answer[STOPPED] = 1
+
+    def _answer(self, layer: int, tokens: int) -> None:
+        box = self._mailbox
+        self.requests.append((layer, tokens))
+        ids = box.ids[:tokens]
+        for token in range(tokens):
+            asked = ids[token] != ON_DEVICE
+            if not bool(asked.any()):
+                box.y[token] = float("nan")
+                continue
+            x, total = box.x[token].float().unsqueeze(0), 0.0
+            for place in asked.nonzero().flatten().tolist():
+                outputs = self._compute(layer, int(ids[token, place]), x)
+                total = total + float(box.weights[token, place]) * outputs[0]
+            box.y[token] = total

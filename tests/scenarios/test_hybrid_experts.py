@@ -1,0 +1,190 @@
+"""Mixtures with experts on the host through the runner of the GPU, in Triton's interpreter: tokens
+do not depend on where experts are, nor on experts that change places."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
+from hetero_llm.gpu.expert_bank import ExpertBank
+from hetero_llm.gpu.hybrid_experts import HybridExperts
+from hetero_llm.gpu.model_runner import GpuModelRunner
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.layers import CausalLM
+from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
+from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
+from hetero_llm.runner.model_runner import TorchModelRunner
+from tests.gpu.test_model_runner import step_of
+from tests.helpers.hybrid import DelayedCopies, EveryStep, Hybrid, open_hybrid
+from tests.models.tiny import make_tiny_checkpoint
+
+BLOCKS, SLOTS, MAX_LEN, PROMPT = 8, 2, 64, 12
+ASKS, STREAMS = 32, 8
+"""Rows up to which a step asks: more than those of the prompts' step, and fewer."""
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def checkpoint_of(folder: Path, family: str) -> Path:
+    variant = "heads_of_16" if family == "gpt_oss" else "full"
+    return make_tiny_checkpoint(folder, family, variant, layers=3 if family == "glm4_moe" else 2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint_of(tmp_path_factory.mktemp("qwen3"), "qwen3_moe")
+
+
+def steps(count: int) -> list[SchedulerOutput]:
+    """A prompt of 12 tokens beside one of 3, then tokens one by one, greedily."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 90, n).tolist() for n in (PROMPT, 3)]
+    states = tuple(
+        AdmittedSequence(i, tuple(p), len(p), SamplingParams(temperature=0.0), 0, 0, None)
+        for i, p in enumerate(prompts)
+    )
+    writes = [(slot, column, slot * 4 + column) for slot in range(2) for column in range(4)]
+    first = step_of([(i, 0, p, 1) for i, p in enumerate(prompts)], states, writes)
+    return [
+        first,
+        *(step_of([(0, PROMPT + i, [-1], 1), (1, 3 + i, [-1], 1)]) for i in range(count)),
+    ]
+
+
+def cache_of(config: Any, device: torch.device) -> PagedKVCache:
+    shape = KVCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, 16, torch.float32)
+    return PagedKVCache(shape, BLOCKS, device)
+
+
+def plain_tokens(checkpoint: Path, device: torch.device, count: int) -> list[list[int]]:
+    """Of the torch runner, with all experts on the device."""
+    config = load_model_config(checkpoint)
+    model = load_model(checkpoint, config, dtype=torch.float32, device=device, show_progress=False)
+    runner = TorchModelRunner(
+        model, config, cache_of(config, device), max_num_seqs=SLOTS, max_model_len=MAX_LEN,
+        device=device,
+    )  # fmt: skip
+    return [runner.finish(runner.launch(step)).token_ids for step in steps(count)]
+
+
+def runner_with(
+    model: CausalLM, config: ModelConfig, experts: HybridExperts, device: torch.device
+) -> GpuModelRunner:
+    return GpuModelRunner(
+        model, config, cache_of(config, device), max_num_seqs=SLOTS, max_model_len=MAX_LEN,
+        max_num_batched_tokens=32, graphs=False, experts=experts,
+    )  # fmt: skip
+
+
+def runner_of(hybrid: Hybrid, device: torch.device) -> GpuModelRunner:
+    return runner_with(hybrid.model, hybrid.config, hybrid.experts, device)
+
+
+def run_steps(
+    model: CausalLM, config: ModelConfig, experts: HybridExperts, device: torch.device, count: int
+) -> list[list[int]]:
+    """Tokens of `steps(count)`, one step after the other."""
+    runner = runner_with(model, config, experts, device)
+    return [runner.finish(runner.launch(step)).token_ids for step in steps(count)]
+
+
+def poison(bank: ExpertBank, slot: int) -> None:
+    for part in (bank.gate_up, bank.down):
+        assert isinstance(part.weights, torch.Tensor)
+        part.weights[slot].fill_(float("nan"))
+
+
+@pytest.mark.parametrize(
+    "family, residency, most_rows",
+    [
+        ("qwen3_moe", 0.0, ASKS),
+        ("qwen3_moe", 0.3, STREAMS),
+        ("qwen3_moe", 0.7, ASKS),
+        ("qwen3_moe", 1.0, ASKS),
+        ("gpt_oss", 0.3, ASKS),
+        ("glm4_moe", 0.3, STREAMS),
+    ],
+)
+def test_tokens_do_not_depend_on_where_experts_are(
+    tmp_path: Path, device: torch.device, family: str, residency: float, most_rows: int
+) -> None:
+    checkpoint = checkpoint_of(tmp_path, family)
+    wanted = plain_tokens(checkpoint, device, 3)
+    with open_hybrid(checkpoint, device, residency=residency, most_rows=most_rows) as hybrid:
+        runner = runner_of(hybrid, device)
+        found = [runner.finish(runner.launch(step)).token_ids for step in steps(3)]
+        assert found == wanted
+        rows = [tokens for _, tokens in hybrid.team.requests]
+        assert bool(rows) == (residency < 1.0)
+        assert (15 in rows) == (residency < 1.0 and most_rows == ASKS)  # the step of both prompts
+
+
+def test_tokens_while_experts_change_places_in_every_step(
+    checkpoint: Path, device: torch.device
+) -> None:
+    """Slots hold no numbers from the moment in which a copy may begin until it has ended, two steps
+    are under way at a time, and the prompts stream."""
+    count = 9
+    wanted = plain_tokens(checkpoint, device, count)
+    made: list[DelayedCopies] = []
+
+    def delayed(bank: ExpertBank) -> DelayedCopies:
+        made.append(DelayedCopies(lambda slot: poison(bank, slot)))
+        return made[0]
+
+    with open_hybrid(
+        checkpoint, device, residency=0.5, most_rows=STREAMS, placement=EveryStep, copies=delayed
+    ) as hybrid:
+        runner, found = runner_of(hybrid, device), []
+        work = steps(count)
+        under_way = [runner.launch(work[0])]
+        for step in work[1:]:
+            under_way.append(runner.launch(step))
+            found.append(runner.finish(under_way.pop(0)).token_ids)
+            made[0].advance()
+            table = hybrid.experts.moves.placement.table
+            assert (hybrid.bank.table.cpu().numpy() == table).all()
+        found.append(runner.finish(under_way.pop(0)).token_ids)
+        assert found == wanted
+        assert hybrid.experts.moves.num_promoted >= 3 and made[0].ended >= 3
+
+
+def test_the_counters_reach_the_placement(checkpoint: Path, device: torch.device) -> None:
+    """Of the prompts' step alone, and of the steps after it; the prompts' last layer goes on with
+    the two sampled tokens."""
+    made: list[EveryStep] = []
+
+    def watched(table: np.ndarray) -> EveryStep:
+        made.append(EveryStep(table))
+        return made[0]
+
+    with open_hybrid(
+        checkpoint, device, residency=0.0, most_rows=STREAMS, placement=watched
+    ) as hybrid:
+        runner = runner_of(hybrid, device)
+        for step in steps(3):
+            runner.finish(runner.launch(step))
+        k = hybrid.config.experts_per_token  # type: ignore[attr-defined]
+        assert made[0].prompts.sum(1).tolist() == [15 * k, 2 * k]
+        assert made[0].observed.sum(1).tolist() == [2 * k, 2 * k]  # the last two are not read yet
+
+
+def test_a_team_that_is_gone_ends_the_step_with_an_error(
+    checkpoint: Path, device: torch.device
+) -> None:
+    with open_hybrid(checkpoint, device, residency=0.0, most_rows=ASKS, most_looks=20) as hybrid:
+        hybrid.team.die()
+        runner = runner_of(hybrid, device)
+        pending = runner.launch(steps(0)[0])
+        with pytest.raises(RuntimeError, match="CPU threads that compute experts"):
+            runner.finish(pending)
