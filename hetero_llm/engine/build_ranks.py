@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from hetero_llm.gpu.collectives import PeerCollectives
+    from hetero_llm.lora.rank_adapters import ParallelAdapters
+    from hetero_llm.lora.store import AdapterStore
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +99,14 @@ class EngineRanks:
         self.processes.begin_serving()
         self.share.serves()
         return ParallelRunner(runner, self.processes, self.share.gave_up)
+
+    def adapters(self, store: AdapterStore | None) -> AdapterStore | ParallelAdapters | None:
+        """What the engine opens adapters with: the store of rank 0, or all ranks' stores."""
+        if store is None or isinstance(self.processes, NoRanks):
+            return store
+        from hetero_llm.lora.rank_adapters import ParallelAdapters
+
+        return ParallelAdapters(store, self.processes)
 
     def wait_loaded(self) -> None:
         """Waits until the other ranks have their weights.
