@@ -185,7 +185,7 @@ def run(rank: int, args: Any, folder: str, bytes_per_us: float) -> None:
         if rank == 0:
             write_results("kernels_collectives", results, args.out)
 
-    for maker in MAKERS:
+    for maker in [one for one in MAKERS if args.maker in one[0]]:
         try:
             collectives = open_peer_collectives(2 * max(WIDTHS), device, exchange, makers=[maker])
             break
@@ -229,6 +229,7 @@ def copy_speed() -> float:
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--maker", default="", help="a part of its name; default: what works first")
     parser.add_argument("--widths", type=numbers, default=list(WIDTHS))
     parser.add_argument("--rows", type=numbers, default=list(ROWS))
     args = parser.parse_args()

@@ -228,5 +228,7 @@ def open_peer_collectives(
     num_bytes = _Sizes.of(exchange.size, row_bytes).num_bytes(exchange.size)
     memory = make_peer_memory(num_bytes, device, exchange, fill=NOT_YET_BITS, makers=makers)
     collectives = PeerCollectives(memory, exchange, device, row_bytes=row_bytes)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     exchange.gather(None)  # no rank sends before all are ready
     return collectives
