@@ -140,8 +140,6 @@ def check_parallel(config: EngineConfig, device: torch.device) -> None:
     refused: tuple[tuple[str, Any, bool], ...] = (
         ("enable_prefix_cache_offload", True, offload),
         ("enable_prompt_adapter", True, config.prompt_adapters.enabled),
-        ("enable_lora", True, config.lora.enabled),
-        ("lora_merge", config.lora.merge, config.lora.merge is not None),
         ("cpu_offload_gb", config.load.cpu_offload_gb, bool(config.load.cpu_offload_gb)),
         ("cpu_backend", config.cpu.backend, config.cpu.backend == "ipex"),
     )
