@@ -137,7 +137,7 @@ def _part_of(
     dim = max(moving, key=view.stride)
     cpu = torch.device("cpu")
     steps = torch.arange(view.shape[dim], device=cpu)
-    offsets: Tensor = steps * view.stride(dim) + view.storage_offset()
+    offsets = steps * view.stride(dim) + int(view.storage_offset())
     place = torch.full((length,), -1, device=cpu)
     place[cut.index()] = torch.arange(size, device=cpu)
     places = place[offsets % block // step]
