@@ -189,6 +189,8 @@ def _cuts_of_weights(
     model: CausalLM, weights: Sequence[LayerWeight], parts: RankParts
 ) -> dict[int, Cut]:
     """The cut of each weight that ranks have parts of, by its place among `weights`."""
+    if not parts.cuts:  # a model that one rank runs may have dropped the head that it made first
+        return {}
     paths = {id(module): path for path, module in model.named_modules()}
     names = (f"{paths[id(weight.layer)]}.{weight.name}" for weight in weights)
     return {place: parts.cuts[name] for place, name in enumerate(names) if name in parts.cuts}
