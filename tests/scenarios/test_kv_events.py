@@ -102,7 +102,7 @@ def test_a_library_engine_publishes(tmp_path: Path) -> None:
         "replay_endpoint": f"ipc://{tmp_path}/replay",
     }
     prompt = list(range(300, 340))
-    with LLM("demo", device="cpu", num_gpu_blocks_override=64, kv_events_config=config) as llm:
+    with LLM("demo", device="cpu", num_gpu_blocks_override=128, kv_events_config=config) as llm:
         llm.generate(
             prompt_token_ids=[prompt], sampling_params=SamplingParams(max_tokens=1), use_tqdm=False
         )
