@@ -85,7 +85,6 @@ class ExpertChoice:
     model: str
 
 
-# large: one refusal after the other.
 def choose_experts(
     config: EngineConfig,
     folder: Path,
@@ -247,7 +246,6 @@ class ExpertMemory:
         return ConfigError(FIELD, "auto", reason)
 
 
-# large: each part is made once.
 def open_experts(
     choice: ExpertChoice,
     config: EngineConfig,

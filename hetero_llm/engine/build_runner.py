@@ -43,6 +43,7 @@ class BuiltRunner:
     cache: PagedKVCache
 
 
+# large: every part that some runner needs.
 @dataclass(frozen=True, slots=True)
 class RunnerInputs:
     """Everything a runner is built from. See `build_runner`."""
