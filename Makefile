@@ -127,7 +127,8 @@ check: $(STAMP)
 	  hetero_llm/kv_cache hetero_llm/scheduler hetero_llm/engine hetero_llm/server \
 	  hetero_llm/bench_client hetero_llm/commands hetero_llm/spec_decode \
 	  hetero_llm/cpu/draft_worker hetero_llm/models hetero_llm/pooling hetero_llm/structured_output \
-	  hetero_llm/sampling hetero_llm/quantization hetero_llm/lora hetero_llm/expert_offload
+	  hetero_llm/sampling hetero_llm/quantization hetero_llm/lora hetero_llm/distributed \
+	  hetero_llm/expert_offload
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/gen_flags_doc.py --check
 	$(BIN)/python tools/gen_lookahead_doc.py --check

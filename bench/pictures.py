@@ -583,6 +583,7 @@ NOT_DRAWN = {
     "rooms/kernels_lora_row.tuning": "what launches with an adapter of one row were chosen by",
     "rooms/kernels_lora.many": "what ways of adding adapters to many rows were chosen by",
     "kernels_lora.g": "a table: docs/benchmarks.md",
+    "kernels_expert_layouts.c": "a table: docs/design/hybrid_experts.md",
     "lora.llama-3.1-8b.g": "a table: docs/lora.md",
     "lora_cold.llama-3.1-8b.g": "a sentence: docs/lora.md",
     "lora_zipf.llama-3.1-8b.g": "a sentence: docs/lora.md",

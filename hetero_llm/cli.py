@@ -35,6 +35,7 @@ _COMMANDS = (
     ("serve", "serve", "add_serve", "serve a model over HTTP, as OpenAI does"),
     ("run", "serve", "add_run", "serve, as Angel-vLLM's run is told to"),
     ("run-batch", "run_batch", "add_run_batch", "answer a file of requests, as OpenAI's batches"),
+    ("route", "route", "add_route", "one address for several servers, by what their caches hold"),
     ("chat", "chat", "add_chat", "talk with a model, served or run here"),
     ("complete", "chat", "add_complete", "continue a prompt, served or here"),
     ("bench", "bench", "add_bench", "measure a server, or the engine here"),

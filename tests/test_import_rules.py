@@ -29,7 +29,8 @@ _DEVICE = (
 )  # fmt: skip
 _ENGINE = (
     "core", "config", "utils", "scheduler", "kv_cache", "spec_decode", "sampling", "models",
-    "pooling", "structured_output", "lora", "expert_offload",
+    "pooling",
+    "structured_output", "lora", "distributed", "expert_offload",
 )  # fmt: skip
 _BUILDER = (*_ENGINE, "bridge", "runner", "cpu", "gpu", "demo_models")
 
@@ -50,6 +51,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "bridge.ipc": ("core", "utils"),
     "bridge.kv_offload": ("core", "utils", "kv_cache.host_tier"),
     "bridge.build": ("utils", "bridge.ipc", "bridge.kv_offload"),
+    "distributed": ("core", "utils", "bridge.ipc", "models.collectives"),
     "spec_decode": ("core", "config", "utils.jit", "utils.topology"),
     "spec_decode.verify": ("core", "utils.jit"),
     "spec_decode.lookahead": ("core", "config", "utils.files", "utils.jit", *_OF_DRAFTS),
@@ -76,6 +78,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine": _ENGINE,
     "engine.resolve": (*_ENGINE, "demo_models"),
     "engine.factory": _BUILDER,
+    "engine.build_model": _BUILDER,
+    "engine.build_ranks": _BUILDER,
+    "engine.rank_process": _BUILDER,
     "engine.build_runner": _BUILDER,
     "engine.build_adapters": _BUILDER,
     "engine.build_host_tier": _BUILDER,

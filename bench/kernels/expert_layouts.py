@@ -23,7 +23,7 @@ import torch
 from bench.common import bench_parser, numbers, print_table, write_results
 from bench.cpu_limits import ReadProbe
 from bench.kernels.cpu_matmul import cold_matrix
-from bench.kernels.expert_team import KINDS, Kind, fill_with_weights
+from bench.kernels.expert_team import KINDS, Kind, allocate, fill_with_weights
 from bench.kernels.native_parts import Format, multiply, prepare
 from hetero_llm.cpu import native
 
@@ -40,7 +40,7 @@ def by_rows(
     """A call that multiplies all copies, and their bytes of weights."""
     one = outputs * depth * kind.bits // 8
     copies = -(-_COLD_BYTES // one)
-    data = torch.empty(copies * one, dtype=torch.uint8)
+    data = allocate(copies * one, pinned=False)
     fill_with_weights(data)
     scale = torch.full((outputs, depth // 32), 0.01, dtype=kind.scale or torch.float32)
     form = (ctypes.c_int64 * 7)(

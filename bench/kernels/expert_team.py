@@ -2,11 +2,11 @@
 
     python -m bench.kernels.expert_team [--threads 15] [--kinds bf16 fp8] [--rows 1,4,16,64]
 
-A thread of this process posts requests as a device would. Weights fill one block of memory, in huge
-pages or page-locked: layers of `experts` experts of a shape, which all kinds read in turn, so that a
-request finds its weights out of the caches. `routing` is "spread": each token chooses its experts
-at random, of the layer's; or "same": all tokens choose the same ones, so that an expert has `rows`
-tokens, which shows from how many on AMX tiles pay (`tiles`: from one token on, or never).
+A thread of this process posts requests as a device would. Weights fill one block of memory, in
+huge pages or page-locked: layers of `experts` experts of a shape, which all kinds read in turn, so
+that a request finds its weights out of the caches. `routing` is "spread": each token chooses its
+experts at random, of the layer's; or "same": all tokens choose the same ones, so that an expert has
+`rows` tokens, which shows from how many on AMX tiles pay (`tiles`: from one token on, or never).
 `experts`: those that a request reads, mean. `gb_s`: their bytes over the median time; `of_read`:
 that as a share of a plain read by as many threads, the better one of before and after.
 `best_gb_s`: of the fastest request.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from hetero_llm.config.args_spec import Kind, effective, grouped, not_yet, obsolete
+from hetero_llm.config.parallel_config import MAX_RANKS
 from hetero_llm.core.reasoning_formats import OFF, REASONING_PARSER_NAMES
 from hetero_llm.core.structured_outputs import BACKENDS
 
 _BOOL, _INT, _FLOAT, _STR, _JSON = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.JSON
 _LARGEST = 2**31 - 1
 
-_TENSOR_PARALLEL = "tensor parallelism"
 _MOST_LORAS, _MOST_RANK = 1024, 512
-_ONE_DEVICE = "the engine runs on one device, without remote workers."
+_ONE_DEVICE = "the engine runs on one host, without remote workers."
 
 CONSTRAINTS = grouped(
     "Structured output and reasoning",
@@ -227,12 +227,14 @@ HOST_EXPERTS = grouped(
 
 PARALLEL = grouped(
     "Parallelism",
-    not_yet(
+    effective(
         "tensor_parallel_size",
         _INT,
         1,
-        "GPUs that share each layer.",
-        feature=_TENSOR_PARALLEL,
+        "GPUs of this host that share each layer, one process each; on a CPU processes. "
+        "docs/design/parallel.md.",
+        minimum=1,
+        maximum=MAX_RANKS,
         short=("-tp",),
     ),
     not_yet(
@@ -250,12 +252,41 @@ PARALLEL = grouped(
         "GPUs that share each long prompt.",
         feature="sequence parallelism",
     ),
-    obsolete(
+    effective(
+        "data_parallel_size",
+        _INT,
+        1,
+        "Engines of this model behind one port, each on devices and cores of its own: a request "
+        "goes to the one that knows most of its prompt and has least to do. Only in servers: LLM "
+        "takes 1.",
+        short=("-dp",),
+        minimum=1,
+        maximum=1024,
+    ),
+    effective(
+        "data_parallel_size_local",
+        _INT,
+        None,
+        "How many of data_parallel_size are on this machine: all of them. Servers on several "
+        "machines go behind `hetero-llm route`.",
+        short=("-dpl",),
+        minimum=1,
+    ),
+    effective(
+        "kv_events_config",
+        _JSON,
+        None,
+        "Publish which KV blocks come and go, in vLLM's form over ZeroMQ, for routers that follow "
+        'the caches: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", '
+        '"replay_endpoint": ..., "topic": ...}. See docs/routing.md.',
+    ),
+    effective(
         "distributed_executor_backend",
         _STR,
         None,
-        "What starts the workers: 'ray' or 'mp'.",
-        reason=_ONE_DEVICE,
+        "What starts the processes of tensor_parallel_size: 'mp', the engine itself, which is the "
+        "default; 'uni': there is one process. 'ray' is refused: one host needs no Ray.",
+        choices=("mp", "uni", "ray"),
     ),
     obsolete("worker_use_ray", _BOOL, False, "Older form of 'ray'.", reason=_ONE_DEVICE),
     obsolete(
@@ -273,12 +304,12 @@ PARALLEL = grouped(
         "Workers that may load weights at the same time.",
         reason=_ONE_DEVICE,
     ),
-    obsolete(
+    effective(
         "disable_custom_all_reduce",
         _BOOL,
         False,
-        "Use NCCL's all-reduce only.",
-        reason=_ONE_DEVICE,
+        "GPUs of tensor_parallel_size exchange through NCCL, and not through memory that they map "
+        "of each other. Steps then run without CUDA graphs.",
     ),
 )
 

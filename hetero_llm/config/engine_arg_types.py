@@ -103,6 +103,9 @@ class EngineArgTypes(TypedDict, total=False):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     sequence_parallel_size: int
+    data_parallel_size: int
+    data_parallel_size_local: int | None
+    kv_events_config: Mapping[str, Any] | None
     distributed_executor_backend: str | None
     worker_use_ray: bool
     ray_workers_use_nsight: bool
@@ -244,6 +247,9 @@ class EngineArgFields:
     tensor_parallel_size: int
     pipeline_parallel_size: int
     sequence_parallel_size: int
+    data_parallel_size: int
+    data_parallel_size_local: int | None
+    kv_events_config: Mapping[str, Any] | None
     distributed_executor_backend: str | None
     worker_use_ray: bool
     ray_workers_use_nsight: bool

@@ -4,17 +4,21 @@ Values that are resolved at start-up (number of blocks, device) are passed as pl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetero_llm.config.constraints_config import ConstraintsConfig as ConstraintsConfig
 from hetero_llm.config.constraints_config import constraints_from_args
 from hetero_llm.config.expert_config import ExpertConfig as ExpertConfig
 from hetero_llm.config.expert_config import experts_from_args
+from hetero_llm.config.kv_events_config import KvEventsConfig as KvEventsConfig
+from hetero_llm.config.kv_events_config import kv_events_from_args
 from hetero_llm.config.lora_config import LoraConfig as LoraConfig
 from hetero_llm.config.lora_config import lora_from_args
 from hetero_llm.config.offload_config import OffloadConfig as OffloadConfig
 from hetero_llm.config.offload_config import offload_from_args
+from hetero_llm.config.parallel_config import ParallelConfig as ParallelConfig
+from hetero_llm.config.parallel_config import parallel_from_args
 from hetero_llm.config.pooling_config import PoolingConfig as PoolingConfig
 from hetero_llm.config.pooling_config import pooling_from_args
 from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig as PromptAdapterConfig
@@ -131,7 +135,10 @@ class SchedulerConfig:
 class EngineConfig:
     """The checked configuration of an engine. None means "resolved at start-up", except
     `speculation` None: no drafts, and `offload` None: no prefix cache in host memory.
-    `max_images`: maximum images of one prompt; `media_domains`: hosts that they may come from."""
+    `max_images`: maximum images of one prompt; `media_domains`: hosts that they may come from.
+    `num_replicas`: engines that share this machine and serve as one; each has this configuration
+    but for its number, `replica`. `kv_events` None: events of the KV cache are not published.
+    """
 
     load: LoadConfig
     cache: CacheConfig
@@ -154,7 +161,11 @@ class EngineConfig:
     constraints: ConstraintsConfig = ConstraintsConfig()
     lora: LoraConfig = LoraConfig()
     prompt_adapters: PromptAdapterConfig = PromptAdapterConfig()
+    num_replicas: int = 1
+    parallel: ParallelConfig = ParallelConfig()
     experts: ExpertConfig = ExpertConfig()
+    replica: int = 0
+    kv_events: KvEventsConfig | None = None
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> EngineConfig:
@@ -224,8 +235,48 @@ class EngineConfig:
             constraints=constraints_from_args(args),
             lora=lora_from_args(args),
             prompt_adapters=prompt_adapters_from_args(args),
+            num_replicas=_num_replicas(
+                args["data_parallel_size"], args["data_parallel_size_local"]
+            ),
+            parallel=parallel_from_args(args),
             experts=experts_from_args(args),
+            kv_events=kv_events_from_args(args),
         )
+
+    def of_one_replica(self, replica: int, *, on_cpu: bool) -> EngineConfig:
+        """This configuration with one replica's share of what all replicas have together: host
+        memory, to which a CPU's KV cache belongs."""
+        if self.num_replicas == 1:
+            return self
+        share = 1.0 / self.num_replicas
+        cache, speculation, offload = self.cache, self.speculation, self.offload
+        if on_cpu:
+            cache = replace(cache, memory_utilization=cache.memory_utilization * share)
+        if speculation is not None:
+            memory = speculation.memory_utilization * share
+            speculation = replace(speculation, memory_utilization=memory)
+        if offload is not None:
+            offload = replace(offload, memory_utilization=offload.memory_utilization * share)
+        return replace(self, cache=cache, speculation=speculation, offload=offload, replica=replica)
+
+    def check_one_replica(self) -> None:
+        """Raises ConfigError: several replicas are wanted of a program that has one engine."""
+        if self.num_replicas > 1:
+            reason = (
+                "an engine in this process has no replicas, as in vLLM; use AsyncLLMEngine or "
+                "`hetero-llm serve`, or one process for each device"
+            )
+            raise ConfigError("data_parallel_size", self.num_replicas, reason)
+
+
+def _num_replicas(size: int, local: int | None) -> int:
+    if local is not None and local != size:
+        reason = (
+            f"data_parallel_size={size} and all replicas are on this machine; start a server on "
+            "each machine, and `hetero-llm route` before them"
+        )
+        raise ConfigError("data_parallel_size_local", local, reason)
+    return size
 
 
 def _quantization(load_format: str, wanted: str | None) -> str | None:

@@ -15,7 +15,9 @@ _SWITCH, _ONE, _MANY = Takes.NOTHING, Takes.ONE, Takes.MANY
 
 _LORA = "LoRA"
 _REASONING = "separating a model's reasoning from its answer"
-_DATA_PARALLEL = "data parallelism"
+_EXTERNAL = "a port for each replica of one server"
+_ROUTE = "a server of its own for each, and `hetero-llm route` before them"
+_INHERITED = "replicas are processes of this machine, over sockets that they inherit."
 _CONTEXT_PARALLEL = "context parallelism"
 _EXPERT_PARALLEL = "expert parallelism"
 _NODES = "an engine of several machines"
@@ -34,7 +36,7 @@ _KERNELS = "kernels are chosen for the model and the device."
 _GRAPHS = "CUDA graphs are captured for the batch sizes that can occur."
 _NO_COMPILER = "torch compiles nothing here: there is nothing to tune."
 _STEPS = "the scheduler shares each step's tokens out without this limit."
-_ONE_DEVICE = "the engine runs on one device, without remote workers."
+_ONE_DEVICE = "the engine runs on one host, without remote workers."
 _LOADER = "weights are mapped into memory and copied as fast as the disk gives them."
 _IMAGE_CACHE = "prepared images are found again through the prefix cache."
 _COUNTERS = "/metrics has the counters there are."
@@ -149,7 +151,6 @@ _CACHE = (
              instead="enable_prefix_cache_offload and cpu_prefill_memory_utilization"),
     _feature("kv_offloading_backend", _ONE, "another KV offload than our own", "native"),
     _feature("kv_transfer_config", _ONE, _KV_TRANSFER),
-    _feature("kv_events_config", _ONE, "events of the KV cache"),
     _feature("ec_transfer_config", _ONE, "transfer of encoder outputs between engines"),
     _feature("ec_manager_config", _ONE, "a cache of encoder outputs"),
     _feature("offload_backend", _ONE, _WEIGHT_GROUPS, "auto", "uva"),
@@ -181,17 +182,18 @@ _SCHEDULING = (
 )  # fmt: skip
 
 _PARALLEL = (
-    _feature("data_parallel_size", _ONE, _DATA_PARALLEL, 1, short=("-dp",)),
-    _feature("data_parallel_size_local", _ONE, _DATA_PARALLEL, 1, short=("-dpl",)),
-    _feature("data_parallel_rank", _ONE, _DATA_PARALLEL, 0, short=("-dpn",)),
-    _feature("data_parallel_rank_local", _ONE, _DATA_PARALLEL, 0),
-    _feature("data_parallel_start_rank", _ONE, _DATA_PARALLEL, 0, short=("-dpr",)),
-    _tuning("data_parallel_address", _ONE, _ONE_DEVICE, short=("-dpa",)),
-    _tuning("data_parallel_rpc_port", _ONE, _ONE_DEVICE, short=("-dpp",)),
-    _tuning("data_parallel_backend", _ONE, _ONE_DEVICE, short=("-dpb",)),
-    _feature("data_parallel_hybrid_lb", _SWITCH, _DATA_PARALLEL, short=("-dph",)),
-    _feature("data_parallel_external_lb", _SWITCH, _DATA_PARALLEL, short=("-dpe",)),
-    _feature("data_parallel_multi_port_external_lb", _SWITCH, _DATA_PARALLEL, short=("-dpm",)),
+    _feature("data_parallel_rank", _ONE, "one replica of several by its rank", 0, short=("-dpn",),
+             instead=_ROUTE),
+    _feature("data_parallel_rank_local", _ONE, "one replica of several by its rank", 0),
+    _feature("data_parallel_start_rank", _ONE, "replicas on several machines", 0, short=("-dpr",)),
+    _tuning("data_parallel_address", _ONE, _INHERITED, short=("-dpa",)),
+    _tuning("data_parallel_rpc_port", _ONE, _INHERITED, short=("-dpp",)),
+    _feature("data_parallel_backend", _ONE, "replicas in Ray actors", "mp", short=("-dpb",),
+             instead="deploy/ray"),
+    _feature("data_parallel_hybrid_lb", _SWITCH, _EXTERNAL, short=("-dph",), instead=_ROUTE),
+    _feature("data_parallel_external_lb", _SWITCH, _EXTERNAL, short=("-dpe",), instead=_ROUTE),
+    _feature("data_parallel_multi_port_external_lb", _SWITCH, _EXTERNAL, short=("-dpm",),
+             instead=_ROUTE),
     _feature("decode_context_parallel_size", _ONE, _CONTEXT_PARALLEL, 1, short=("-dcp",)),
     _feature("prefill_context_parallel_size", _ONE, _CONTEXT_PARALLEL, 1, short=("-pcp",)),
     _tuning("dcp_comm_backend", _ONE, _ONE_DEVICE),
@@ -219,7 +221,8 @@ _PARALLEL = (
     _tuning("enable_hc_sp", _SWITCH, _ONE_DEVICE),
     _tuning("enable_batch_sharded_sampling", _SWITCH, _ONE_DEVICE),
     _tuning("enable_shm_tensor_arena", _SWITCH, _ONE_DEVICE),
-    _feature("enable_fault_tolerance", _SWITCH, _DATA_PARALLEL),
+    _feature("enable_fault_tolerance", _SWITCH, "serving on without a replica that died",
+             instead="`hetero-llm route` before servers of one replica each"),
     _tuning("fault_tolerance_config", _ONE, _ONE_DEVICE),
     _tuning("master_addr", _ONE, _ONE_DEVICE),
     _tuning("master_port", _ONE, _ONE_DEVICE),
@@ -311,14 +314,14 @@ _OBSERVATION = (
 )  # fmt: skip
 
 _SERVER = (
-    _serve("headless", _SWITCH, _DATA_PARALLEL),
+    _serve("headless", _SWITCH, "replicas without a port of their own"),
     _serve("api_server_count", _ONE, "several API processes", 1, short=("-asc",)),
     _serve("grpc", _SWITCH, _RPC),
     _serve("grpc_port", _ONE, _RPC),
-    _serve("data_parallel_supervisor_port", _ONE, _DATA_PARALLEL, 9256),
-    _serve("dp_supervisor_probe_interval_s", _ONE, _DATA_PARALLEL, 5.0),
-    _serve("dp_supervisor_probe_timeout_s", _ONE, _DATA_PARALLEL, 5.0),
-    _serve("dp_supervisor_probe_failure_threshold", _ONE, _DATA_PARALLEL, 3),
+    _serve("data_parallel_supervisor_port", _ONE, _EXTERNAL, 9256, instead=_ROUTE),
+    _serve("dp_supervisor_probe_interval_s", _ONE, _EXTERNAL, 5.0),
+    _serve("dp_supervisor_probe_timeout_s", _ONE, _EXTERNAL, 5.0),
+    _serve("dp_supervisor_probe_failure_threshold", _ONE, _EXTERNAL, 3),
     _serve("uds", _ONE, "a Unix socket", instead="host and port"),
     _serve("enable_ssl_refresh", _SWITCH, "reading new certificates without a restart"),
     _serve("disable_access_log_for_endpoints", _ONE, "an access log without some endpoints",
@@ -361,7 +364,7 @@ _SERVER = (
     _serve("log_error_stack", _SWITCH, "a switch for tracebacks", True, False,
            reason="unexpected errors are logged with their traceback."),
     _serve("tokens_only", _SWITCH, "an API of token ids alone", instead="skip_tokenizer_init"),
-    _serve("enable_scale_out", _SWITCH, _DATA_PARALLEL),
+    _serve("enable_scale_out", _SWITCH, "more replicas in a running server"),
     _serve("fingerprint_mode", _ONE, "system_fingerprint", "none"),
     _serve("fingerprint_value", _ONE, "system_fingerprint"),
 )  # fmt: skip

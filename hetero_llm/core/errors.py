@@ -13,7 +13,8 @@ HeteroLLMError
  ├── OverloadedError      too many requests wait; try again later
  ├── DuplicateRequestError  a running request has this id
  └── EngineDeadError      the engine cannot serve any more
-      └── EngineHungError     it has not responded for too long, though its process runs
+      ├── EngineHungError     it has not responded for too long, though its process runs
+      └── RankDeadError       a process that computes a part of the model has ended or hangs
 
 Each message names the field and the value. `RequestError.prompt_index` is the position in the list
 given to `LLM.generate`, or None.
@@ -125,6 +126,10 @@ class EngineDeadError(HeteroLLMError):
 
 class EngineHungError(EngineDeadError):
     """The engine has not responded for longer than its step timeout."""
+
+
+class RankDeadError(EngineDeadError):
+    """A rank process has ended, or gives no sign of life."""
 
 
 class OverloadedError(HeteroLLMError):

@@ -28,7 +28,7 @@ SPIN_US = 2000
 """Microseconds for which threads wait awake for a request: longer than a device needs between two
 layers, or between two steps that follow each other at once."""
 
-TILE_TOKENS = {"bfloat16": 16, "int8": 8, "fp8": 8, "int4": 8, "fp4": 8}
+TILE_TOKENS = {"bfloat16": 16, "int8": 8, "fp8": 8, "int4": 6, "fp4": 6}
 """Tokens of an expert from which on AMX tiles multiply, by the weights' kind. Below, memory gives
 the pace: a tile would not be faster, and its results depend on the number of tokens."""
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import signal
 import time
@@ -33,14 +34,12 @@ from hetero_llm.core.errors import (
     ConfigError,
     DuplicateRequestError,
     EngineDeadError,
-    EngineHungError,
     HeteroLLMError,
     OverloadedError,
     PoolingError,
     RequestError,
     refuse_later,
 )
-from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.inputs import PromptType
 from hetero_llm.core.lora import AdapterRef, LoRARequest, check_lora_request
 from hetero_llm.core.metrics import Metric
@@ -63,6 +62,21 @@ from hetero_llm.engine.output_stream import Assembler, OutputStream
 from hetero_llm.engine.pooling_inputs import PoolingInputs
 from hetero_llm.engine.pooling_stream import PoolingStream
 from hetero_llm.engine.prompt_adapters import open_prompt_adapters
+from hetero_llm.engine.replica import (
+    Replica,
+    merge_figures,
+    merge_histograms,
+    name_of,
+    places,
+    wait_until_ready,
+)
+from hetero_llm.engine.replica_choice import (
+    PIECE_BYTES,
+    Chooser,
+    OneReplica,
+    ReplicaChooser,
+    piece_hashes,
+)
 from hetero_llm.engine.resolve import open_model
 from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads, open_grammars
 from hetero_llm.models.folders import is_hub_id
@@ -77,6 +91,9 @@ _IDS_PER_CHARACTER = 8
 """Token ids that are checked in the time in which one character is encoded."""
 _CONSTRAINT_CHARACTERS = 4096
 """A constraint is compiled in the time in which a text of this length is encoded, or longer."""
+_TOKEN_BYTES = 4  # of a prompt's packed token ids
+_MOST_INDEXED = 2
+"""Pieces remembered of a replica, by those that its KV cache on the device has room for."""
 _SECONDS_TO_STOP = 1.5
 _POLL_SECONDS = 0.01
 
@@ -89,9 +106,11 @@ class _Checked:
         yield
 
 
-# large: one owner, in one thread, of the process, its socket, all streams and the engine's health.
+# large: one owner, in one thread, of the processes, all streams and the engine's health.
 class AsyncLLMEngine:
-    """An `EngineClient` whose engine is a process of its own, started and ended by this object.
+    """An `EngineClient` whose engine is a process of its own, started and ended by this object; or
+    several such processes (`data_parallel_size`), of which each request gets the one that
+    `replica_choice` finds. They live and die together.
 
     Use it from one event loop at a time. The constructor blocks until the model is loaded; inside
     a running loop call it through `asyncio.to_thread`.
@@ -136,12 +155,17 @@ class AsyncLLMEngine:
             type(step_timeout) not in (int, float) or not step_timeout > 0
         ):
             raise ConfigError("step_timeout", step_timeout, "must be a number above 0, or None")
-        config = EngineConfig.from_args(engine_args.resolved())
-        self.process = launch(engine_args.changed())
-        self._socket = self.process.socket
-        weakref.finalize(self, EngineProcess.kill, self.process)
+        resolved = engine_args.resolved()
+        config = EngineConfig.from_args(resolved)
+        where = places(
+            config.num_replicas, device=config.load.device, devices_each=devices_each(resolved)
+        )
+        processes: list[EngineProcess] = []
+        weakref.finalize(self, _kill, processes)
         try:
-            # Meanwhile the process loads the model.
+            for place in where:
+                processes.append(launch(engine_args.changed(), place))
+            # Meanwhile the processes load the model.
             opened = open_model(config)
             model, self.tokenizer, self.images = opened.config, opened.tokenizer, opened.images
             if check_tokenizer is not None:
@@ -151,18 +175,37 @@ class AsyncLLMEngine:
                 grammars = open_grammars(self.tokenizer, model.vocab_size, model.eos_token_ids)
             if grammars is not None:
                 grammars.warm_up()
-            ready = self.process.wait_until_ready()
+            all_ready = wait_until_ready(processes)
         except BaseException:
-            self.process.kill()
+            _kill(processes)
             raise
+        ready = all_ready[0]
+        max_model_len = min(one.max_model_len for one in all_ready)
+        self.process = processes[0]
+        self._replicas = [
+            Replica(
+                process,
+                name_of(index, len(processes)),
+                handle=self._handle,
+                fail=self._fail_everything,
+            )
+            for index, process in enumerate(processes)
+        ]
+        num_blocks = sum(one.num_blocks for one in all_ready)
+        self._chooser: Chooser = OneReplica()
+        self._several = len(processes) > 1
+        if self._several:
+            tokens = num_blocks * config.cache.block_size // len(processes)
+            capacity = max(_MOST_INDEXED * tokens * _TOKEN_BYTES // PIECE_BYTES, 1)
+            self._chooser = ReplicaChooser(len(processes), capacity=capacity)
         self.info = EngineInfo(
             model=config.load.model,
             served_names=tuple(served_names)
             or tuple(engine_args.served_model_name)
             or (config.load.model,),
-            max_model_len=ready.max_model_len,
+            max_model_len=max_model_len,
             vocab_size=model.vocab_size,
-            num_blocks=ready.num_blocks,
+            num_blocks=num_blocks,
             block_size=config.cache.block_size,
             device=ready.device,
             dtype=ready.dtype,
@@ -171,13 +214,17 @@ class AsyncLLMEngine:
             default_sampling=opened.default_sampling,
             max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
             pooling=PoolingInfo.of(model) if isinstance(model, PoolingModel) else None,
-            started_seconds={**ready.seconds, "total": time.monotonic() - begun},
+            started_seconds={
+                **{name: max(one.seconds[name] for one in all_ready) for name in ready.seconds},
+                "total": time.monotonic() - begun,
+            },
+            num_replicas=len(processes),
         )
         self._model = ModelInfo(
             model=config.load.model,
             tokenizer=config.load.tokenizer,
             served_model_name=self.info.served_names[0],
-            max_model_len=ready.max_model_len,
+            max_model_len=max_model_len,
             vocab_size=model.vocab_size,
             dtype=ready.dtype,
             seed=config.seed,
@@ -185,7 +232,7 @@ class AsyncLLMEngine:
         self._inputs = InputProcessor(
             self.tokenizer,
             vocab_size=model.vocab_size,
-            max_model_len=ready.max_model_len,
+            max_model_len=max_model_len,
             eos_ids=model.eos_token_ids,
             max_logprobs=config.max_logprobs,
             seed=config.seed,
@@ -199,7 +246,7 @@ class AsyncLLMEngine:
         self.pooling_inputs = None
         if isinstance(model, PoolingModel):
             self.pooling_inputs = PoolingInputs(self.tokenizer, model)
-        self._max_running = config.max_num_seqs
+        self._max_running = config.max_num_seqs * len(processes)
         self._max_queued = max_queued_requests
         self.step_timeout = step_timeout or STEP_TIMEOUTS[ready.device.partition(":")[0]]
         self.threads = TokenizerThreads()
@@ -214,14 +261,10 @@ class AsyncLLMEngine:
         self._download_dir = config.load.download_dir
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
-        self._metrics: dict[str, float] = {}
-        self._histograms: dict[str, Histogram] = {}
-        self._last_message = time.monotonic()
         self.finish_rate = FinishRate()
         self._failure: str | None = None  # why nothing can be served
         self._draining = False
         self._stop_by = 0.0  # when a process that was asked to end is killed
-        self._asked_for_stacks = False
 
     @classmethod
     def from_engine_args(
@@ -396,8 +439,10 @@ class AsyncLLMEngine:
         self._attach_loop()
         stream = self._open_stream(request_id, PoolingStream)
         try:
-            request = PoolingRequest(stream.key, inputs, finish)
-            self._send(messages.pooling_to_wire(request))
+            message = messages.pooling_to_wire(PoolingRequest(stream.key, inputs, finish))
+            tokens = sum(message.lengths)
+            self._assign(stream, (), num_pieces=tokens * _TOKEN_BYTES / PIECE_BYTES)
+            self._send(stream, message)
             stream.sent = True
             result = messages.pooled_from_wire(await stream.get())
             self.finish_rate.note()
@@ -422,7 +467,7 @@ class AsyncLLMEngine:
                 continue
             stream.abort_wanted = True
             if stream.sent:
-                self._send(messages.Abort(stream.key))
+                self._send(stream, messages.Abort(stream.key))
             if isinstance(stream, PoolingStream):  # the engine sends no last output for it
                 stream.fail(lambda: HeteroLLMError("the request was aborted"))
 
@@ -449,8 +494,10 @@ class AsyncLLMEngine:
         if self._streams.pop(stream.key, None) is None:
             return
         del self._keys[stream.request_id]
+        if stream.assignment is not None:
+            self._chooser.finished(stream.assignment, answered=stream.answered)
         if stream.sent and not stream.ended and self._failure is None:
-            self._send(messages.Abort(stream.key))
+            self._send(stream, messages.Abort(stream.key))
 
     def _check_load(self) -> None:
         """Raises OverloadedError if too many requests wait.
@@ -459,7 +506,8 @@ class AsyncLLMEngine:
         heartbeat. `retry_after` is the time in which they will be finished at the recent rate.
         """
         live = len(self._streams)
-        said = min(int(self._metrics.get("num_requests_waiting", 0)), live)
+        waiting_now = sum(one.metrics.get("num_requests_waiting", 0) for one in self._replicas)
+        said = min(int(waiting_now), live)
         waiting = max(live - self._max_running, said)
         if (waiting + 1 if said else live + 1 - self._max_running) <= self._max_queued:
             return
@@ -499,10 +547,27 @@ class AsyncLLMEngine:
         message = messages.request_to_wire(stream.key, request)
         if self._failure is not None:
             raise EngineDeadError(self._failure)
-        self._send(message)
+        self._assign(stream, self._pieces_of(request))
+        self._send(stream, message)
         stream.sent = True
         if stream.abort_wanted:
-            self._send(messages.Abort(stream.key))
+            self._send(stream, messages.Abort(stream.key))
+
+    def _pieces_of(self, request: Request) -> list[int]:
+        """See `replica_choice`. Empty where there is nothing to choose."""
+        if not self._several:
+            return []
+        return piece_hashes(request.packed_prompt, request.root_hash)
+
+    def _assign(
+        self,
+        stream: OutputStream | PoolingStream,
+        pieces: Sequence[int],
+        *,
+        num_pieces: float | None = None,
+    ) -> None:
+        """Chooses the replica that serves a request."""
+        stream.assignment = self._chooser.choose(pieces, num_pieces=num_pieces)
 
     # -- adapters ---------------------------------------------------------------------------
 
@@ -521,7 +586,7 @@ class AsyncLLMEngine:
         known = [one for one in self._adapters if one.lora_int_id == lora_id]
         for request in known:
             del self._adapters[request]
-            await self._call_engine("forget_adapter", request.lora_name)
+            await self._call_engines("forget_adapter", request.lora_name)
         return bool(known)
 
     async def list_loras(self) -> set[int]:
@@ -561,10 +626,14 @@ class AsyncLLMEngine:
         if known is not None and not request.load_inplace:
             return known
         path = await self._local_path(request)
-        content_hash, rank = await self._call_engine(
+        found_by = await self._call_engines(
             "open_adapter", request.lora_name, request.lora_int_id, path,
             request.base_model_name, request.load_inplace,
         )  # fmt: skip
+        content_hash, rank = found_by[0]
+        if any(each != found_by[0] for each in found_by):
+            reason = "its files changed while the engines read them; load it again"
+            raise AdapterError("lora_path", request.lora_path, reason)
         for other in [one for one in self._adapters if one.lora_name == request.lora_name]:
             del self._adapters[other]
         found = self._adapters[named] = AdapterRef(named, content_hash, rank)
@@ -590,12 +659,14 @@ class AsyncLLMEngine:
     def stats(self) -> EngineStats:
         """See `EngineClient`."""
         self._receive_if_allowed()
+        metrics = merge_figures([one.metrics for one in self._replicas])
         return EngineStats(
-            metrics=self._metrics,
-            num_steps=int(self._metrics.get("num_steps", 0)),
-            last_step_age=time.monotonic() - self._last_message,
+            metrics=metrics,
+            num_steps=int(metrics.get("num_steps", 0)),
+            last_step_age=max(one.age for one in self._replicas),
             queue=len(self._streams),
-            histograms=self._histograms,
+            histograms=merge_histograms([one.histograms for one in self._replicas]),
+            replicas=tuple(one.metrics for one in self._replicas) if self._several else (),
         )
 
     def check_health(self) -> Awaitable[None]:
@@ -604,17 +675,9 @@ class AsyncLLMEngine:
         self._receive_if_allowed()
         if self._failure is not None:
             raise EngineDeadError(self._failure)
-        age = time.monotonic() - self._last_message
-        if age <= self.step_timeout:
-            self._asked_for_stacks = False
-            return _Checked()
-        if not self._asked_for_stacks:
-            self._asked_for_stacks = True
-            logger.error("the engine has shown no life for %.1f s", age)
-            self.process.popen.send_signal(signal.SIGUSR1)
-        raise EngineHungError(
-            f"the engine has shown no life for {age:.1f} s (step_timeout={self.step_timeout:g})"
-        )
+        for replica in self._replicas:
+            replica.check_life(self.step_timeout)
+        return _Checked()
 
     @property
     def errored(self) -> bool:
@@ -646,24 +709,36 @@ class AsyncLLMEngine:
 
     async def metrics(self) -> dict[str, float]:
         """The present `LLM.metrics`; `stats` has those of the last heartbeat."""
-        return await self._call_engine("metrics")
+        return merge_figures(await self._call_engines("metrics"))
 
     async def get_metrics(self) -> list[Metric]:
         """The present `LLM.get_metrics`; its histograms are those of the last heartbeat."""
         labels = {"model_name": self.info.served_names[0], "engine": "0"}
-        return metric_objects(await self.metrics(), self._histograms, labels)
+        histograms = merge_histograms([one.histograms for one in self._replicas])
+        return metric_objects(await self.metrics(), histograms, labels)
 
     async def reset_prefix_cache(self) -> None:
         """See `EngineClient`."""
-        await self._call_engine("reset_prefix_cache")
+        await self._call_engines("reset_prefix_cache")
+        for index in range(len(self._replicas)):
+            self._chooser.forget(index)
 
     async def save_lookahead_cache(self, path: str | os.PathLike[str]) -> None:
-        """See `LLM.save_lookahead_cache`. No request makes progress meanwhile."""
-        await self._call_engine("save_lookahead_cache", os.path.abspath(path))
+        """See `LLM.save_lookahead_cache`. No request makes progress meanwhile. Each of several
+        replicas has learned something else: the first one saves to `path`, the others to
+        `path.1`, `path.2` and so on."""
+        await self._call_each("save_lookahead_cache", self._paths(path))
 
     async def load_lookahead_cache(self, path: str | os.PathLike[str]) -> None:
-        """See `LLM.load_lookahead_cache`. No request makes progress meanwhile."""
-        await self._call_engine("load_lookahead_cache", os.path.abspath(path))
+        """See `LLM.load_lookahead_cache`. No request makes progress meanwhile. A replica without a
+        file of its own loads that of the first one."""
+        first, *others = self._paths(path)
+        paths = [first, *(one if os.path.exists(one) else first for one in others)]
+        await self._call_each("load_lookahead_cache", paths)
+
+    def _paths(self, path: str | os.PathLike[str]) -> list[str]:
+        whole = os.path.abspath(path)
+        return [f"{whole}.{index}" if index else whole for index in range(len(self._replicas))]
 
     def shutdown(self, drain_seconds: float | None = None) -> Awaitable[None]:
         """See `EngineClient`. Without `drain_seconds` the call itself ends the engine at once, and
@@ -672,7 +747,7 @@ class AsyncLLMEngine:
             return self._drain(drain_seconds)
         self._draining = True
         self._fail_everything("the engine was shut down", kill=False)
-        self.process.kill()
+        _kill([one.process for one in self._replicas])
         self.threads.close()
         return _Checked()
 
@@ -689,31 +764,56 @@ class AsyncLLMEngine:
             except EngineDeadError:
                 break
             await asyncio.sleep(_POLL_SECONDS)
-        if self._asked_for_stacks:  # a process stopped by a signal writes them once it continues
-            self.process.popen.send_signal(signal.SIGCONT)
+        hung = False
+        for replica in self._replicas:
+            if replica.hung:  # a process stopped by a signal writes its stacks once it continues
+                hung = True
+                replica.process.popen.send_signal(signal.SIGCONT)
         if self._failure is None:
-            self._send(messages.Shutdown())
-            hung = "hung and was ended" if self._asked_for_stacks else "was shut down"
-            self._fail_everything(f"the engine {hung}", kill=False)
+            for replica in self._replicas:
+                replica.send(messages.Shutdown())
+            end = "hung and was ended" if hung else "was shut down"
+            self._fail_everything(f"the engine {end}", kill=False)
             self._stop_by = time.monotonic() + _SECONDS_TO_STOP
-        while self.process.popen.poll() is None and time.monotonic() < self._stop_by:
-            self._socket.flush()
+        processes = [replica.process for replica in self._replicas]
+        while time.monotonic() < self._stop_by:
+            running = [one for one in processes if one.popen.poll() is None]
+            if not running:
+                break
+            for process in running:
+                process.socket.flush()
             await asyncio.sleep(_POLL_SECONDS)
-        self.process.kill()
+        _kill(processes)
         self.threads.close()
 
-    async def _call_engine(self, name: str, *arguments: Any) -> Any:
-        """Asks for one of `engine_process.CALLS`."""
+    async def _call_engines(self, name: str, *arguments: Any) -> list[Any]:
+        """Asks every replica for one of `engine_process.CALLS`; returns their results."""
+        return await self._call_with(name, [list(arguments)] * len(self._replicas))
+
+    async def _call_each(self, name: str, argument_of: Sequence[Any]) -> list[Any]:
+        """As `_call_engines`, with an argument for each replica."""
+        return await self._call_with(name, [[argument] for argument in argument_of])
+
+    async def _call_with(self, name: str, arguments_of: Sequence[list[Any]]) -> list[Any]:
         self._attach_loop()
         self.check_health()
-        number = self._num_calls
-        self._num_calls += 1
-        future = self._calls[number] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        numbers = range(self._num_calls, self._num_calls + len(self._replicas))
+        self._num_calls = numbers.stop
+        futures = [loop.create_future() for _ in numbers]
+        self._calls.update(zip(numbers, futures, strict=True))
         try:
-            self._send(messages.Call(number, name, list(arguments)))
-            return await future
+            sent = zip(self._replicas, numbers, arguments_of, strict=True)
+            for replica, number, arguments in sent:
+                replica.send(messages.Call(number, name, arguments))
+            results = await asyncio.gather(*futures, return_exceptions=True)
         finally:
-            del self._calls[number]
+            for number in numbers:
+                del self._calls[number]
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return list(results)
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -728,18 +828,13 @@ class AsyncLLMEngine:
         for stream in list(self._streams.values()):  # of a loop that was closed
             self._close_stream(stream)
         if self._failure is None:
-            loop.add_reader(self._socket.fileno(), self._receive)
+            for replica in self._replicas:
+                replica.attach(loop)
 
-    def _send(self, message: messages.Message) -> None:
-        self._socket.send(messages.encode(message))
-        if self._socket.num_unsent:
-            assert self._loop is not None
-            self._loop.add_writer(self._socket.fileno(), self._flush)
-
-    def _flush(self) -> None:
-        self._socket.flush()
-        if not self._socket.num_unsent and self._loop is not None:
-            self._loop.remove_writer(self._socket.fileno())
+    def _send(self, stream: OutputStream | PoolingStream, message: messages.Message) -> None:
+        """Sends a message about a request to the replica that serves it."""
+        assert stream.assignment is not None
+        self._replicas[stream.assignment.replica].send(message)
 
     def _receive_if_allowed(self) -> None:
         """Reads messages now, so that an engine does not count as hung because the loop was busy.
@@ -753,29 +848,25 @@ class AsyncLLMEngine:
         self._receive()
 
     def _receive(self) -> None:
-        if self._failure is not None:
-            self.process.popen.poll()  # leaves no zombie
-            return
-        for data in self._socket.receive():
-            self._last_message = time.monotonic()
-            self._handle(messages.decode_from_engine(data))
-        if self._socket.closed:
-            self._fail_everything(f"the engine is dead: {self.process.how_it_ended()}")
+        for replica in self._replicas:
+            if self._failure is not None:
+                replica.process.popen.poll()  # leaves no zombie
+            else:
+                replica.receive()
 
     def _handle(self, message: messages.Message) -> None:
         if isinstance(message, messages.StepOutputs):
             for output in message.outputs:
                 stream = self._streams.get(output.key)
                 if isinstance(stream, OutputStream):
+                    if not stream.answered:
+                        self._note_answer(stream)
                     stream.put(output)
         elif isinstance(message, messages.PooledOutputs):
             for pooled in message.outputs:
                 waiting = self._streams.get(pooled.key)
                 if isinstance(waiting, PoolingStream):
                     waiting.put(pooled)
-        elif isinstance(message, messages.Heartbeat):
-            self._metrics = message.metrics
-            self._histograms = message.histograms
         elif isinstance(message, messages.RequestFailed):
             failed = self._streams.get(message.key)
             if failed is not None:
@@ -783,8 +874,11 @@ class AsyncLLMEngine:
                 failed.fail(lambda: error)
         elif isinstance(message, messages.CallResult):
             self._finish_call(message)
-        elif isinstance(message, messages.Dead):
-            self._fail_everything(f"the engine is dead: a step failed: {message.text}")
+
+    def _note_answer(self, stream: OutputStream) -> None:
+        stream.answered = True
+        if stream.assignment is not None:
+            self._chooser.answered(stream.assignment)
 
     def _finish_call(self, result: messages.CallResult) -> None:
         future = self._calls.get(result.number)
@@ -800,9 +894,8 @@ class AsyncLLMEngine:
         if self._failure is not None:
             return
         self._failure = text
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._socket.fileno())
-            self._loop.remove_writer(self._socket.fileno())
+        for replica in self._replicas:
+            replica.detach()
         for stream in self._streams.values():
             stream.fail(lambda: EngineDeadError(text))
         for future in self._calls.values():
@@ -810,4 +903,21 @@ class AsyncLLMEngine:
                 future.set_exception(EngineDeadError(text))
         if kill:
             logger.error("%s", text)
-            self.process.popen.kill()  # without waiting: freeing its memory may take a while
+            for replica in self._replicas:
+                replica.process.popen.kill()  # without waiting: freeing memory may take a while
+
+
+def devices_each(resolved: Mapping[str, Any]) -> int:
+    """GPUs of one engine.
+
+    Args:
+        resolved: the value of every engine argument.
+    """
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+    return math.prod(int(resolved.get(name) or 1) for name in sizes)
+
+
+def _kill(processes: Iterable[EngineProcess]) -> None:
+    """Ends engine processes now. May be called again."""
+    for process in processes:
+        process.kill()

@@ -21,6 +21,7 @@ from hetero_llm.bridge.kv_offload.pinned_pool import PinnedPool, PoolError
 from hetero_llm.bridge.kv_offload.sizing import pool_size
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.config.offload_config import OffloadConfig, pool_words
+from hetero_llm.core.kv_events import KvEvents, NoKvEvents
 from hetero_llm.core.step_times import StepTimes
 from hetero_llm.kv_cache.block_transfers import OffloadLimits
 from hetero_llm.utils.topology import read_topology
@@ -82,6 +83,7 @@ class HostMemory:
     platform: HostPlatform
     pool: PinnedPool
     layer_ready: LoadFlags
+    events: KvEvents
     method: str = ""
 
     def join(self, cache: PagedKVCache, times: StepTimes) -> PinnedHostTier | None:
@@ -101,7 +103,9 @@ class HostMemory:
             min_tokens=config.load_min_tokens,
             window_bytes=config.max_inflight_bytes if config.lazy else None,
         )
-        index = HostBlockIndex(policy=config.host_policy, min_uses=config.min_uses)
+        index = HostBlockIndex(
+            policy=config.host_policy, min_uses=config.min_uses, events=self.events
+        )
         return PinnedHostTier(index, copier, rule, free_memory=self.pool.close)
 
     def words(self) -> str:
@@ -114,6 +118,8 @@ def open_host_memory(
     platform: HostPlatform | None,
     shape: KVCacheShape,
     scheduler: SchedulerConfig,
+    *,
+    events: KvEvents | None = None,
 ) -> HostMemory | None:
     """Opens page-locked memory for offloaded blocks. None without a configuration or a platform,
     and with a warning if the memory cannot be locked. To be called before the KV cache is sized:
@@ -148,7 +154,7 @@ def open_host_memory(
         logger.warning("serving without prefix cache offload: %s", pool.failure)
         pool.close()
         return None
-    return HostMemory(config, platform, pool, platform.make_layer_ready())
+    return HostMemory(config, platform, pool, platform.make_layer_ready(), events or NoKvEvents())
 
 
 def _open_copier(host: HostMemory, cache: PagedKVCache) -> NativeCopier | None:

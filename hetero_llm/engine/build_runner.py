@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from hetero_llm.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.model_runner import ModelRunner
+from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class BuiltRunner:
     cache: PagedKVCache
 
 
-# large: every part that some runner needs.
+# large: one field for each thing that a runner depends on.
 @dataclass(frozen=True, slots=True)
 class RunnerInputs:
     """Everything a runner is built from. See `build_runner`."""
@@ -64,6 +65,7 @@ class RunnerInputs:
     adapters: GpuAdapters | None
     experts: HybridExperts | None
     prompt_adapters: bool
+    share: RankShare
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -83,15 +85,18 @@ def build_runner(
     native: NativeBackend | None,
     layer_ready: LayerReadyFlags | None = None,
     adapters: GpuAdapters | None = None,
+    share: RankShare = ALONE_SHARE,
     experts: HybridExperts | None = None,
 ) -> BuiltRunner:
     """Builds the runner and its KV cache.
 
     Args:
+        model_config: of the model, or of this rank's part of it (`models.sharding`).
         drafts: whether steps may have draft trees.
         native: settings of the native executor; None: it does not run the model.
         layer_ready: flags at which steps wait for KV loads from host memory; None: there are none.
         adapters: of the model's products on a GPU; None: it has none there.
+        share: of this rank. All ranks get as many blocks as the one with the least memory has.
         experts: of its mixtures on a GPU, some of them on the host; None: there are no such.
 
     Raises:
@@ -115,6 +120,7 @@ def build_runner(
         adapters,
         experts,
         config.prompt_adapters.enabled,
+        share,
     )
     if config.cache.num_blocks is not None:
         needed, length = inputs.blocks_per_sequence, scheduler_config.max_model_len
@@ -129,7 +135,9 @@ def _cpu_runner(inputs: RunnerInputs) -> BuiltRunner:
         logger.warning("conservative_dry_run has no effect on a CPU: there is no profile run")
     num_blocks = inputs.cache.num_blocks
     if num_blocks is None:
-        num_blocks = _blocks_in_host_memory(inputs.cache, inputs.scheduler, inputs.shape)
+        processes = inputs.share.agreement.size
+        num_blocks = _blocks_in_host_memory(inputs.cache, inputs.scheduler, inputs.shape, processes)
+    num_blocks = inputs.share.agreement.least(num_blocks)
     cache = PagedKVCache(inputs.shape, num_blocks, inputs.device)
     if inputs.native is not None:
         assert inputs.layer_ready is None, "the native executor has its KV in host memory"
@@ -145,10 +153,13 @@ def _cpu_runner(inputs: RunnerInputs) -> BuiltRunner:
 
 
 def _blocks_in_host_memory(
-    cache: CacheConfig, scheduler: SchedulerConfig, shape: KVCacheShape
+    cache: CacheConfig, scheduler: SchedulerConfig, shape: KVCacheShape, processes: int
 ) -> int:
     """KV blocks for the configured share of the free host memory, no more than `max_num_seqs`
     sequences can fill.
+
+    Args:
+        processes: ranks that divide this memory between them.
 
     Raises:
         ConfigError: they do not hold one sequence of `max_model_len`.
@@ -157,7 +168,7 @@ def _blocks_in_host_memory(
 
     share = cache.memory_utilization
     needed = -(-scheduler.max_model_len // cache.block_size)
-    num_blocks = int(usable_memory_bytes() * share) // shape.block_bytes
+    num_blocks = int(usable_memory_bytes() * share / processes) // shape.block_bytes
     num_blocks = min(num_blocks, needed * scheduler.max_num_seqs)
     if num_blocks < needed:
         raise ConfigError(
@@ -197,7 +208,7 @@ def check_context(
     if cache.num_blocks is not None:
         _check_fixed_blocks(cache.num_blocks, needed, length)
     elif device.type == "cpu":
-        _blocks_in_host_memory(cache, scheduler, shape)
+        _blocks_in_host_memory(cache, scheduler, shape, config.parallel.tensor_parallel_size)
     else:
         _check_device_memory(cache, shape, length, device)
     table = 0 if model_config.rope is None else 4 * length * model_config.rope.rotary_dim
@@ -270,6 +281,9 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
         logger.info("%s runs without CUDA graphs", what)
     on_torch = inputs.batch_invariant or inputs.prompt_adapters or takes_images
     graphs = not on_torch and not inputs.enforce_eager and _can_be_captured(inputs.model)
+    if graphs and not inputs.share.in_graphs:
+        logger.info("the ranks exchange through NCCL: steps run without CUDA graphs")
+        graphs = False
 
     def runner_with(num_blocks: int, graphs: bool) -> BuiltRunner:
         cache = PagedKVCache(inputs.shape, num_blocks, inputs.device, inputs.kv_scales)
@@ -300,7 +314,7 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
             utilization=inputs.cache.memory_utilization,
             conservative=inputs.cache.conservative,
         )
-        num_blocks = room.pool_bytes // inputs.shape.block_bytes
+        num_blocks = inputs.share.agreement.least(room.pool_bytes // inputs.shape.block_bytes)
         if num_blocks < inputs.blocks_per_sequence:
             raise too_small_error(num_blocks, inputs.scheduler, inputs.shape, room)
     final = partial(runner_with, graphs=graphs)

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.core.drafter import BackgroundDrafter
-from hetero_llm.core.errors import EngineDeadError
+from hetero_llm.core.errors import EngineDeadError, HeteroLLMError
 from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.lora import LoRARequest, check_lora_request
 from hetero_llm.core.model_runner import ModelRunner
@@ -22,7 +22,9 @@ from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
+from hetero_llm.engine.kv_events import EventStream, NoEventStream
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.speculation_log import SpeculationLog, speculation_metrics
 from hetero_llm.kv_cache.hit_log import HitLog
@@ -99,6 +101,8 @@ class Engine:
         hit_log: notified after each step; logs where blocks were found.
         grammars: compiles the grammars of requests; None if none has any.
         adapters: reads LoRA adapters and keeps them in host memory; None: none are served.
+        ranks: the processes that run the model with this one; None: there are none.
+        kv_events: where changes of the prefix cache are published; None: nowhere.
 
     The four parts, `asynchronous`, `adapters` and `background_drafter` are attributes: benches and
     tests read the parts' counters and call their `check_integrity`.
@@ -117,6 +121,8 @@ class Engine:
         hit_log: HitLog | None = None,
         grammars: GrammarCompiler | None = None,
         adapters: AdapterStore | None = None,
+        ranks: RankProcesses | NoRanks | None = None,
+        kv_events: EventStream | None = None,
     ) -> None:
         self.input_processor = input_processor
         self.scheduler = scheduler
@@ -124,9 +130,11 @@ class Engine:
         self.output_processor = output_processor
         self.asynchronous = asynchronous
         self.adapters: AdapterStore | NoAdapters = adapters or NoAdapters()
+        self._ranks = ranks or NoRanks()
         self._speculation_log = speculation_log
         self.background_drafter = background_drafter
         self._hit_log = hit_log
+        self._kv_events: EventStream = kv_events or NoEventStream()
         self._compiling = CompileQueue(grammars)
         self._pending: tuple[SchedulerOutput, Any, float] | None = None  # launched, not finished
         self._clock = StepClock()
@@ -173,6 +181,9 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queues a request that passed `check_request`."""
         self.check_alive()
+        if request.grammar is not None:
+            self._ranks.compile_grammar(request.grammar)
+        self._kv_events.note_request(request)
         if not self._compiling.add(request):
             self.scheduler.add_request(request)
 
@@ -204,6 +215,7 @@ class Engine:
                     self.scheduler.loads.nap()
                 elif self._compiling:
                     self._compiling.nap()
+                self._kv_events.flush()
                 return self.output_processor.process(self.scheduler.take_failed())
             if self.asynchronous:
                 self._pending = self._launch(self.scheduler.schedule_ahead())
@@ -233,6 +245,7 @@ class Engine:
             if self._hit_log is not None:
                 self._hit_log.note()
             clock.lap("update")
+            self._kv_events.flush()
             outputs = self.output_processor.process(touched)
             clock.lap("output")
             clock.end()
@@ -242,7 +255,13 @@ class Engine:
             raise
 
     def check_alive(self) -> None:
-        """Raises EngineDeadError if a step has failed."""
+        """Raises EngineDeadError if a step has failed, or a process of another rank."""
+        if self._failure is None:
+            try:
+                self._ranks.check()
+            except HeteroLLMError as error:
+                self._failure = error
+                raise
         if self._failure is not None:
             raise EngineDeadError(
                 f"a step failed earlier: {type(self._failure).__name__}: {self._failure}"
@@ -301,19 +320,25 @@ class Engine:
         """Continues copies of KV to host memory while no request runs: the caller calls it
         repeatedly when idle. Returns whether there is more to copy."""
         self.check_alive()
-        return self.scheduler.poll_host_memory()
+        more = self.scheduler.poll_host_memory()
+        self._kv_events.flush()
+        return more
 
     def shut_down(self) -> None:
-        """Ends the draft worker and the KV copies. The engine must not be used afterwards."""
+        """Ends the draft worker, the KV copies and the other ranks. The engine must not be used
+        afterwards."""
         if self.background_drafter is not None:
             self.background_drafter.shut_down()
         if self._hit_log is not None:
             self._hit_log.close()
         self.scheduler.loads.shut_down()
         self._compiling.close()
+        self._ranks.shut_down()
+        self._kv_events.close()
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
+        self._kv_events.flush()
 
     def _launch(self, step: SchedulerOutput | None) -> tuple[SchedulerOutput, Any, float] | None:
         """Launches a step. Returns the step, the runner's handle for `finish`, and the time when

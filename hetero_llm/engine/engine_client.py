@@ -46,7 +46,7 @@ class EngineInfo:
     describes the host memory behind the prefix cache; empty without any. `default_sampling` has
     fields of `SamplingParams` for requests that leave them out. `max_logprobs` is the most
     log-probabilities of a token that a request may ask for. `pooling` describes a model that pools;
-    None: the model generates.
+    None: the model generates. `num_replicas` engines serve as one; `num_blocks` is that of all.
     """
 
     model: str
@@ -63,6 +63,7 @@ class EngineInfo:
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     max_logprobs: int = 20
     pooling: PoolingInfo | None = None
+    num_replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class EngineStats:
         last_step_age: seconds since the engine last showed life.
         queue: requests accepted and not finished.
         histograms: `Engine.histograms()` of the last heartbeat.
+        replicas: the metrics of each replica, of which `metrics` are the sums; empty: there is one.
     """
 
     metrics: dict[str, float]
@@ -98,6 +100,7 @@ class EngineStats:
     last_step_age: float
     queue: int
     histograms: dict[str, Histogram] = field(default_factory=dict)
+    replicas: tuple[dict[str, float], ...] = ()
 
 
 class EngineClient(Protocol):

@@ -9,18 +9,34 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.engine import messages
 from hetero_llm.engine.message_socket import MessageSocket
+from hetero_llm.utils.env import child_environment
 from hetero_llm.utils.log_sink import kind_of_root
 
 MODULE = "hetero_llm.engine.engine_process"
 _SECONDS_TO_REAP = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+    """Where one of several engines of a model runs.
+
+    Attributes:
+        index: its number, from 0.
+        cpus: logical CPUs that its process may use; empty: all of this process.
+        devices: its value of CUDA_VISIBLE_DEVICES; None: that of this process.
+    """
+
+    index: int = 0
+    cpus: tuple[int, ...] = ()
+    devices: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,7 @@ class EngineProcess:
         self.socket.close()
 
 
-def launch(args: Mapping[str, Any]) -> EngineProcess:
+def launch(args: Mapping[str, Any], place: ReplicaPlace | None = None) -> EngineProcess:
     """Starts a process that builds an engine.
 
     A fresh interpreter: a fork would break CUDA and thread pools, and multiprocessing would run
@@ -76,19 +92,22 @@ def launch(args: Mapping[str, Any]) -> EngineProcess:
 
     Args:
         args: engine arguments by name, plain data.
+        place: None: of the only engine, which may use all of this machine.
     """
+    place = place or ReplicaPlace()
     ours, theirs = socket.socketpair()
     alive, life = os.pipe()
     in_main_thread = threading.current_thread() is threading.main_thread()
     given = [str(theirs.fileno()), str(alive), str(int(in_main_thread))]
     try:
-        # -P: a module of the working folder must not shadow one of Python's own.
-        popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE, *given],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), alive),
-            env=child_environment(),
-        )
+        with _affinity(place.cpus):
+            # -P: a module of the working folder must not shadow one of Python's own.
+            popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", MODULE, *given],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), alive),
+                env=_environment_of(place),
+            )
     except BaseException:
         ours.close()
         os.close(life)
@@ -98,15 +117,28 @@ def launch(args: Mapping[str, Any]) -> EngineProcess:
         os.close(alive)
     to_engine = MessageSocket(ours)
     level = logging.getLogger("hetero_llm").getEffectiveLevel()
-    to_engine.send(messages.encode(messages.Start(dict(args), level, kind_of_root())))
+    start = messages.Start(dict(args), level, kind_of_root(), place.index)
+    to_engine.send(messages.encode(start))
     return EngineProcess(popen, to_engine, os.fdopen(life, "wb", buffering=0))
 
 
-def child_environment() -> dict[str, str]:
-    """The environment of this process; PYTHONPATH gets this package's folder if not installed."""
-    environment = dict(os.environ)
-    home = Path(__file__).resolve().parents[2]
-    if home.name not in ("site-packages", "dist-packages"):
-        before = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(home)]))
+@contextmanager
+def _affinity(cpus: tuple[int, ...]) -> Iterator[None]:
+    """Processes started meanwhile by this thread may use these CPUs only; its other threads keep
+    theirs. Empty: nothing changes."""
+    if not cpus:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _environment_of(place: ReplicaPlace) -> dict[str, str]:
+    environment = child_environment()
+    if place.devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = place.devices
     return environment

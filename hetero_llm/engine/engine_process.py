@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
-from hetero_llm.core.errors import ConfigError, HeteroLLMError, RequestError
+from hetero_llm.core.errors import ConfigError, EngineDeadError, HeteroLLMError, RequestError
 from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.engine import messages
@@ -82,11 +82,17 @@ class EngineLoop:
     def run(self) -> int:
         """Runs until a `Shutdown` message or the parent's end; returns the exit code."""
         while self._running and not self._parent.closed:
-            for data in self._receive():
+            try:
+                arrived = self._receive()
+            except EngineDeadError as error:  # while no request runs
+                return self._report_death(error)
+            for data in arrived:
                 self._handle(messages.decode_to_engine(data))
             if self._engine.has_unfinished and self._parent.num_unsent < self._most_unsent:
                 try:
                     outputs = self._step()
+                except EngineDeadError as error:
+                    return self._report_death(error)
                 except BaseException as error:
                     logger.exception("a step failed")
                     self._send(messages.Dead(f"{type(error).__name__}: {error}"))
@@ -95,6 +101,12 @@ class EngineLoop:
                     self._send(self._outputs_message(outputs))
             self._send_heartbeat()
         return 0
+
+    def _report_death(self, error: EngineDeadError) -> int:
+        """Says why the engine cannot go on, in one line. Returns the exit code."""
+        logger.error("%s", error)
+        self._send(messages.Dead(str(error)))
+        return EXIT_DEAD
 
     def _receive(self) -> list[bytes]:
         """Returns the messages that have arrived; waits only if no step can run."""
@@ -283,7 +295,7 @@ def _build(parent: MessageSocket) -> BuiltEngine | BuiltPooling | int:
     if start is None:
         return EXIT_BAD_START
     root = logging.getLogger()
-    root.handlers[:] = [Sink(sys.stderr.fileno(), LineFormatter(start.log_format, "engine"))]
+    root.handlers[:] = [Sink(sys.stderr.fileno(), LineFormatter(start.log_format, _name_of(start)))]
     root.setLevel(max(start.log_level, logging.WARNING))
     logging.getLogger("hetero_llm").setLevel(start.log_level)
     logging.captureWarnings(True)
@@ -295,7 +307,10 @@ def _build(parent: MessageSocket) -> BuiltEngine | BuiltPooling | int:
         from tqdm import tqdm
 
         from hetero_llm.engine.factory import build
+        from hetero_llm.engine.resolve import resolve_device
 
+        on_cpu = resolve_device(config.load.device).type == "cpu"
+        config = config.of_one_replica(start.replica, on_cpu=on_cpu)
         tqdm.monitor_interval = 0  # else each progress bar leaves a thread behind
 
         imported = time.monotonic()
@@ -314,6 +329,12 @@ def _build(parent: MessageSocket) -> BuiltEngine | BuiltPooling | int:
     )  # fmt: skip
     parent.send(messages.encode(ready))
     return built
+
+
+def _name_of(start: messages.Start) -> str:
+    """The process's name in the log."""
+    several = start.args.get("data_parallel_size", 1) != 1
+    return f"engine {start.replica}" if several else "engine"
 
 
 def _first_message(parent: MessageSocket) -> messages.Start | None:

@@ -1,15 +1,15 @@
 """Builds an engine from its configuration.
 
-Only this file and its builders (`build_runner`, `build_adapters`, `build_experts`,
-`build_host_tier`, `build_drafter`, `build_device_draft`, `build_draft_worker`, `build_pooling`)
-join the engine with devices.
+Only this file and its builders (`build_model`, `build_runner`, `build_adapters`, `build_experts`,
+`build_host_tier`, `build_drafter`, `build_device_draft`, `build_draft_worker`, `build_pooling`,
+`build_ranks`) and `rank_process` join the engine with devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,20 @@ from hetero_llm.engine.build_host_tier import (
     open_host_memory,
     step_times,
 )
+from hetero_llm.engine.build_model import (
+    backend_name,
+    find_served_model,
+    load_weights,
+    native_backend,
+)
 from hetero_llm.engine.build_pooling import BuiltPooling, build_pooling
+from hetero_llm.engine.build_ranks import (
+    EngineRanks,
+    check_parallel,
+    for_ranks,
+    join_ranks,
+    start_ranks,
+)
 from hetero_llm.engine.build_runner import (
     BuiltRunner,
     build_runner,
@@ -57,10 +70,10 @@ from hetero_llm.engine.default_sampling import default_sampling
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.images import ImageInputs, open_images
 from hetero_llm.engine.input_processor import InputProcessor
+from hetero_llm.engine.kv_events import EventStream, open_event_stream
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.prompt_adapters import open_prompt_adapters
 from hetero_llm.engine.resolve import (
-    find_model,
     limit_steps,
     model_folder,
     open_tokenizer,
@@ -76,7 +89,8 @@ from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import BlockTransfers
 from hetero_llm.kv_cache.hit_log import HitCounter, HitLog
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
-from hetero_llm.models.quantization_config import with_plain_weights
+from hetero_llm.models.collectives import Rank
+from hetero_llm.models.sharding import check_ranks, sharded_config
 from hetero_llm.pooling.pooling_model import read_pooling_model
 from hetero_llm.scheduler.adapter_slots import AdapterSlots
 from hetero_llm.scheduler.grammar_drafts import GrammarDrafts
@@ -91,12 +105,10 @@ if TYPE_CHECKING:
 
     from hetero_llm.config.draft_model_config import DraftModelConfig
     from hetero_llm.core.drafter import Drafter
-    from hetero_llm.cpu.backend import NativeBackend
     from hetero_llm.gpu.hybrid_experts import HybridExperts
     from hetero_llm.kv_cache.host_tier import HostTier
     from hetero_llm.lora.store import AdapterStore
     from hetero_llm.models.config import ModelConfig
-    from hetero_llm.models.layers import CausalLM
     from hetero_llm.spec_decode.lookahead.store import Store
 
 logger = logging.getLogger(__name__)
@@ -147,6 +159,12 @@ def build(
     if model is None:
         return build_engine(config, show_progress=show_progress, serving=serving)
     _check_no_adapters(config)
+    if config.parallel.tensor_parallel_size > 1:
+        size = config.parallel.tensor_parallel_size
+        raise ConfigError("tensor_parallel_size", size, "a model that pools runs on one device")
+    if config.kv_events is not None:
+        reason = "a model that pools has no prefix cache, so it has no events"
+        raise ConfigError("kv_events_config", {"enable_kv_cache_events": True}, reason)
     free_unreachable(device.type)
     folder = model_folder(config.load)
     return build_pooling(config, folder, model, show_progress=show_progress)
@@ -176,17 +194,14 @@ def build_engine(
 
     load = config.load
     device = resolve_device(load.device)
+    check_parallel(config, device)
     _check_adapters(config, device)
     free_unreachable(device.type)
     if device.type == "cuda":
         triton_cache.prepare()
     _check_offload(config, device)
-    folder, model_config = find_model(load)
-    if device.type == "cpu" and config.cpu.weight_dtype == "auto":
-        plain = with_plain_weights(model_config)
-        if plain is not model_config:
-            logger.info("%s: blocks become plain weights when they are loaded", folder)
-        model_config = plain
+    folder, model_config = find_served_model(config, device)
+    check_ranks(model_config, config.parallel.tensor_parallel_size)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     check_draft_length(config.speculation, max_model_len)
     model_config = dataclasses.replace(model_config, max_model_len=max_model_len)
@@ -196,24 +211,30 @@ def build_engine(
     images = open_images(folder, model_config, config.max_images, config.media_domains)
     sampling = {} if serving else default_sampling(config.generation, folder)
     dtype: torch.dtype = getattr(torch, dtype_name)
-    check_context(config, steps, model_config, dtype, device)
+    part = sharded_config(model_config, Rank(0, config.parallel.tensor_parallel_size))
+    check_context(config, steps, part, dtype, device)
     draft_model = None
     if drafter is None:
         config, draft_model = prepare_draft_model(
             config, model_config, tokenizer,
             target_on_cpu=device.type == "cpu", max_model_len=max_model_len,
         )  # fmt: skip
+    config = for_ranks(config, device)
     inputs = _EngineInputs(
         folder, model_config, max_model_len, tokenizer, dtype, device, steps, show_progress,
         platform or _platform(config, device), images,
         open_grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids),
+        open_event_stream(
+            config.kv_events, replica=config.replica, block_size=config.cache.block_size
+        ),
     )  # fmt: skip
     if serving and inputs.grammars is not None:
         inputs.grammars.warm_up_beside()  # while the weights load
     try:
-        built = _join(config, inputs, drafter, draft_model)
+        built = _with_ranks(config, inputs, drafter, draft_model)
         return dataclasses.replace(built, default_sampling=sampling)
     except BaseException:
+        inputs.events.close()
         if draft_model is not None:
             draft_model.worker.close()
         raise
@@ -236,6 +257,35 @@ class _EngineInputs:
     platform: HostPlatform | None
     images: ImageInputs | None
     grammars: GrammarCompiler | None
+    events: EventStream
+
+
+def _with_ranks(
+    config: EngineConfig,
+    inputs: _EngineInputs,
+    drafter: Drafter | None,
+    draft_model: DraftModel | None,
+) -> BuiltEngine:
+    """Starts the other ranks, if there are to be any, and builds the engine with them."""
+    processes = start_ranks(config, inputs.device)
+    try:
+        ranks = join_ranks(
+            processes,
+            config,
+            folder=inputs.folder,
+            scheduler=inputs.scheduler,
+            dtype=inputs.dtype,
+            device=inputs.device,
+            row_bytes=inputs.model_config.hidden_size * inputs.dtype.itemsize,
+            drafts=drafter is not None or config.speculation is not None,
+        )
+        return _join(config, inputs, drafter, draft_model, ranks)
+    except BaseException as error:
+        found = processes.why(error)
+        processes.shut_down()
+        if found is not error:
+            raise found from error
+        raise
 
 
 # large: each part of an engine is named once.
@@ -244,18 +294,19 @@ def _join(
     inputs: _EngineInputs,
     drafter: Drafter | None,
     draft_model: DraftModel | None,
+    ranks: EngineRanks,
 ) -> BuiltEngine:
     """Loads the weights, builds all parts and joins them."""
     model_config, tokenizer = inputs.model_config, inputs.tokenizer
     device, dtype, max_model_len = inputs.device, inputs.dtype, inputs.max_model_len
     dtype_name = str(dtype).removeprefix("torch.")
-    native = _native_backend(config, model_config, dtype, device)
-    backend = _backend_name(config, device, native=native is not None)
+    native = native_backend(config, model_config, dtype, device)
+    backend = backend_name(config, device, native=native is not None)
     served: list[ServedAdapters | None] = []
     chosen = choose_experts(
         config, inputs.folder, model_config, inputs.scheduler, dtype=dtype, device=device
     )
-    model = _load_weights(
+    model = load_weights(
         config,
         inputs.folder,
         model_config,
@@ -270,27 +321,34 @@ def _join(
                 download_dir=config.load.download_dir,
             )
         ),
+        share=ranks.share,
         expert_memory=None if chosen is None else _expert_memory(device),
     )
+    ranks.wait_loaded()
     adapters = None if served[0] is None else served[0].store
     num_parameters = model.parameters_per_token()  # before an executor takes the weights over
     experts = None
     if chosen is not None:
         experts = open_experts(chosen, config, model, inputs.scheduler, dtype=dtype, device=device)
     device_draft = None if drafter is not None else _load_device_draft(config, inputs, backend)
-    shape = cache_shape(config, model_config, dtype, device)
-    host = open_host_memory(config.offload, inputs.platform, shape, inputs.scheduler)
+    own_config = sharded_config(model_config, ranks.share.collectives.rank)
+    shape = cache_shape(config, own_config, dtype, device)
+    events = inputs.events
+    host = open_host_memory(
+        config.offload, inputs.platform, shape, inputs.scheduler, events=events.log
+    )
     built = build_runner(
         config,
         inputs.scheduler,
         model,
-        model_config=model_config,
+        model_config=own_config,
         dtype=dtype,
         device=device,
         drafts=drafter is not None or config.speculation is not None,
         native=native,
         layer_ready=None if host is None else host.layer_ready,
         adapters=device_adapters(served[0], model, config, device),
+        share=ranks.share,
         experts=experts,
     )
     runner, num_blocks, store = built.runner, built.cache.num_blocks, None
@@ -325,9 +383,10 @@ def _join(
             grammars=inputs.grammars,
             constraints=config.constraints,
             prompt_adapters=open_prompt_adapters(config, model_config),
+            takes_processors=config.parallel.tensor_parallel_size == 1,
         ),
         scheduler,
-        runner,
+        ranks.parallel(runner),
         OutputProcessor(tokenizer, scheduler.stop_sequence),
         asynchronous=device.type == "cuda" and not runs_on_torch(config, model_config),
         speculation_log=make_log(config.speculation),
@@ -335,6 +394,8 @@ def _join(
         grammars=inputs.grammars,
         hit_log=HitLog(hits) if offload is not None and offload.config.hit_count else None,
         adapters=adapters,
+        ranks=ranks.processes,
+        kv_events=events,
     )
     if not config.disable_log_stats:
         sizes = max_model_len, num_blocks, config.cache.block_size
@@ -366,7 +427,8 @@ def _scheduler(
     """
     tier, host, times = memory
     shape, tokenizer = built.cache.shape, inputs.tokenizer
-    prefix_cache = PrefixCache() if config.cache.enable_prefix_caching else None
+    caching = config.cache.enable_prefix_caching
+    prefix_cache = PrefixCache(inputs.events.log) if caching else None
     transfers = None
     if tier is not None and host is not None and prefix_cache is not None:
         limits = offload_limits(host.config, inputs.scheduler)
@@ -431,7 +493,7 @@ def _device_draft(
         logger.warning("the draft model runs on torch; cpu_draft_worker=True is faster on a CPU")
         backend = "torch"
     try:
-        model = _load_weights(
+        model = load_weights(
             own, folder, model_config,
             dtype=dtype, device=device, show_progress=inputs.show_progress, backend=backend,
         )  # fmt: skip
@@ -564,111 +626,3 @@ def _check_adapters(config: EngineConfig, device: torch.device) -> None:
     if lora.merge is not None and config.load.cpu_offload_gb:
         reason = "cannot be combined with cpu_offload_gb: use one of them"
         raise ConfigError("lora_merge", lora.merge, reason)
-
-
-def _native_backend(
-    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> NativeBackend | None:
-    """Settings of the native executor; None if it does not run the model."""
-    cpu = config.cpu
-    if device.type == "cpu":
-        from hetero_llm.cpu.backend import choose_backend
-
-        return choose_backend(
-            cpu,
-            model_config,
-            dtype,
-            batch_invariant=config.batch_invariant,
-            prompt_adapters=config.prompt_adapters.enabled,
-        )
-    given = {
-        "cpu_backend": cpu.backend != "native",
-        "cpu_weight_dtype": cpu.weight_dtype != "auto",
-        "cpu_threads": cpu.threads is not None,
-    }
-    for name in (name for name, is_given in given.items() if is_given):
-        logger.warning("%s has no effect on a GPU", name)
-    return None
-
-
-def _backend_name(config: EngineConfig, device: torch.device, *, native: bool) -> str:
-    """See `BuiltEngine`. On a CPU without the native executor: "ipex" if configured, else
-    "torch"."""
-    if native:
-        return "native"
-    if device.type == "cuda":
-        return "cuda"
-    return "ipex" if config.cpu.backend == "ipex" else "torch"
-
-
-def _load_weights(
-    config: EngineConfig,
-    folder: Path,
-    model_config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    show_progress: bool,
-    backend: str,
-    loaded: Callable[[CausalLM], None] | None = None,
-    expert_memory: ExpertMemory | None = None,
-) -> CausalLM:
-    """Loads the model and replaces its layers by the fastest ones for device and configuration.
-
-    Args:
-        loaded: called in between.
-        expert_memory: see `load_model`.
-        backend: see `BuiltEngine`; "native": the layers stay, since the executor reads the weights
-            itself.
-    """
-    from hetero_llm.models.loader import load_model, quantized_sizes
-
-    load = partial(
-        load_model,
-        folder,
-        model_config,
-        dtype=dtype,
-        device=device,
-        show_progress=show_progress,
-        load_format=config.load.load_format,
-        allow_pickle=config.load.allow_pickle_weights,
-        seed=config.load.seed,
-        expert_memory=expert_memory,
-    )
-    if device.type == "cuda":
-        from hetero_llm.gpu.memory import load_weights
-        from hetero_llm.gpu.weight_offload import plan_offload
-
-        offload_gb, sizes = config.load.cpu_offload_gb, {}
-        if offload_gb:
-            sizes = quantized_sizes(
-                folder,
-                model_config,
-                dtype=dtype,
-                load_format=config.load.load_format,
-                allow_pickle=config.load.allow_pickle_weights,
-            )
-        plan = plan_offload(model_config, dtype, offload_gb, sizes)
-        model = load_weights(load, device, plan)
-    else:
-        model = load()
-    if loaded is not None:
-        loaded(model)
-    if config.batch_invariant:
-        from hetero_llm.models.invariant import make_batch_invariant
-
-        make_batch_invariant(model)
-    elif backend == "cuda":
-        from hetero_llm.gpu.fused import speed_up
-
-        speed_up(model)
-    elif backend == "ipex":
-        from hetero_llm.cpu.ipex import speed_up
-
-        speed_up(model)
-    elif backend == "torch":
-        from hetero_llm.cpu.fused import speed_up
-
-        speed_up(model)
-    model.finish_loading(batch_invariant=config.batch_invariant)
-    return model

@@ -178,6 +178,7 @@ class InputProcessor:
         grammars: compiles the constraints of outputs; None without a tokenizer.
         constraints: what holds for all of them.
         prompt_adapters: those that requests may have; None: they may have none.
+        takes_processors: requests may have logits processors, which are Python functions.
     """
 
     def __init__(
@@ -193,7 +194,9 @@ class InputProcessor:
         grammars: GrammarCompiler | None = None,
         constraints: ConstraintsConfig | None = None,
         prompt_adapters: PromptAdapters | None = None,
+        takes_processors: bool = True,
     ) -> None:
+        self._takes_processors = takes_processors
         self._grammars = grammars
         self._constraints = ConstraintDefaults(tokenizer, constraints or ConstraintsConfig())
         self._tokenizer = tokenizer
@@ -409,6 +412,9 @@ class InputProcessor:
         return [int(token) for token in token_ids]
 
     def _check_params(self, params: SamplingParams) -> None:
+        if params.logits_processors and not self._takes_processors:
+            reason = "Python functions run in one process; tensor_parallel_size has to be 1"
+            raise SamplingError("logits_processors", params.logits_processors, reason)
         for name in ("logprobs", "prompt_logprobs"):
             wanted = self._count(getattr(params, name))
             if wanted is not None and self._max_logprobs != -1 and wanted > self._max_logprobs:

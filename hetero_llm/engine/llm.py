@@ -95,6 +95,7 @@ class LLM:
     ) -> None:
         args = EngineArgs(model, tokenizer, **engine_args)
         config = EngineConfig.from_args(args.resolved())
+        config.check_one_replica()
         serve_promptly()
         with prompt_wakeups():
             built = build(config, show_progress=sys.stderr.isatty())

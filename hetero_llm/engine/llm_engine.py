@@ -42,6 +42,7 @@ class LLMEngine:
         if not isinstance(engine_args, EngineArgs):
             engine_args = EngineArgs(**engine_args)
         config = EngineConfig.from_args(engine_args.resolved())
+        config.check_one_replica()
         serve_promptly()
         with prompt_wakeups():
             built = build_engine(config, show_progress=sys.stderr.isatty())

@@ -56,12 +56,13 @@ class Error(msgspec.Struct, array_like=True):
 
 
 class Start(Message):
-    """The first message: engine arguments as `resolve_engine_args` takes them, and one of
-    `log_sink.FORMATS`."""
+    """The first message: engine arguments as `resolve_engine_args` takes them, one of
+    `log_sink.FORMATS`, and which replica of the model this process is."""
 
     args: dict[str, Any]
     log_level: int
     log_format: str = "text"
+    replica: int = 0
 
 
 class Array(msgspec.Struct, array_like=True):

@@ -12,6 +12,7 @@ from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind
 from hetero_llm.engine.messages import Output
+from hetero_llm.engine.replica_choice import Assignment
 
 MOST_KEPT = 256
 """Outputs kept for a slow reader; later ones are merged into the last of them."""
@@ -26,6 +27,8 @@ class OutputStream:
         sent: the request was sent to the engine.
         ended: the last output or an error has come.
         abort_wanted: the user aborted the request, maybe before it was sent.
+        assignment: the replica that serves it; None: none yet.
+        answered: the first output has come.
     """
 
     def __init__(self, key: str, request_id: str, arrival: float) -> None:
@@ -35,6 +38,8 @@ class OutputStream:
         self.sent = False
         self.ended = False
         self.abort_wanted = False
+        self.assignment: Assignment | None = None
+        self.answered = False
         self._outputs: deque[Output] = deque()
         self._make_error: Callable[[], HeteroLLMError] | None = None
         self._waiting: asyncio.Future[None] | None = None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from hetero_llm.core.errors import HeteroLLMError
 from hetero_llm.engine.messages import Pooled
+from hetero_llm.engine.replica_choice import Assignment
 
 
 class PoolingStream:
@@ -19,6 +20,8 @@ class PoolingStream:
         self.sent = False
         self.ended = False
         self.abort_wanted = False
+        self.assignment: Assignment | None = None
+        self.answered = False
         self._result: Pooled | None = None
         self._make_error: Callable[[], HeteroLLMError] | None = None
         self._ready = asyncio.Event()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 from torch import Tensor, nn
 
+from hetero_llm.gpu.collectives import PeerCollectives
 from hetero_llm.gpu.kernels.activation import activation, gated_activation
 from hetero_llm.gpu.kernels.block_product import find_block_product
 from hetero_llm.gpu.kernels.experts import experts, serves
@@ -32,8 +33,20 @@ from hetero_llm.gpu.kernels.routing import (
     route_top_k,
 )
 from hetero_llm.gpu.kernels.skinny_gemm import linear
-from hetero_llm.gpu.switch_points import measure_switch_points
-from hetero_llm.models.blocks import DecoderLayer, GatedMLP
+from hetero_llm.gpu.switch_points import (
+    AgreeOnNumbers,
+    agree_on_switch_points,
+    measure_switch_points,
+)
+from hetero_llm.models.blocks import (
+    Attention,
+    DecoderLayer,
+    DecoderLM,
+    GatedMLP,
+    PlainMLP,
+    SandwichLayer,
+)
+from hetero_llm.models.collectives import same
 from hetero_llm.models.experts import (
     Experts,
     ExpertsFunction,
@@ -41,6 +54,7 @@ from hetero_llm.models.experts import (
     SparseMixerRouter,
     TopKRouter,
 )
+from hetero_llm.models.gpt_oss import GptOssAttention, GptOssBlock
 from hetero_llm.models.layers import (
     Activation,
     AddLayerNorm,
@@ -51,8 +65,10 @@ from hetero_llm.models.layers import (
     GemmaRMSNorm,
     Linear,
     ProjectionNorm,
+    Reduce,
     RMSNorm,
 )
+from hetero_llm.models.mixtral import MixtralBlock
 from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedWeight
 
 
@@ -63,9 +79,14 @@ def speed_up(model: CausalLM) -> None:
     use_kernels(model, few_rows=None)
 
 
-def use_kernels(model: CausalLM, *, few_rows: int | None) -> None:
-    """`speed_up`; `few_rows`: rows up to which quantized products multiply weights as they are
-    stored, None: measured."""
+def use_kernels(model: CausalLM, *, few_rows: int | None, agree: AgreeOnNumbers = list) -> None:
+    """`speed_up`.
+
+    Args:
+        few_rows: up to which quantized products multiply weights as they are stored; None:
+            measured.
+        agree: makes of what was measured what all ranks of the model use.
+    """
     fused_norms = model.config.hidden_size <= MAX_NORM_SIZE
     for module in model.modules():
         if isinstance(module, RMSNorm) and fused_norms:
@@ -99,6 +120,7 @@ def use_kernels(model: CausalLM, *, few_rows: int | None) -> None:
             product.few_rows = few_rows
     elif products and products[0].matrix.device.type == "cuda":
         measure_switch_points(products, next(model.parameters()).dtype)
+        agree_on_switch_points(products, agree)
     quantize_where_rows_are_made(model)
 
 
@@ -204,6 +226,105 @@ def _gate_rows(
     if not isinstance(product, QuantizedProduct) or not product.quantizes(gate_up):
         return plain(gate_up)
     return cast(Tensor, quantize_gated(gate_up, name, product.matrix))
+
+
+class Summing(Protocol):
+    """A module whose result ranks sum."""
+
+    reduce: Reduce
+
+
+def fuse_sums(model: CausalLM, collectives: PeerCollectives) -> int:
+    """Lets norms add up the ranks' parts of the product before them, in one launch with the
+    residual. Called after `speed_up`, on a model that `join_ranks` has given these collectives.
+
+    Sums whose result something other than one RMS norm of ours reads stay where they are: those in
+    front of layer norms, of layers whose two parts are parallel, and of norms that torch computes.
+
+    Returns:
+        How many sums norms have taken over.
+    """
+    if not isinstance(model, DecoderLM):
+        return 0
+    pairs = _sums_before_norms(model)
+    fused = 0
+    for summing, norm in pairs:
+        if summing is None or summing.reduce != collectives.all_reduce:
+            continue
+        if isinstance(norm, RMSNorm | GemmaRMSNorm) and _norms_by_kernel(norm.function):
+            norm.function = partial(
+                _norm_of_sum,
+                gemma=isinstance(norm, GemmaRMSNorm),
+                collectives=collectives,
+                plain=norm.function,
+            )
+            summing.reduce = same
+            fused += 1
+    return fused
+
+
+def _sums_before_norms(model: DecoderLM) -> list[tuple[Summing | None, nn.Module | None]]:
+    """The products of a model whose results go into a norm and nowhere else, with that norm; None
+    for those that we do not know."""
+    pairs: list[tuple[Summing | None, nn.Module | None]] = []
+    before: Summing | None = None  # what the layer before ends with
+    for layer in model.layers:
+        forward = type(layer).forward
+        if forward is DecoderLayer.forward and not layer.parallel:
+            pairs.append((before, layer.attention_norm))
+            pairs.append((_last_sum(layer.attention), layer.mlp_norm))
+            before = _last_sum(layer.mlp)
+        elif forward is SandwichLayer.forward:
+            pairs.append((before, layer.attention_norm))
+            pairs.append((_last_sum(layer.attention), layer.post_attention_norm))
+            pairs.append((_last_sum(layer.mlp), layer.post_mlp_norm))
+            before = None
+        else:
+            before = None
+    if type(model).forward is DecoderLM.forward:
+        pairs.append((before, model.norm))
+    return pairs
+
+
+def _last_sum(module: nn.Module) -> Summing | None:
+    """The part of an attention or MLP whose result is the module's own."""
+    if hasattr(module, "reduce"):
+        return cast(Summing, module)
+    forward = type(module).forward
+    if forward in (Attention.forward, GptOssAttention.forward):
+        return cast(Attention, module).out_proj
+    if forward is GatedMLP.forward:
+        return cast(GatedMLP, module).down_proj
+    if forward is PlainMLP.forward:
+        return cast(PlainMLP, module).fc2
+    if forward in (MixtralBlock.forward, GptOssBlock.forward):
+        return cast(MixtralBlock | GptOssBlock, module).experts
+    return None
+
+
+def _norms_by_kernel(function: AddNorm) -> bool:
+    kernels = (add_rms_norm, add_gemma_rms_norm)
+    return function in kernels or _quantizing(function) is not None
+
+
+def _quantizing(function: AddNorm) -> Linear | None:
+    """The product that a norm quantizes rows for, see `quantize_where_rows_are_made`."""
+    if isinstance(function, partial) and function.func is _norm_rows:
+        return cast(Linear, function.keywords["linear"])
+    return None
+
+
+def _norm_of_sum(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
+    *, gemma: bool, collectives: PeerCollectives, plain: AddNorm,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`plain` of the sum over all ranks, in one launch where there is one."""
+    linear = _quantizing(plain)
+    product = None if linear is None else linear.product
+    quantizes = isinstance(product, QuantizedProduct) and product.quantizes(x)
+    if quantizes or not collectives.norms(x):
+        return plain(collectives.all_reduce(x), residual, weight, eps)
+    return collectives.sum_norm(x, residual, weight, eps, gemma=gemma)
 
 
 def _multiply_by_kernels(linear: Linear, matrix: QuantizedMatrix) -> None:

@@ -23,6 +23,8 @@ from hetero_llm.gpu.kernels.quantized_product import FEW_ROWS, QuantizedProduct
 logger = logging.getLogger(__name__)
 
 Body = Callable[[], None]
+AgreeOnNumbers = Callable[[Sequence[int]], list[int]]
+"""Numbers that a rank has measured, to those that all ranks use."""
 
 POINTS = (16, 32, FEW_ROWS, 128, 256)
 """Numbers of rows at which a product may switch."""
@@ -70,6 +72,18 @@ def measure_switch_points(
     if lines:
         spent = time.perf_counter() - begin
         logger.info("quantized products, measured in %.1f s: %s", spent, "; ".join(lines))
+
+
+def agree_on_switch_points(products: Sequence[QuantizedProduct], agree: AgreeOnNumbers) -> None:
+    """Gives all ranks of a model the same switch points.
+
+    Args:
+        products: as measured; as many in each rank.
+    """
+    measured = [n for one in products for n in (one.few_rows, int(one.in_8_bits))]
+    agreed = agree(measured)
+    for product, few_rows, in_8_bits in zip(products, agreed[::2], agreed[1::2], strict=True):
+        product.few_rows, product.in_8_bits = few_rows, bool(in_8_bits)
 
 
 def _form(product: QuantizedProduct) -> tuple[object, ...]:

@@ -314,10 +314,10 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes; running tables keep their blocks."""
+        self.transfers.clear()
         self.prefix_cache.clear()
         for entry in self._tables.values():
             entry.stale = True
-        self.transfers.clear()
 
     def num_readers(self, block: int) -> int:
         """Number of tables that hold a block, closed ones that a step may still read included."""

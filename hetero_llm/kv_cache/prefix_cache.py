@@ -19,6 +19,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
+from hetero_llm.core.kv_events import GPU, KvEvents, NoKvEvents
+
 _HASH_BYTES = 32
 """Of SHA-256. A lookup key begins with the parent's hash."""
 _TOKENS_AT_ONCE = 2048
@@ -88,9 +90,13 @@ class PrefixCache:
     """Map between prefixes and blocks, both ways. Reference counts are the block manager's.
 
     The dictionaries hold only bytes and integers, which the garbage collector never visits.
+
+    Args:
+        events: called when a prefix can be found, and when it cannot any more; None: no events.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, events: KvEvents | None = None) -> None:
+        self._events: KvEvents = events or NoKvEvents()
         self._block_of: dict[bytes, int] = {}  # by lookup key
         self._lookup_key_of: dict[int, bytes] = {}  # the other way round
         self._hash_of: dict[int, bytes] = {}
@@ -173,6 +179,8 @@ class PrefixCache:
             The hash of each block.
         """
         hashes: list[bytes] = []
+        new: list[tuple[bytes, bytes]] = []
+        notes = self._events.is_on
         for content, block in zip(contents, blocks, strict=True):
             lookup_key = parent_hash + content
             canonical = self._block_of.get(lookup_key)
@@ -184,12 +192,16 @@ class PrefixCache:
                 self._hash_of[block] = block_hash
                 if self._child_of.setdefault(parent_hash, block) != block:
                     self._more_children.setdefault(parent_hash, set()).add(block)
+                if notes:
+                    new.append((lookup_key, block_hash))
                 parent_hash = block_hash
             else:
                 parent_hash = self._hash_of[canonical]
                 if canonical != block:
                     self._add_duplicate(lookup_key, block)
             hashes.append(parent_hash)
+        if new:
+            self._events.stored(GPU, new)
         return hashes
 
     def cache_hashed(
@@ -197,6 +209,15 @@ class PrefixCache:
     ) -> None:
         """Caches consecutive blocks whose `entry` is known from earlier. A block whose prefix
         another block already holds becomes a duplicate."""
+        new = self._insert_hashed(lookup_keys, block_hashes, blocks)
+        if new and self._events.is_on:
+            self._events.stored(GPU, new)
+
+    def _insert_hashed(
+        self, lookup_keys: Iterable[bytes], block_hashes: Iterable[bytes], blocks: Iterable[int]
+    ) -> list[tuple[bytes, bytes]]:
+        """Returns `entry` of the blocks that are no duplicates."""
+        new: list[tuple[bytes, bytes]] = []
         block_of, lookup_key_of, hash_of, child_of = (
             self._block_of, self._lookup_key_of, self._hash_of, self._child_of,
         )  # fmt: skip
@@ -212,6 +233,8 @@ class PrefixCache:
             hash_of[block] = block_hash
             if child_of.setdefault(before, block) != block:
                 self._more_children.setdefault(before, set()).add(block)
+            new.append((lookup_key, block_hash))
+        return new
 
     def entry(self, block: int) -> tuple[bytes, bytes]:
         """Lookup key and hash of a cached block."""
@@ -242,9 +265,11 @@ class PrefixCache:
             if lookup_key in self._duplicates_of:
                 successor = min(self._duplicates_of[lookup_key])
                 self._remove_duplicate(successor)
-                self.cache_hashed([lookup_key], [block_hash], [successor])
+                self._insert_hashed([lookup_key], [block_hash], [successor])
             else:
                 evicted.append((lookup_key, block_hash))
+        if evicted and self._events.is_on:
+            self._events.removed(GPU, [block_hash for _, block_hash in evicted])
         return evicted
 
     def released(self, block: int) -> int | None:
@@ -265,6 +290,10 @@ class PrefixCache:
         """Cached blocks whose parent has this hash."""
         first = self._child_of.get(block_hash)
         return [] if first is None else [first, *self._more_children.get(block_hash, ())]
+
+    def hashes(self) -> list[bytes]:
+        """Hashes of all canonical blocks."""
+        return list(self._hash_of.values())
 
     def blocks(self) -> list[int]:
         """All canonical blocks."""
@@ -288,6 +317,7 @@ class PrefixCache:
         self._more_children.clear()
         self._duplicate_key.clear()
         self._duplicates_of.clear()
+        self._events.cleared()
 
     @property
     def duplicates(self) -> Collection[int]:

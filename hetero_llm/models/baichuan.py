@@ -25,7 +25,9 @@ class BaichuanForCausalLM(LlamaForCausalLM):
         tensors = super().checkpoint_tensors()
         # As in vLLM, the size of the vocabulary distinguishes Baichuan2 from Baichuan.
         if self.config.vocab_size == _BAICHUAN2_VOCAB_SIZE:
-            tensors["lm_head.weight"] = RearrangedView.of(self.lm_head.weight, _unit_rows)
+            tensors["lm_head.weight"] = RearrangedView.of(
+                self.lm_head.weight, _unit_rows, by_row=True
+            )
         return tensors
 
 

@@ -26,6 +26,7 @@ from hetero_llm.models.layers import (
     Embedding,
     GatedActivation,
     GemmaRMSNorm,
+    Head,
     Linear,
     ProjectionNorm,
     QKNorm,
@@ -35,6 +36,7 @@ from hetero_llm.models.layers import (
     checkpoint_views,
     split_views,
 )
+from hetero_llm.models.rank_config import head_rows
 from hetero_llm.models.rotary import RotaryEmbedding, StepRotary, half_split_order
 
 Tensors = dict[str, Tensor | RearrangedView]
@@ -385,7 +387,8 @@ class DecoderLM(CausalLM):
         self.rotary = RotaryEmbedding(config.rope, config.max_model_len)
         self.layers = nn.ModuleList(self.make_layer(config, i) for i in range(config.num_layers))
         self.norm = self.make_norm(config)
-        self.lm_head = Linear(config.word_embed_size, config.vocab_size, bias=config.head_bias)
+        first, rows = head_rows(config.vocab_size, config.rank)
+        self.lm_head = Head(config.word_embed_size, first, rows, bias=config.head_bias)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 

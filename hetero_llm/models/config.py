@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hetero_llm.models.collectives import Rank
 from hetero_llm.models.rope_config import RopeConfig
 from hetero_llm.quantization.names import OnlineName
 
@@ -53,6 +54,8 @@ class ModelConfig:
         word_embed_size: Width of the embedding table; differs from hidden_size in OPT-350m.
         quantization: `quantization_config` of the checkpoint; None: its weights are plain.
         online_quantization: What plain weights become while they are loaded; None: they stay so.
+        rank: Whose part of the model this is (`sharding.sharded_config`): heads and inner sizes are
+            those of the rank, all others those of the whole model.
         pre_norm, final_norm, norm_affine: OPT only: norms before attention and MLP (else after), a
             norm after the last layer, norms with weights.
     """
@@ -91,3 +94,4 @@ class ModelConfig:
     attn_sinks: bool = False
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
     online_quantization: OnlineName | None = None
+    rank: Rank = Rank(0, 1)

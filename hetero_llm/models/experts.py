@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hetero_llm.models.collectives import same
 from hetero_llm.models.config import Gate
-from hetero_llm.models.layers import Float32Linear, GatedActivation, Linear, Product
+from hetero_llm.models.layers import Float32Linear, GatedActivation, Linear, Product, Reduce
 from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedStack, dequantize
 
 # logits [T, experts] -> experts of each token [T, k] int, those it prefers first, and their weights
@@ -218,6 +219,9 @@ class Experts(nn.Module):
     may ask other processors for some of the experts, whose outputs `function` then adds. Quantized
     weights are a `QuantizedStack` each, and a function has to take them.
 
+    `reduce`: As that of a `Linear`: ranks have a part of each expert's inner size. A block that
+    adds more to the experts' output has a `reduce` of its own, for the sum of all.
+
     Attributes:
         host_memory: where the weights live that the layer's `function` does not read as they are;
             None: on the model's device, as all others.
@@ -235,6 +239,7 @@ class Experts(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden)) if bias else None
         self.activation = GatedActivation(activation)
         self.function: ExpertsFunction = self.plain
+        self.reduce: Reduce = same
         self.start: StartExperts = start_nothing
 
     @property
@@ -280,7 +285,7 @@ class Experts(nn.Module):
         self.start(x, ids, weights)
         more = None if shared is None else shared(x)
         total = self.function(x, ids, weights, self.gate_up, self.down)
-        return total if more is None else total.add_(more)
+        return self.reduce(total if more is None else total.add_(more))
 
     def plain(
         self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor

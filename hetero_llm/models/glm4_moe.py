@@ -8,14 +8,16 @@ from dataclasses import replace
 from torch import Tensor
 
 from hetero_llm.models.blocks import MLP, GatedMLP, LayerNames
+from hetero_llm.models.collectives import same
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.glm import Glm4MoeConfig
 from hetero_llm.models.experts import SigmoidRouter
+from hetero_llm.models.layers import Reduce
 from hetero_llm.models.mixtral import MixtralBlock, MixtralForCausalLM
 
 
 class Glm4MoeBlock(MixtralBlock):
-    """A router, its experts and the shared ones, which are one MLP."""
+    """A router, its experts and the shared ones, which are one MLP. `reduce`: see `Experts`."""
 
     def __init__(self, config: Glm4MoeConfig) -> None:
         router = SigmoidRouter(
@@ -29,9 +31,10 @@ class Glm4MoeBlock(MixtralBlock):
         )
         super().__init__(config, router)
         self.shared = GatedMLP(config, config.shared_expert_size)
+        self.reduce: Reduce = same
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.experts(x, *self.router(x), self.shared)
+        return self.reduce(self.experts(x, *self.router(x), self.shared))
 
     def checkpoint_tensors(self, prefix: str, names: LayerNames) -> dict[str, Tensor]:
         shared = f"{names.mixture}.shared_experts"

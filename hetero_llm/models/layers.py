@@ -14,12 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hetero_llm.models.collectives import ONE_RANK, Collectives, same
 from hetero_llm.models.config import ClampedSwish, Gate, ModelConfig
 from hetero_llm.models.rotary import StepRotary, apply_rotary
 from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedWeight, quantized_product
 
 # (x [T, in], weight [out, in], bias [out] or None) -> [T, out]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# A rank's part of a product, [T, out] -> the sum over all ranks, the same shape; may overwrite
+Reduce = Callable[[Tensor], Tensor]
 # (x [T, size], residual [T, size] or None, weight [size], eps) -> norm, sum
 AddNorm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
 # Weight and bias of a layer norm, [size] or None each
@@ -108,12 +111,37 @@ def norm_projections(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
     return qkv
 
 
+def norm_projections_of_ranks(
+    qkv: Tensor,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+    *,
+    sizes: tuple[int, int],
+    collectives: Collectives,
+) -> Tensor:
+    """`norm_projections` where each rank has some of the heads; the means are those of all.
+
+    Args:
+        weights: [queries] and [keys] of this rank.
+        sizes: Queries and keys of all ranks, keys as often as ranks have them.
+    """
+    parts = qkv.split([len(weights[0]), len(weights[1]), len(weights[1])], dim=1)[:2]
+    squares = torch.stack([part.float().square().sum(-1) for part in parts], dim=1)
+    means = collectives.all_reduce(squares) / squares.new_tensor(sizes)
+    factors = (means + eps).rsqrt().split(1, dim=1)
+    for part, factor, weight in zip(parts, factors, weights, strict=True):
+        part.copy_((part.float() * factor).to(part.dtype).mul_(weight))
+    return qkv
+
+
 class ProjectionNorm(nn.Module):
     """RMS norm of all query heads together, and of all key heads, where `QKNorm` norms each head
     (MiniMax-M2).
 
-    `function` may be replaced on the instance by a fused one.
+    `function` may be replaced on the instance by a fused one, which serves one rank alone.
     """
+
+    collectives: Collectives = ONE_RANK
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -124,7 +152,14 @@ class ProjectionNorm(nn.Module):
 
     def forward(self, qkv: Tensor) -> Tensor:
         """Norms queries and keys of a fused projection [T, rows] in place and returns it."""
-        return self.function(qkv, self.q_weight, self.k_weight, self.eps)
+        weights = (self.q_weight, self.k_weight)
+        ranks = self.collectives.rank.size
+        if ranks == 1:
+            return self.function(qkv, *weights, self.eps)
+        sizes = (ranks * len(self.q_weight), ranks * len(self.k_weight))
+        return norm_projections_of_ranks(
+            qkv, weights, self.eps, sizes=sizes, collectives=self.collectives
+        )
 
 
 class RotaryHeads(nn.Module):
@@ -168,16 +203,21 @@ class RearrangedView:
         shape: The stored tensor's.
         arrange: Stored tensor, already in the parameter's dtype, on its own device -> tensor of the
             view's shape, perhaps a view of it; None: `reshape`.
+        by_row: `arrange` changes the numbers of each row and leaves the rows in their places; else
+            one of the stored tensor's own shape takes all rows to other places, and leaves numbers.
     """
 
     view: Tensor
     shape: tuple[int, ...]
     arrange: Callable[[Tensor], Tensor] | None = None
+    by_row: bool = False
 
     @staticmethod
-    def of(view: Tensor, arrange: Callable[[Tensor], Tensor]) -> RearrangedView:
+    def of(
+        view: Tensor, arrange: Callable[[Tensor], Tensor], *, by_row: bool = False
+    ) -> RearrangedView:
         """For a stored tensor of the view's own shape."""
-        return RearrangedView(view, tuple(view.shape), arrange)
+        return RearrangedView(view, tuple(view.shape), arrange, by_row)
 
     def fill(self, stored: Tensor) -> None:
         """Copies a tensor of `shape` into the view."""
@@ -214,7 +254,7 @@ class BankView(RearrangedView):
 
         ordered = None if arrange is None else order
         shape = (experts, columns, rows)
-        return BankView(weights.view(-1, columns), shape, transposed, ordered)
+        return BankView(weights.view(-1, columns), shape, transposed, order=ordered)
 
 
 class CausalLM(nn.Module):
@@ -292,6 +332,8 @@ class Linear(nn.Module):
 
     Attributes:
         on_host: `set_quantized` moves the matrix to host memory: see `gpu.weight_offload`.
+        reduce: makes the sum over all ranks of what `product` returns, where ranks have a part of
+            the inputs each; the product itself with one rank.
     """
 
     on_host = False
@@ -303,10 +345,11 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
         self.product: Product = F.linear
+        self.reduce: Reduce = same
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
-        return self.product(x, self.weight, self.bias)
+        return self.reduce(self.product(x, self.weight, self.bias))
 
     @property
     def quantized(self) -> QuantizedMatrix | None:
@@ -327,6 +370,29 @@ class Linear(nn.Module):
     def extra_repr(self) -> str:
         out_features, in_features = self.weight.shape
         return f"{in_features}, {out_features}, bias={self.bias is not None}"
+
+
+class Head(Linear):
+    """The language model's head. A rank has some rows of it and returns the logits of all.
+
+    Args:
+        first, rows: The rank's rows; `weight` has these alone, unless it is that of the embedding.
+
+    Attributes:
+        gather: [R, rows] of this rank -> [R, vocab]; the same with one rank.
+    """
+
+    def __init__(self, in_features: int, first: int, rows: int, *, bias: bool) -> None:
+        super().__init__(in_features, rows, bias=bias)
+        self.first, self.rows = first, rows
+        self.gather: Callable[[Tensor], Tensor] = same
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[R, in] -> [R, vocab]."""
+        weight: Tensor = self.weight
+        if weight.shape[0] != self.rows:  # the embedding's, of all tokens
+            weight = weight[self.first : self.first + self.rows]
+        return self.gather(self.product(x, weight, self.bias))
 
 
 class Float32Linear(Linear):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,27 +19,42 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
+from hetero_llm.models.blocks import DecoderLM
+from hetero_llm.models.collectives import ONE_RANK, Collectives, Rank
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import short_reason
 from hetero_llm.models.configs.transformers import TransformersConfig
+from hetero_llm.models.dummy_weights import fill_randomly
 from hetero_llm.models.experts import Experts, HostMemory
 from hetero_llm.models.folders import LOAD_FORMATS, resolve_model_folder
 from hetero_llm.models.gguf.container import is_gguf
 from hetero_llm.models.kv_scales import stored_kv_scales
 from hetero_llm.models.layers import CausalLM, Linear, RearrangedView
 from hetero_llm.models.quantization_config import checkpoint_format
+from hetero_llm.models.quantized_slices import matrix_slices
 from hetero_llm.models.quantized_weights import (
+    LayerWeight,
     MatrixFiller,
     MatrixPlan,
+    Stored,
     place_experts,
     plan_matrices,
     quantize_weights,
     stored_bytes,
     weights_of,
 )
+from hetero_llm.models.rank_config import FIELD, first_kv_head, sharded_config
+from hetero_llm.models.rank_slices import RankSlice, RankSlices
 from hetero_llm.models.registry import model_class
+from hetero_llm.models.sharding import Cut, RankParts, check_ranks, join_ranks, rank_parts
 from hetero_llm.models.weight_files import StoredTensor, WeightFile, find_weight_files
-from hetero_llm.models.weight_reader import Piece, ReadAhead, copy_pieces, pieces_of
+from hetero_llm.models.weight_reader import (
+    Piece,
+    ReadAhead,
+    copy_pieces,
+    pieces_of,
+    pieces_of_slice,
+)
 from hetero_llm.quantization.formats.kv_cache import kv_scale_of
 from hetero_llm.quantization.formats.scheme import CheckpointFormat
 from hetero_llm.quantization.names import ONLINE_BYTES
@@ -49,7 +64,6 @@ __all__ = ["LOAD_FORMATS", "default_dtype", "load_model", "resolve_model_folder"
 
 logger = logging.getLogger(__name__)
 
-_DUMMY_STD = 0.02
 _NAMES_SHOWN = 5
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight", "output_layer.weight")
 """Last parts of the names under which families store their head."""
@@ -67,16 +81,20 @@ def load_model(
     allow_pickle: bool = False,
     seed: int = 0,
     build: Callable[[ModelConfig], CausalLM] | None = None,
+    collectives: Collectives = ONE_RANK,
     expert_memory: HostMemory | None = None,
 ) -> CausalLM:
     """Builds the model of `config` and fills it from the folder's weight files.
+
+    With several ranks it is this rank's part: modules of `sharded_config`, of whose weights only
+    the rank's slices are read. All ranks call this function at the same time.
 
     Peak memory is the model and what `weight_reader` reads ahead: at most a 20th of the model, or
     8 MiB; with a `RearrangedView`, also one stored tensor.
 
     Args:
         folder: Of `resolve_model_folder`.
-        config: Of `load_model_config`.
+        config: Of `load_model_config`; that of the whole model.
         dtype: Of every parameter; stored tensors are converted.
         device: Where the parameters live.
         show_progress: A progress bar in bytes on stderr.
@@ -84,6 +102,7 @@ def load_model(
         allow_pickle: Whether pickled files may be read; only tensors are unpickled.
         seed: Of the random weights of "dummy".
         build: Makes the model; None: the class of `config.architecture`.
+        collectives: Of the ranks that run the model together.
         expert_memory: Gives memory to the weights of all `Experts`, which have none on `device`;
             quantized ones pass through it. None: they are as all others.
 
@@ -98,6 +117,8 @@ def load_model(
     if load_format not in LOAD_FORMATS:
         raise ConfigError("load_format", load_format, "one of " + ", ".join(LOAD_FORMATS))
     folder = Path(folder)
+    rank = collectives.rank
+    _check_build(config, build, rank)
     build = build or model_class(config.architecture)
     files: tuple[WeightFile, ...] | None = None
     if load_format != "dummy":
@@ -107,23 +128,89 @@ def load_model(
         )
         _check_sizes(folder, config, files)
     wanted = checkpoint_format(config, folder)
-    plans = _plan(folder, config, files, dtype, torch.device(device), build, wanted)
-    context = weights_of(plans, experts_apart=expert_memory is not None)
+    own_config = sharded_config(config, rank)
+    blueprint = _plan(
+        folder, (config, own_config), files, dtype, torch.device(device), build, wanted
+    )
+    context = weights_of(blueprint.plans, experts_apart=expert_memory is not None)
     with default_dtype(dtype), torch.device(device), context as weights:
-        model = build(config)
+        model = build(own_config)
     if expert_memory is not None:
-        place_experts(weights, plans, expert_memory)
+        assert rank.size == 1, "ranks have no experts in host memory"
+        place_experts(weights, blueprint.plans, expert_memory)
     model.eval().requires_grad_(False)
     if files is not None and config.quantization is not None:
-        model.kv_scales = stored_kv_scales(files, config, model.checkpoint_name)
-    filler = MatrixFiller(plans, weights, dtype=dtype, device=torch.device(device))
+        model.kv_scales = _own_kv_scales(
+            stored_kv_scales(files, config, model.checkpoint_name), config, own_config
+        )
+    parts = RankParts({}, frozenset())
+    if rank.size > 1:
+        assert isinstance(model, DecoderLM)
+        parts = rank_parts(model, config)
+        join_ranks(model, collectives)
+    cuts = _cuts_of_weights(model, weights, parts)
+    filler = MatrixFiller(
+        blueprint.plans, weights, dtype=dtype, device=torch.device(device),
+        cuts=cuts, slices=matrix_slices(blueprint.plans, weights, cuts, blueprint.stored),
+    )  # fmt: skip
     if files is None:
-        _fill_randomly(model, seed)
+        fill_randomly(model, seed, parts)
         if wanted is not None:
             quantize_weights(model, weights, wanted)
+    elif rank.size == 1:
+        matches = _matches(model, folder, files, filler, compares=True)
+        _fill_from_files(folder, matches, filler, dtype, show_progress)
     else:
-        _fill_from_files(model, folder, files, filler, show_progress)
+        assert isinstance(model, DecoderLM) and isinstance(blueprint.whole, DecoderLM)
+        matches = _matches(blueprint.whole, folder, files, filler, compares=rank.index == 0)
+        matches = _of_rank(matches, RankSlices(blueprint.whole, model, parts))
+        _zero_added(model, parts)
+        _fill_from_files(folder, matches, filler, dtype, show_progress)
     return model
+
+
+def _check_build(
+    config: ModelConfig, build: Callable[[ModelConfig], CausalLM] | None, rank: Rank
+) -> None:
+    """Raises ConfigError: several ranks cannot run what `load_model` builds."""
+    check_ranks(config, rank.size)
+    if rank.size > 1 and build is not None:
+        reason = "a model without its language model's head runs on one rank"
+        raise ConfigError(FIELD, rank.size, reason)
+
+
+def _own_kv_scales(scales: Tensor | None, whole: ModelConfig, own: ModelConfig) -> Tensor | None:
+    """Those of a rank's KV heads; `scales`: see `stored_kv_scales`."""
+    if scales is None:
+        return None
+    return scales.narrow(2, first_kv_head(whole, own.rank), own.num_kv_heads).contiguous()
+
+
+def _cuts_of_weights(
+    model: CausalLM, weights: Sequence[LayerWeight], parts: RankParts
+) -> dict[int, Cut]:
+    """The cut of each weight that ranks have parts of, by its place among `weights`."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    names = (f"{paths[id(weight.layer)]}.{weight.name}" for weight in weights)
+    return {place: parts.cuts[name] for place, name in enumerate(names) if name in parts.cuts}
+
+
+def _zero_added(model: CausalLM, parts: RankParts) -> None:
+    """Biases that rank 0 adds are zero on the others."""
+    if model.config.rank.index:
+        for name, parameter in model.named_parameters():
+            if name in parts.added:
+                parameter.zero_()
+
+
+def _of_rank(matches: list[_Match], slices: RankSlices) -> list[_Match]:
+    """The same with the rank's slice of each plain tensor in the place of its target."""
+    return [
+        replace(match, target=slices.of(match.target))
+        if isinstance(match.target, Tensor | RearrangedView)
+        else match
+        for match in matches
+    ]
 
 
 def quantized_sizes(
@@ -254,37 +341,47 @@ def _config_of(folder: Path) -> str:
     return "its metadata" if is_gguf(folder) else "config.json"
 
 
+@dataclass(frozen=True, slots=True)
+class _Blueprint:
+    """Attributes:
+    plans: the quantized matrices of the files.
+    stored: their tensors, by the names that the model knows.
+    whole: the whole model without memory; None: of a class of transformers.
+    """
+
+    plans: tuple[MatrixPlan, ...]
+    stored: Stored
+    whole: CausalLM | None
+
+
 def _plan(
     folder: Path,
-    config: ModelConfig,
+    configs: tuple[ModelConfig, ModelConfig],
     files: tuple[WeightFile, ...] | None,
     dtype: torch.dtype,
     device: torch.device,
     build: Callable[[ModelConfig], CausalLM],
     wanted: CheckpointFormat | None,
-) -> tuple[MatrixPlan, ...]:
+) -> _Blueprint:
     """Builds the model on torch's meta device and compares it with the weight files and with the
-    free host memory, so that a wrong or hostile config.json costs no memory. Returns the quantized
-    matrices.
+    free host memory, so that a wrong or hostile config.json costs no memory.
 
     Classes of transformers are left out: their code may need real tensors.
 
     Args:
+        configs: Of the whole model and of this rank's part.
         files: None for random weights.
 
     Raises:
         ModelLoadError: The model cannot be built, differs from the files, or does not fit.
     """
+    config, own_config = configs
     if isinstance(config, TransformersConfig):
-        return ()
-    try:
-        with default_dtype(dtype), torch.device("meta"), weights_of() as weights:
-            model = build(config)
-    except (ArithmeticError, ValueError, RuntimeError) as error:
-        reason = short_reason(error)
-        raise ModelLoadError(
-            f"{folder}: {_config_of(folder)}: no such model can be built: {reason}"
-        ) from error
+        return _Blueprint((), {}, None)
+    model, weights = _on_meta(folder, config, dtype, build)
+    own, own_weights = model, weights
+    if own_config.rank.size > 1:
+        own, own_weights = _on_meta(folder, own_config, dtype, build)
     plans: tuple[MatrixPlan, ...] = ()
     stored: dict[str, tuple[WeightFile, StoredTensor]] = {}
     if files is not None:
@@ -296,16 +393,37 @@ def _plan(
         filler = MatrixFiller(plans, weights, dtype=dtype, device=device)
         _matches(model, folder, files, filler)
     if device.type == "cpu":
-        needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-        needed -= sum(plan.rows * plan.columns * dtype.itemsize for plan in plans)
-        needed += sum(stored_bytes(plan, stored) for plan in plans)
+        needed = sum(tensor.nbytes for tensor in (*own.parameters(), *own.buffers()))
+        needed -= sum(own_weights[one].parameter.nbytes for one in {p.weight for p in plans})
+        needed += sum(stored_bytes(plan, stored) for plan in plans) // own_config.rank.size
         free = usable_memory_bytes()
         if needed > free:
             raise ModelLoadError(
                 f"{folder}: the model needs {_gib(needed)} of host memory, tables for a context of "
                 f"{config.max_model_len} tokens included, and {_gib(free)} are free"
             )
-    return plans
+    return _Blueprint(plans, stored, model)
+
+
+def _on_meta(
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    build: Callable[[ModelConfig], CausalLM],
+) -> tuple[CausalLM, list[LayerWeight]]:
+    """The model without memory, and its weights.
+
+    Raises:
+        ModelLoadError: It cannot be built.
+    """
+    try:
+        with default_dtype(dtype), torch.device("meta"), weights_of() as weights:
+            return build(config).requires_grad_(False), weights
+    except (ArithmeticError, ValueError, RuntimeError) as error:
+        reason = short_reason(error)
+        raise ModelLoadError(
+            f"{folder}: {_config_of(folder)}: no such model can be built: {reason}"
+        ) from error
 
 
 def _gib(size: int) -> str:
@@ -325,25 +443,35 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """A stored tensor under the model's name and its target; None: it is part of a quantized
-    matrix."""
+    """A stored tensor under the model's name and its target, or what a rank reads of it; None: it
+    is part of a quantized matrix."""
 
     name: str
     file: WeightFile
     stored: StoredTensor
-    target: Tensor | RearrangedView | None
+    target: Tensor | RearrangedView | RankSlice | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is read, as stored."""
+        if not isinstance(self.target, RankSlice):
+            return self.stored.nbytes
+        assert self.stored.dtype is not None
+        return self.target.numel * self.stored.dtype.itemsize
 
 
 def _fill_from_files(
-    model: CausalLM,
     folder: Path,
-    files: tuple[WeightFile, ...],
+    matches: Sequence[_Match],
     filler: MatrixFiller,
+    dtype: torch.dtype,
     show_progress: bool,
 ) -> None:
-    """Checks names and shapes of all files first, so that a wrong folder fails at once."""
-    matches = _matches(model, folder, files, filler)
-    total = sum(match.stored.nbytes for match in matches)
+    """Fills the targets; names and shapes of all files are checked by now."""
+    total = sum(
+        filler.nbytes(match.name, match.stored) if match.target is None else match.nbytes
+        for match in matches
+    )
     ahead = ReadAhead.of(total)
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="loading weights", disable=not show_progress
@@ -356,21 +484,32 @@ def _fill_from_files(
     if not_finite:
         logger.warning(
             "%s: weights that are no finite numbers (NaN, or infinite as %s): %s",
-            folder, str(next(model.parameters()).dtype).removeprefix("torch."), _some(not_finite),
+            folder, str(dtype).removeprefix("torch."), _some(not_finite),
         )  # fmt: skip
 
 
 def _pieces(match: _Match, filler: MatrixFiller, piece_bytes: int) -> Iterator[Piece]:
     """Cuts a stored tensor into pieces that fill its target, or memory of the filler."""
+    if isinstance(match.target, RankSlice):
+        yield from match.target.pieces(match.file, match.stored, piece_bytes=piece_bytes)
+        return
     if match.target is not None:
         yield from pieces_into(match.file, match.stored, match.target, piece_bytes=piece_bytes)
         return
-    whole, then = filler.take(match.name, match.stored)
-    *pieces, last = pieces_of(
-        match.file, match.stored, whole, dtype=whole.dtype, piece_bytes=piece_bytes
-    )
+    taken = filler.take(match.name, match.stored)
+    if taken is None:
+        return
+    target = taken.tensor
+    if not target.dim():
+        target, taken_of = target.view(1), replace(match.stored, shape=(1,))
+    else:
+        taken_of = match.stored
+    *pieces, last = pieces_of_slice(
+        match.file, taken_of, target,
+        dim=taken.dim, runs=taken.runs, dtype=target.dtype, piece_bytes=piece_bytes,
+    )  # fmt: skip
     yield from pieces
-    yield replace(last, then=then)
+    yield replace(last, then=taken.then)
 
 
 def pieces_into(
@@ -411,9 +550,19 @@ def _stored_tensors(
 
 
 def _matches(
-    model: CausalLM, folder: Path, files: tuple[WeightFile, ...], filler: MatrixFiller
+    model: CausalLM,
+    folder: Path,
+    files: tuple[WeightFile, ...],
+    filler: MatrixFiller,
+    *,
+    compares: bool = False,
 ) -> list[_Match]:
-    """One match for each stored tensor of the model, in the order of the files' bytes."""
+    """One match for each stored tensor of the model, in the order of the files' bytes. Names and
+    shapes of all files are checked, so that a wrong folder fails at once.
+
+    Args:
+        compares: Warns of a stored head that is not the embedding that it is tied to.
+    """
     targets = filler.without_matrices(model.checkpoint_tensors())
     stored_tensors, skipped = _stored_tensors(model, folder, files)
     found: dict[str, _Match] = {}
@@ -423,7 +572,7 @@ def _matches(
             found[name] = _Match(name, file, stored, targets.get(name))
         elif model.config.quantization is None or kv_scale_of(stored.name) is None:
             unexpected.append(stored.name)
-    _use_tied_head(model, targets, found, skipped)
+    _use_tied_head(model, targets, found, skipped, compares)
     problems = {
         "missing": [name for name in targets if name not in found],
         "unexpected": unexpected,
@@ -446,9 +595,10 @@ def _use_tied_head(
     targets: Mapping[str, Tensor | RearrangedView],
     found: dict[str, _Match],
     skipped: list[tuple[WeightFile, StoredTensor]],
+    compares: bool,
 ) -> None:
     """Handles checkpoints that store a tied head: uses it if the embedding is not stored, and warns
-    if both are stored and differ."""
+    if both are stored and differ (`compares`)."""
     name = _tied_embedding(model, targets)
     if name is None:
         return
@@ -463,7 +613,7 @@ def _use_tied_head(
     file, head = heads[0]
     if name not in found:
         found[name] = _Match(name, file, head, targets[name])
-    elif not next(model.parameters()).is_meta and _differ(found[name], file, head):
+    elif compares and _differ(found[name], file, head):
         logger.warning(
             "%s: %s is not %s, but config.json ties them and the second one serves as both; "
             "tie_word_embeddings=false there keeps them apart",
@@ -529,17 +679,3 @@ def _wrong_shapes(found: Mapping[str, _Match], config: ModelConfig, where: str) 
 def _some(names: list[str]) -> str:
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _fill_randomly(model: CausalLM, seed: int) -> None:
-    """Reproducible weights of a trained model's magnitude: norms are 1, all others uniform."""
-    generators: dict[torch.device, torch.Generator] = {}
-    bound = _DUMMY_STD * 3**0.5
-    for name, parameter in model.named_parameters():
-        device = parameter.device
-        if device not in generators:
-            generators[device] = torch.Generator(device).manual_seed(seed)
-        if parameter.dim() == 1 and name.endswith("weight"):
-            parameter.fill_(1.0)
-        else:
-            parameter.uniform_(-bound, bound, generator=generators[device])

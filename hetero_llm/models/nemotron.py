@@ -19,7 +19,7 @@ class NemotronForCausalLM(LayerNormLM):
         for name, view in tensors.items():
             if name.endswith("norm.weight"):
                 assert isinstance(view, Tensor)
-                tensors[name] = RearrangedView.of(view, _plus_one)
+                tensors[name] = RearrangedView.of(view, _plus_one, by_row=True)
         return tensors
 
 

@@ -10,10 +10,12 @@ memory twice.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.experts import Experts, HostMemory, Router
 from hetero_llm.models.layers import BankView, CausalLM, Linear, RearrangedView
 from hetero_llm.models.linear_weights import on_weight
+from hetero_llm.models.sharding import Cut, Run
 from hetero_llm.models.weight_files import StoredTensor, WeightFile
 from hetero_llm.quantization.formats import mxfp4
 from hetero_llm.quantization.formats.mxfp4 import Mxfp4Format
@@ -29,8 +32,10 @@ from hetero_llm.quantization.formats.scheme import CheckpointFormat, Scheme, Sto
 from hetero_llm.quantization.matrix import (
     QuantizedMatrix,
     arrange_rows,
+    columns_of,
     concatenate,
     dequantize,
+    rows_of,
     stack,
     with_scale_of_each_row,
 )
@@ -103,6 +108,40 @@ class MatrixPlan:
     def names(self) -> dict[str, str]:
         """The suffix of each part by the name of its tensor."""
         return {part.name_in(self.module): part.suffix for part in self.parts}
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixSlice:
+    """What a rank reads of the tensors of a matrix.
+
+    Attributes:
+        rows, columns: of the part of the matrix that they make.
+        cuts: the dim and the indices to be read of each tensor, by its suffix; others are whole.
+        left_out: suffixes of tensors that the part does not need.
+        order: [rows] int64, the row as read for each of the part; None: as read.
+    """
+
+    rows: int
+    columns: int
+    cuts: Mapping[str, tuple[int, tuple[Run, ...]]]
+    left_out: frozenset[str]
+    order: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Memory for a stored tensor of a quantized matrix.
+
+    Attributes:
+        tensor: to be filled with the indices in `runs` of dim `dim`.
+        then: to be called when it holds them; raises ModelLoadError: the values cannot be those of
+            a matrix.
+    """
+
+    tensor: Tensor
+    dim: int
+    runs: tuple[Run, ...]
+    then: Callable[[], None]
 
 
 @contextmanager
@@ -285,6 +324,9 @@ class MatrixFiller:
         weights: of `weights_of`, for the model that is filled.
         dtype: of plain weights.
         device: of the stored tensors.
+        cuts: what the model, which is a rank's, has of weights, by their places.
+        slices: of the matrices of which parts are read, by their names; of others with a cut the
+            part is cut out of the whole matrix.
     """
 
     def __init__(
@@ -294,8 +336,11 @@ class MatrixFiller:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        cuts: Mapping[int, Cut] = MappingProxyType({}),
+        slices: Mapping[str, MatrixSlice] = MappingProxyType({}),
     ) -> None:
         self._weights = weights
+        self._cuts, self._slices = cuts, slices
         self._dtype, self._device = dtype, device
         self._plan_of = {name: plan for plan in plans for name in plan.names}
         self._arrived: dict[str, dict[str, Tensor]] = {}  # by module, then by suffix
@@ -315,41 +360,79 @@ class MatrixFiller:
         filled = {f"{plan.module}.weight" for plan in self._plan_of.values()}
         return {name: target for name, target in targets.items() if name not in filled}
 
-    def take(self, name: str, stored: StoredTensor) -> tuple[Tensor, Callable[[], None]]:
-        """Memory for a stored tensor, and what is to be called when it holds the bytes.
-
-        The call raises ModelLoadError if the values cannot be those of a matrix.
-        """
+    def take(self, name: str, stored: StoredTensor) -> Taken | None:
+        """Memory for a stored tensor; None if it is not needed."""
+        dim, runs = self._part_of(name, stored)
+        if not runs:
+            return None
         assert stored.dtype is not None
-        whole = torch.empty(stored.shape, dtype=stored.dtype, device=self._device)
-        return whole, partial(self._arrive, name, whole)
+        shape = _sliced(stored.shape, dim, runs)
+        tensor = torch.empty(shape, dtype=stored.dtype, device=self._device)
+        then = partial(self._arrive, name, tensor)
+        return Taken(tensor, dim, runs, then)
+
+    def nbytes(self, name: str, stored: StoredTensor) -> int:
+        """What is read of a stored tensor."""
+        dim, runs = self._part_of(name, stored)
+        assert stored.dtype is not None
+        return math.prod(_sliced(stored.shape, dim, runs)) * stored.dtype.itemsize if runs else 0
+
+    def _part_of(self, name: str, stored: StoredTensor) -> tuple[int, tuple[Run, ...]]:
+        plan = self._plan_of[name]
+        suffix, own = plan.names[name], self._slices.get(plan.module)
+        if own is not None and suffix in own.left_out:
+            return 0, ()
+        if own is not None and suffix in own.cuts:
+            return own.cuts[suffix]
+        return 0, ((0, stored.shape[0] if stored.shape else 1),)
 
     def _arrive(self, name: str, tensor: Tensor) -> None:
         plan = self._plan_of[name]
         arrived = self._arrived.setdefault(plan.module, {})
         arrived[plan.names[name]] = tensor
-        if len(arrived) < len(plan.parts):
+        own = self._slices.get(plan.module)
+        if len(arrived) + (0 if own is None else len(own.left_out)) < len(plan.parts):
             return
         del self._arrived[plan.module]
         if plan.transposed:
             arrived = {suffix: part.t().contiguous() for suffix, part in arrived.items()}
         converted = self._matrices.setdefault(plan.weight, [])
         try:
-            if plan.unpack is None:
+            if own is not None:
+                matrix = plan.scheme.convert(arrived, own.rows, own.columns)
+                if (order := own.order) is not None:
+                    order = order.to(matrix.device)
+                    matrix = arrange_rows(matrix, lambda rows: rows[order])
+                converted.append((plan.first_row, matrix))
+            elif plan.unpack is None:
                 matrix = plan.scheme.convert(arrived, plan.rows, plan.columns)
                 if plan.arrange is not None:
                     matrix = arrange_rows(matrix, plan.arrange)
-                converted.append((plan.first_row, matrix))
+                converted.append((plan.first_row, self._cut(plan.weight, plan.first_row, matrix)))
             else:  # one matrix after the other: quantizing takes several times their memory
                 rows = plan.rows // len(arrived["weight"])
                 for place, weight in enumerate(plan.unpack(arrived["weight"]).split(rows)):
                     matrix = plan.scheme.convert({"weight": weight}, rows, plan.columns)
-                    converted.append((plan.first_row + place * rows, matrix))
+                    first = plan.first_row + place * rows
+                    converted.append((first, self._cut(plan.weight, first, matrix)))
         except ValueError as error:
             raise ModelLoadError(f"{plan.module}: {error}") from error
         self._missing[plan.weight] -= 1
         if self._missing[plan.weight] == 0:
             self._set(plan)
+
+    def _cut(self, place: int, first_row: int, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        """What the rank has of a matrix that begins in a row of a weight.
+
+        Raises:
+            ValueError: see `columns_of`.
+        """
+        cut = self._cuts.get(place)
+        if cut is None:
+            return matrix
+        if cut.dim == self._weights[place].parameter.dim() - 1:
+            return columns_of(matrix, *cut.runs[0])
+        return rows_of(matrix, runs_inside(cut, first_row, matrix.shape[0]))
 
     def _set(self, plan: MatrixPlan) -> None:
         """Sets a weight whose matrices are all there; `plan`: of one of them."""
@@ -368,6 +451,26 @@ class MatrixFiller:
             dense = torch.cat([dequantize(part, self._dtype) for part in parts])
             dense = dense.view(weight.parameter.shape)
             setattr(weight.layer, weight.name, nn.Parameter(dense, requires_grad=False))
+
+
+def runs_inside(cut: Cut, first_row: int, rows: int) -> list[tuple[int, int]]:
+    """The runs of a cut in a range of rows, counted from its first one; the cut repeats itself, as
+    the rows of experts do."""
+    runs = []
+    for begin in range(first_row // cut.length * cut.length, first_row + rows, cut.length):
+        for at, count in cut.runs:
+            first = max(begin + at, first_row)
+            last = min(begin + at + count, first_row + rows)
+            if first < last:
+                runs.append((first - first_row, last - first))
+    return runs
+
+
+def _sliced(shape: tuple[int, ...], dim: int, runs: tuple[Run, ...]) -> tuple[int, ...]:
+    """A shape with the indices of these runs alone."""
+    if not shape:
+        return ()
+    return (*shape[:dim], sum(count for _, count in runs), *shape[dim + 1 :])
 
 
 def quantize_weights(

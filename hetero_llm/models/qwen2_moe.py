@@ -8,15 +8,16 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from hetero_llm.models.blocks import MLP, GatedMLP, LayerNames
+from hetero_llm.models.collectives import same
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.mixture import Qwen2MoeConfig
 from hetero_llm.models.experts import Experts, TopKRouter
-from hetero_llm.models.layers import Activation, Linear, checkpoint_views
+from hetero_llm.models.layers import Activation, Linear, Reduce, checkpoint_views
 from hetero_llm.models.mixtral import MixtralForCausalLM
 
 
 class Qwen2MoeBlock(nn.Module):
-    """A router, its experts and the shared one."""
+    """A router, its experts and the shared one. `reduce`: see `Experts`."""
 
     def __init__(self, config: Qwen2MoeConfig) -> None:
         super().__init__()
@@ -28,10 +29,11 @@ class Qwen2MoeBlock(nn.Module):
         self.shared = GatedMLP(config, config.shared_expert_size)
         self.shared_gate = Linear(hidden, 1, bias=False)
         self.sigmoid = Activation("sigmoid")
+        self.reduce: Reduce = same
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        return self.experts(x, *self.router(x), self._gated_shared)
+        return self.reduce(self.experts(x, *self.router(x), self._gated_shared))
 
     def _gated_shared(self, x: Tensor) -> Tensor:
         shared: Tensor = self.shared(x)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,17 +29,22 @@ _MOST_AHEAD, _LEAST_AHEAD = 128 * _MIB, 8 * _MIB
 _SHARE_AHEAD = 20  # at most a 20th of the weights, so that small models load in little memory
 _PIECES_AHEAD = 16
 _HANDED = 32 << 10  # bytes, which a thread reads in less time than it takes to hand them over
+SMALL_ROW = 4 << 10
+"""Bytes: parts of rows below a page are not read one by one, since disks and the kernel read pages:
+what lies between them is read, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of a stored tensor's bytes.
+    """A run of a stored tensor's bytes, or equal parts of several of its rows.
 
     Attributes:
         offset: Of its first byte, from the tensor's first byte.
         target: The elements' destination in the same order: any floating type, strides and device.
         dtype: The parameter's; the elements must be finite numbers in it.
         then: Called by the calling thread when the target holds the piece.
+        pitch: Bytes in the file from the start of a row of the target to that of the next one; 0:
+            the rows follow one another.
     """
 
     file: WeightFile
@@ -47,6 +53,7 @@ class Piece:
     target: Tensor
     dtype: torch.dtype
     then: Callable[[], None] | None = None
+    pitch: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +105,35 @@ def pieces_of(
     rows = max(1, piece_bytes // row_bytes)
     for first in range(0, len(target), rows):
         yield Piece(file, tensor, first * row_bytes, target[first : first + rows], dtype)
+
+
+def pieces_of_slice(
+    file: WeightFile,
+    tensor: StoredTensor,
+    target: Tensor,
+    *,
+    dim: int,
+    runs: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    piece_bytes: int,
+) -> Iterator[Piece]:
+    """The same for the indices in `runs`, (first, count) each and rising, of one of the tensor's
+    dims; the target has these alone. Of other dims than the first, each row's part is read by
+    itself, but for those below `SMALL_ROW` bytes."""
+    assert tensor.dtype is not None
+    inner = math.prod(tensor.shape[dim + 1 :]) * tensor.dtype.itemsize
+    pitch, at = tensor.shape[dim] * inner, 0
+    for first, count in runs:
+        part, at = target.narrow(dim, at, count), at + count
+        if dim == 0:
+            for piece in pieces_of(file, tensor, part, dtype=dtype, piece_bytes=piece_bytes):
+                yield replace(piece, offset=piece.offset + first * inner)
+            continue
+        part = part.flatten(0, dim - 1)
+        step = max(1, piece_bytes // (count * inner))
+        for row in range(0, len(part), step):
+            rows = part[row : row + step]
+            yield Piece(file, tensor, row * pitch + first * inner, rows, dtype, pitch=pitch)
 
 
 def copy_pieces(
@@ -191,12 +227,29 @@ def _fetch(piece: Piece, buffer: Tensor | None) -> bool:
     """Reads a piece, and copies it to its target if that is in host memory. Returns whether all
     numbers are finite: checking them while they are in the core's cache costs half of a copy."""
     out = piece.target.detach().view(torch.uint8) if buffer is None else buffer[: piece.nbytes]
-    piece.file.read(piece.tensor, piece.offset, out.numpy())
+    if piece.pitch:
+        _read_rows(piece, out.numpy())
+    else:
+        piece.file.read(piece.tensor, piece.offset, out.numpy())
     assert piece.tensor.dtype is not None
     stored = out.view(piece.tensor.dtype)
     if buffer is not None and not piece.target.is_cuda:
         piece.target.copy_(stored.view(piece.target.shape))
     return _is_finite(stored, piece.dtype)
+
+
+def _read_rows(piece: Piece, out: np.ndarray) -> None:
+    """Reads the parts of rows of a piece with a pitch, one behind the other."""
+    rows = len(piece.target)
+    width = piece.nbytes // rows
+    parts = out.reshape(rows, width)
+    if width >= SMALL_ROW:
+        for row in range(rows):
+            piece.file.read(piece.tensor, piece.offset + row * piece.pitch, parts[row])
+        return
+    span = np.empty((rows - 1) * piece.pitch + width, np.uint8)
+    piece.file.read(piece.tensor, piece.offset, span)
+    np.copyto(parts, np.lib.stride_tricks.as_strided(span, (rows, width), (piece.pitch, 1)))
 
 
 def _is_finite(stored: Tensor, dtype: torch.dtype) -> bool:

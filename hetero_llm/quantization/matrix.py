@@ -299,6 +299,58 @@ def arrange_rows(matrix: QuantizedMatrix, arrange: Callable[[Tensor], Tensor]) -
     return replace(each, **rows)
 
 
+def rows_of(matrix: QuantizedMatrix, runs: Sequence[tuple[int, int]]) -> QuantizedMatrix:
+    """Some rows of a matrix: (first, count) of each run of them, in this order. Block scales stay
+    where runs begin and end with a block; else each row gets a scale of its own."""
+    return concatenate([_run_of_rows(matrix, first, count) for first, count in runs])
+
+
+def _run_of_rows(matrix: QuantizedMatrix, first: int, count: int) -> QuantizedMatrix:
+    last = first + count
+    if first % matrix.rows:
+        matrix = with_scale_of_each_row(matrix)
+    kept: dict[str, Any] = {
+        name: tensor[first:last].contiguous()
+        for name, tensor in matrix.tensors().items()
+        if name != "order"
+    }
+    if matrix.rows > 1:
+        blocks = slice(first // matrix.rows, -(-last // matrix.rows))
+        kept["scale"] = matrix.scale[blocks].contiguous()
+    return replace(matrix, **kept)
+
+
+def columns_of(matrix: QuantizedMatrix, first: int, count: int) -> QuantizedMatrix:
+    """Columns of a matrix that follow one another.
+
+    Raises:
+        ValueError: they begin or end inside of a group, or columns are in an order of their own.
+    """
+    width = matrix.shape[1]
+    if matrix.order is not None:
+        raise ValueError("its columns are quantized in an order of their own (desc_act, actorder)")
+    if matrix.group >= width:
+        group, groups = count, slice(0, 1)
+    elif first % matrix.group or (count % matrix.group and first + count < width):
+        raise ValueError(
+            f"columns {first} to {first + count} of {width} begin or end inside of a group of "
+            f"{matrix.group}"
+        )
+    else:
+        group = matrix.group
+        groups = slice(first // group, -(-(first + count) // group))
+    each = _PER_BYTE[matrix.kind]
+    if first % each or count % each:
+        raise ValueError(f"columns {first} to {first + count}: two share a byte")
+    kept: dict[str, Any] = {
+        name: tensor[:, groups].contiguous()
+        for name, tensor in matrix.tensors().items()
+        if name in ("scale", "zero", "offset")
+    }
+    data = matrix.data[:, first // each : (first + count) // each].contiguous()
+    return replace(matrix, data=data, group=group, **kept)
+
+
 def with_scale_of_each_row(matrix: QuantizedMatrix) -> QuantizedMatrix:
     """The same matrix with `rows` 1."""
     if matrix.rows == 1:

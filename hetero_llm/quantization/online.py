@@ -249,6 +249,16 @@ class OnlineScheme:
     def convert(self, stored: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
         return self.quantize(stored["weight"])
 
+    def column_step(self, columns: int) -> int:
+        if self.name == "int4":
+            return self.group or int4_group([columns])
+        return BLOCK_ROWS if self.name == "fp8_block" else _COLUMNS[self.name]
+
+    def slice_steps(self, columns: int) -> tuple[int, int]:
+        """A scale of a row is that of the whole row, whoever has its columns."""
+        rows = BLOCK_ROWS if self.name == "fp8_block" else 1
+        return rows, 0 if self.name in ("fp8", "ifq") else self.column_step(columns)
+
     def quantize(self, weight: Tensor, importance: Tensor | None = None) -> QuantizedMatrix:
         """See `quantize_fp8`."""
         if self.name == "int4":

@@ -32,6 +32,8 @@ class GuidedSlot:
     """The grammar of a sequence in a request slot.
 
     Attributes:
+        matcher: its state, opened by the first use: a thread that fills masks beside a
+            step may have to wait until the grammar is compiled, the launch of the step does not.
         token_ids: prompt and output as observed so far.
         end_ids: tokens that end the sequence.
         error: why its grammar can no longer be followed; None: it can.
@@ -39,7 +41,7 @@ class GuidedSlot:
 
     slot: int
     grammar: Grammar
-    matcher: GrammarMatcher
+    matcher: GrammarMatcher | None
     token_ids: list[int]
     num_prompt_tokens: int
     end_ids: frozenset[int]
@@ -116,7 +118,7 @@ class TokenMasks:
         self._slots[slot] = GuidedSlot(
             slot,
             state.grammar,
-            self._open(state.grammar, token_ids[state.num_prompt_tokens :]),
+            None,
             token_ids,
             state.num_prompt_tokens,
             frozenset(state.end_ids),
@@ -139,8 +141,9 @@ class TokenMasks:
         followed, None if it can."""
         words = np.zeros(self.num_words, np.int32)
         guided = self._slots[slot]
-        begun = guided.matcher.fill_mask(words)
-        guided.error = guided.error or _dead_end(guided.matcher, words, begun)
+        matcher = self._opened(guided)
+        begun = matcher.fill_mask(words)
+        guided.error = guided.error or _dead_end(matcher, words, begun)
         return (words if begun else None), guided.error
 
     def plan(
@@ -193,9 +196,10 @@ class TokenMasks:
         for part in planned.parts:
             guided = part.guided
             rows = words[part.first : part.first + part.count]
-            begun = guided.matcher.fill_mask(rows[0])
+            matcher = self._opened(guided)
+            begun = matcher.fill_mask(rows[0])
             if guided.error is None:
-                guided.error = _dead_end(guided.matcher, rows[0], begun)
+                guided.error = _dead_end(matcher, rows[0], begun)
             if guided.error is not None:
                 rows.fill(0)
                 errors[guided.slot] = guided.error
@@ -203,7 +207,7 @@ class TokenMasks:
             if not begun:
                 rows[0].fill(-1)
             if part.node_ids:
-                _fill_nodes(part, rows)
+                _fill_nodes(part, matcher, rows)
         return errors
 
     def observe_sampled(
@@ -233,14 +237,19 @@ class TokenMasks:
             if known[position] == token_id:
                 return
             del known[position:]
-            guided.matcher = self._open(guided.grammar, known[guided.num_prompt_tokens :])
+            guided.matcher = None
         assert position == len(known), "a token before it has not been observed"
         known.append(token_id)
-        guided.matcher.observe(token_id)
+        if guided.matcher is not None:
+            guided.matcher.observe(token_id)
 
-    def _open(self, grammar: Grammar, output_ids: Sequence[int]) -> GrammarMatcher:
-        assert self.open_matcher is not None, "a grammar, but nothing opens it"
-        return self.open_matcher(grammar, output_ids)
+    def _opened(self, guided: GuidedSlot) -> GrammarMatcher:
+        """The slot's matcher, which has taken in the output tokens known."""
+        if guided.matcher is None:
+            assert self.open_matcher is not None, "a grammar, but nothing opens it"
+            output_ids = guided.token_ids[guided.num_prompt_tokens :]
+            guided.matcher = self.open_matcher(guided.grammar, output_ids)
+        return guided.matcher
 
 
 def _dead_end(matcher: GrammarMatcher, mask: NDArray[np.int32], begun: bool) -> str | None:
@@ -255,9 +264,9 @@ def _dead_end(matcher: GrammarMatcher, mask: NDArray[np.int32], begun: bool) -> 
     return matcher.error or "the grammar allows no further token"
 
 
-def _fill_nodes(part: GuidedSamples, rows: NDArray[np.int32]) -> None:
-    """Writes the masks of a draft's nodes behind that of their root."""
-    states: list[GrammarMatcher | None] = [part.guided.matcher]
+def _fill_nodes(part: GuidedSamples, root: GrammarMatcher, rows: NDArray[np.int32]) -> None:
+    """Writes the masks of a draft's nodes behind that of their root, whose state is given."""
+    states: list[GrammarMatcher | None] = [root]
     for node, (token, parent) in enumerate(zip(part.node_ids, part.parents, strict=True), 1):
         above = states[parent + 1]
         state = None

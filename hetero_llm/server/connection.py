@@ -47,7 +47,7 @@ class _DelayedLogger:
         asyncio.get_running_loop().call_soon(self._info, text, *values)
 
 
-class _StrictHttp(h11.Connection):
+class StrictHttp(h11.Connection):
     """h11's parser that refuses what h11 lets through: other major versions of HTTP, and two
     statements about the length of one body.
 
@@ -104,7 +104,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = _StrictHttp(h11.SERVER, _MOST_HEAD_BYTES)
+        self.conn = StrictHttp(h11.SERVER, _MOST_HEAD_BYTES)
         self.access_logger = _DelayedLogger(self.access_logger)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -132,7 +132,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        assert isinstance(self.conn, _StrictHttp)
+        assert isinstance(self.conn, StrictHttp)
         invalid = ApiError(400, "invalid_http", "what came is not a valid HTTP request")
         self._refuse(self.conn.refused or invalid)
 
@@ -233,3 +233,27 @@ def bound_kernel_buffers(listener: socket.socket) -> None:
     buffers megabytes for a client that reads slowly."""
     if _TCP_NOTSENT_LOWAT is not None:
         listener.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _MOST_NOT_SENT)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket. It does not listen yet: clients cannot connect while the model loads.
+
+    Raises:
+        ConfigError: the address is not of this machine, or the port is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError("host", host, f"is no address: {error.strerror or error}") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound_kernel_buffers(listener)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        reason = f"{host}:{port} cannot be listened on: {error.strerror}; choose another --port"
+        raise ConfigError("port", port, reason) from None
+    return listener

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -172,9 +172,21 @@ class EngineCollector(Collector):
         yield self._gauge(
             "hetero_llm:engine_up", "1 while the engine is well.", float(self._is_up())
         )
+        yield from self._replicas(stats.replicas)
         for name, value in sorted(left.items()):
             safe = _NOT_A_NAME.sub("_", _OWN_NAMES.get(name, name))
             yield self._gauge(f"hetero_llm:{safe}", f"The engine's {name}.", value)
+
+    def _replicas(self, all_figures: Sequence[Mapping[str, float]]) -> Iterator[Metric]:
+        """The gauges of each replica, of which vLLM's are the sums or means; none if there is
+        one."""
+        labels = [*self._labels, "replica"]
+        for name, text in _GAUGES.items() if all_figures else ():
+            family = GaugeMetricFamily(f"hetero_llm:replica_{name}", text, labels=labels)
+            for replica, figures in enumerate(all_figures):
+                values = [*self._labels.values(), str(replica)]
+                family.add_metric(values, float(figures.get(name, 0.0)))
+            yield family
 
     def _dropped(self, figures: Mapping[str, float]) -> Iterator[Metric]:
         """The metrics that vLLM has dropped, from figures that it has kept."""

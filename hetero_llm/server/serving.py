@@ -36,7 +36,7 @@ from hetero_llm.engine.engine_client import EngineClient
 from hetero_llm.server.adapters import lora_modules_of, prompt_adapters_of
 from hetero_llm.server.app import build_app
 from hetero_llm.server.connection import (
-    bound_kernel_buffers,
+    bind,
     connection_class,
     connections_possible,
 )
@@ -236,30 +236,6 @@ def read_template(value: str | None) -> str | None:
 
 def _why(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket. It does not listen yet: clients cannot connect while the model loads.
-
-    Raises:
-        ConfigError: the address is not of this machine, or the port is taken.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError("host", host, f"is no address: {error.strerror or error}") from None
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound_kernel_buffers(listener)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        reason = f"{host}:{port} cannot be listened on: {error.strerror}; choose another --port"
-        raise ConfigError("port", port, reason) from None
-    return listener
 
 
 def uvicorn_config(app: FastAPI, args: Mapping[str, Any]) -> uvicorn.Config:

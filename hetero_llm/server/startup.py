@@ -30,6 +30,7 @@ def plan_table(info: EngineInfo, config: EngineConfig, *, parsers: str) -> str:
     rows = [
         ("model", f"{info.model} ({info.dtype})"),
         ("device", f"{info.device}, {info.backend}"),
+        *_replicas(info),
         ("cores", _cores(info, config)),
         ("context", f"{info.max_model_len} tokens"),
     ]
@@ -39,12 +40,18 @@ def plan_table(info: EngineInfo, config: EngineConfig, *, parsers: str) -> str:
     rows += [
         ("KV cache", f"{tokens} tokens in {info.num_blocks} blocks of {info.block_size}"),
         ("full contexts", f"{tokens / info.max_model_len:.1f} at once"),
-        ("sequences", f"{config.max_num_seqs} at once"),
+        ("sequences", f"{config.max_num_seqs * info.num_replicas} at once"),
         ("drafts", _drafts(config)),
         ("offload", _offload(info, config)),
         ("parsers", parsers),
     ]
     return _lines(rows)
+
+
+def _replicas(info: EngineInfo) -> list[tuple[str, str]]:
+    if info.num_replicas == 1:
+        return []
+    return [("replicas", f"{info.num_replicas}, each on a device and cores of its own")]
 
 
 def _lines(rows: Sequence[tuple[str, str]]) -> str:

@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from hetero_llm.engine.engine_launcher import child_environment
 from hetero_llm.server.errors import busy, invalid, without_paths
 from hetero_llm.server.template_worker import LENGTH, READY, Job, Rendered, Setup
+from hetero_llm.utils.env import child_environment
 
 MODULE = "hetero_llm.server.template_worker"
 _START_SECONDS = 60.0

@@ -7,10 +7,12 @@ needed, so that a grammar costs next to nothing to compile, and a mask some 50 u
 from __future__ import annotations
 
 import contextlib
+import pickle
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -66,7 +68,8 @@ class GrammarCompiler:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._built: LLTokenizer | None = None
-        self._pristine: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._pristine: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._written: OrderedDict[bytes, ConstraintGrammar] = OrderedDict()
 
     def warm_up(self) -> None:
         """Builds the tokenizer's trie, if llguidance is installed."""
@@ -87,7 +90,7 @@ class GrammarCompiler:
             ConfigError: llguidance is not installed.
         """
         self._tokenizer()
-        written = constraint_grammar(params, self._vocabulary.special)
+        written = self._write(params)
         if written.answer is not None:
             self._check(written.answer)
         self._check(written)
@@ -103,7 +106,26 @@ class GrammarCompiler:
             ConfigError: llguidance is not installed.
         """
         self._tokenizer()
-        return _grammar(constraint_grammar(params, self._vocabulary.special), params)
+        return _grammar(self._write(params), params)
+
+    def _write(self, params: StructuredOutputsParams) -> ConstraintGrammar:
+        """`constraint_grammar`, which takes half a millisecond for a schema of 10 KB, and is kept:
+        agents send the same schemas again and again."""
+        try:
+            key = pickle.dumps(params)  # nothing reads it: equal keys are equal constraints
+        except Exception:  # a value that is no JSON, whose error names its place
+            return constraint_grammar(params, self._vocabulary.special)
+        with self._lock:
+            found = self._written.get(key)
+            if found is not None:
+                self._written.move_to_end(key)
+                return found
+        written = constraint_grammar(params, self._vocabulary.special)
+        with self._lock:
+            self._written[key] = written
+            if len(self._written) > _KEPT_GRAMMARS:
+                self._written.popitem(last=False)
+        return written
 
     def check(self, grammar: Grammar, params: StructuredOutputsParams) -> None:
         """Checks the `unchecked_grammar` of a constraint.
@@ -136,7 +158,8 @@ class GrammarCompiler:
     def knows(self, grammar: Grammar) -> bool:
         """Whether the grammar is compiled, so that `open` takes microseconds."""
         with self._lock:
-            return grammar.text in self._pristine
+            found = self._pristine.get(grammar.text)
+        return found is not None and found.done()
 
     def prepare(self, grammar: Grammar) -> None:
         """Compiles a grammar, for a later `open`. An error is found there."""
@@ -154,18 +177,25 @@ class GrammarCompiler:
         return matcher
 
     def _compiled(self, text: str) -> LLMatcher:
-        """A matcher at the beginning of a grammar, not to be changed. It may be in error."""
+        """A matcher at the beginning of a grammar, not to be changed. It may be in error. A thread
+        that asks while another one compiles the grammar waits for that one."""
         with self._lock:
             found = self._pristine.get(text)
-            if found is not None:
+            first = found is None
+            if found is None:
+                found = self._pristine[text] = Future()
+                if len(self._pristine) > _KEPT_GRAMMARS:
+                    self._pristine.popitem(last=False)
+            else:
                 self._pristine.move_to_end(text)
-                return found
-        made = self._made(text)
-        with self._lock:
-            self._pristine[text] = made
-            if len(self._pristine) > _KEPT_GRAMMARS:
-                self._pristine.popitem(last=False)
-        return made
+        if first:
+            try:
+                found.set_result(self._made(text))
+            except BaseException as error:
+                self._forget(text)
+                found.set_exception(error)
+                raise
+        return found.result()
 
     def _made(self, text: str) -> LLMatcher:
         """A new matcher at the beginning of a grammar. It may be in error."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,3 +146,40 @@ def angel_names() -> AngelNames:
     """The variables of `AngelNames`; empty text counts as not set."""
     read = [os.environ.get(n) or None for n in ("MODEL_ID", "CONV_TEMPLATE", "DISABLE_MEM_CACHE")]
     return AngelNames(*read)
+
+
+_OF_GROUPS = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",  # multicast of NVLink, which no collective of ours uses
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # A dead rank ends the engine with its own message, and not torch the process with SIGABRT.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+
+
+@contextmanager
+def group_environment() -> Iterator[None]:
+    """Lets torch.distributed connect the processes of this host over the loopback interface, and
+    leave the watch of them to us, in groups that are made while the context is open."""
+    before = {name: os.environ.get(name) for name in _OF_GROUPS}
+    os.environ.update(_OF_GROUPS)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of this process; PYTHONPATH gets this package's folder if not installed."""
+    environment = dict(os.environ)
+    home = Path(__file__).resolve().parents[2]
+    if home.name not in ("site-packages", "dist-packages"):
+        before = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(home)]))
+    return environment

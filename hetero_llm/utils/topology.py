@@ -142,6 +142,32 @@ def compute_cpus(reserve: int, root: Path = _ROOT) -> tuple[int, ...]:
     return tuple(chosen[: max(1, host.usable_cores - reserve)])
 
 
+def split_cpus(parts: int, root: Path = _ROOT) -> tuple[tuple[int, ...], ...]:
+    """Divides the logical CPUs of this process into parts of whole cores, near each other: cores
+    are dealt in runs, in the order of their NUMA nodes. Beyond the cgroup's quota no core is dealt.
+    With fewer cores than parts, every part has all of them.
+
+    Returns:
+        `parts` tuples of logical CPUs, ascending.
+    """
+    assert parts >= 1
+    host = read_topology(root)
+    core_of = parse_cpuinfo(_read(root / "proc/cpuinfo") or "").core_of
+    node_of = {cpu: node.index for node in host.numa_nodes for cpu in node.cpus}
+    threads_of: dict[tuple[int, int], list[int]] = {}
+    for cpu in host.allowed_cpus:
+        threads_of.setdefault(core_of.get(cpu, (-1, cpu)), []).append(cpu)
+    cores = sorted(threads_of.values(), key=lambda cpus: (node_of.get(cpus[0], -1), cpus[0]))
+    cores = cores[: host.usable_cores]
+    if len(cores) < parts:
+        return (tuple(sorted(cpu for cpus in cores for cpu in cpus)),) * parts
+    bounds = [len(cores) * part // parts for part in range(parts + 1)]
+    return tuple(
+        tuple(sorted(cpu for cpus in cores[first:last] for cpu in cpus))
+        for first, last in zip(bounds, bounds[1:], strict=False)
+    )
+
+
 def usable_memory_bytes(root: Path = _ROOT) -> int:
     """Host memory that can be allocated now without swapping and within the cgroups' limits."""
     available = int(psutil.virtual_memory().available)

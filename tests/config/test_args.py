@@ -282,8 +282,8 @@ class TestStatus:
             resolve(**{spec.name: "else"})
 
     def test_not_yet_messages_name_the_feature(self) -> None:
-        assert refused(tensor_parallel_size=2) == (
-            "tensor_parallel_size=2: tensor parallelism is not available yet"
+        assert refused(pipeline_parallel_size=2) == (
+            "pipeline_parallel_size=2: pipeline parallelism is not available yet"
         )
         assert "tensor parallelism of draft models" in refused(
             speculative_draft_tensor_parallel_size=2
@@ -291,7 +291,7 @@ class TestStatus:
         assert "QLoRA" in refused(qlora_adapter_name_or_path="/a")
 
     def test_a_boolean_is_not_the_default_number(self) -> None:
-        assert "tensor parallelism" in refused(tensor_parallel_size=True)
+        assert "pipeline parallelism" in refused(pipeline_parallel_size=True)
         assert resolve(cpu_offload_gb=0.0)["cpu_offload_gb"] == 0
 
 

@@ -175,10 +175,10 @@ class TestValues:
     @pytest.mark.parametrize(
         ("given", "accepted"),
         [
-            ({"data_parallel_size": 1}, True),
-            ({"data_parallel_size": True}, False),
-            ({"data_parallel_size": "1"}, True),
-            ({"data_parallel_size": 2}, False),
+            ({"decode_context_parallel_size": 1}, True),
+            ({"decode_context_parallel_size": True}, False),
+            ({"decode_context_parallel_size": "1"}, True),
+            ({"decode_context_parallel_size": 2}, False),
             ({"offload_group_size": 0.0}, True),
             ({"enable_sleep_mode": False}, True),
             ({"enable_sleep_mode": "false"}, True),
@@ -259,20 +259,20 @@ class TestCommandLine:
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         found = gathered(
-            *("m", "--compilation-config", "3", "-O3", "-dp", "1", "--scheduling_policy=fcfs"),
+            *("m", "--compilation-config", "3", "-O3", "-dcp", "1", "--scheduling_policy=fcfs"),
             *("-spec-draft-tp", "1", "--disable-logprobs-during-spec-decoding", "false"),
             *("--disable-frontend-multiprocessing", "--model-loader-extra-config", "{}"),
             *("--max-log-len", "5", "--enable-server-load-tracking"),
         )
-        assert found["model"] == "m" and found["data_parallel_size"] == "1"
+        assert found["model"] == "m" and found["decode_context_parallel_size"] == "1"
         assert len(caplog.messages) == len(set(caplog.messages)) == 6
 
     def test_variables_and_the_file(self, tmp_path: Any) -> None:
         file = tmp_path / "options.yaml"
         file.write_text("scheduling-policy: fcfs\nenable_sleep_mode: false\n")
-        gathered("m", "--config", str(file), data_parallel_size="1")
-        with pytest.raises(ConfigError, match="data parallelism is not available yet"):
-            gathered("m", "--config", str(file), data_parallel_size="2")
+        gathered("m", "--config", str(file), decode_context_parallel_size="1")
+        with pytest.raises(ConfigError, match="context parallelism is not available yet"):
+            gathered("m", "--config", str(file), decode_context_parallel_size="2")
         file.write_text("enable_sleep_mode: true\n")
         with pytest.raises(ConfigError, match="sleep mode is not available yet"):
             gathered("m", "--config", str(file))

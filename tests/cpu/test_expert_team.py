@@ -202,6 +202,8 @@ def test_a_team_that_nobody_holds_ends(library: ctypes.CDLL, mixture: Mixture) -
     before = team_threads()
     mailbox = mailbox_for(mixture, TOKENS_MOST, K, torch.float32)
     team = ExpertTeam(mixture.host, mailbox, library, threads=2)
+    fill(mailbox, 1, EXPERTS, seed=9)
+    post(mailbox, library, 0, 1)  # by now the thread has its name
     assert team_threads() == before + 1
     del team
     gc.collect()

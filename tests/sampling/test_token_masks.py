@@ -109,6 +109,25 @@ def test_places_follow_the_samples_of_a_step() -> None:
     assert allowed(words[1]) == list(range(6, VOCAB))
 
 
+def test_a_grammar_is_opened_where_its_first_mask_is_written() -> None:
+    """So the launch of a step does not wait until a new grammar is compiled."""
+    opened: list[list[int]] = []
+
+    def open_noting(grammar: Grammar, output_ids: Sequence[int]) -> GrammarMatcher:
+        opened.append(list(output_ids))
+        return open_rising(grammar, output_ids)
+
+    masks = TokenMasks(VOCAB)
+    masks.open_matcher = open_noting
+    masks.admit(state(0, [1, 2, 7], prompt=2))
+    masks.observe(0, 3, 8)
+    assert masks.plan(step_of([(0, 1)])) is not None and not opened
+    filled(masks, step_of([(0, 1)]))
+    masks.observe(0, 4, 9)
+    _, words, _ = filled(masks, step_of([(0, 1)]))
+    assert opened == [[7, 8]] and allowed(words[0]) == list(range(10, VOCAB))
+
+
 def test_there_is_nothing_to_plan_without_a_guided_sample() -> None:
     assert TokenMasks(VOCAB).plan(step_of([(0, 1)])) is None
     masks = masks_of(state(0, [1], 1), state(1, [1], 1, None))

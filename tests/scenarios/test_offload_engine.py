@@ -18,6 +18,7 @@ from hetero_llm.core.request import Request
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.core.step_times import StepTimes
 from hetero_llm.engine.engine import Engine
+from hetero_llm.engine.kv_events import EventStream
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits
@@ -110,6 +111,7 @@ def build(
     limits: OffloadLimits | None = None,
     min_uses: int = 1,
     policy: str = "lru",
+    events: EventStream | None = None,
 ) -> Served:
     config = SchedulerConfig(6, max_num_batched_tokens, MAX_LEN, True, BLOCK)
     runner = HostRunner(seed, gpu_blocks, BLOCK, 6, MAX_LEN // BLOCK)
@@ -118,14 +120,18 @@ def build(
     copier = runner.copier = ModelCopier(device, host, host_blocks, random.Random(seed))
     times = StepTimes()
     rule = LoadRule(BLOCK, device[0].nbytes, LAYERS, lambda count, start: float(count), 0)
-    tier = PinnedHostTier(HostBlockIndex(policy=policy, min_uses=min_uses), copier, rule)
-    prefix = PrefixCache()
+    log = None if events is None else events.log
+    index = HostBlockIndex(policy=policy, min_uses=min_uses, events=log)
+    tier = PinnedHostTier(index, copier, rule)
+    prefix = PrefixCache(log)
     transfers = BlockTransfers(tier, prefix, limits or OffloadLimits(8), gpu_blocks)
     blocks = BlockManager(gpu_blocks, BLOCK, prefix, transfers)
     scheduler = Scheduler(config, blocks, loads=KVLoadQueue(blocks, transfers, LAYERS, times))
     inputs: Any = None  # requests come ready-made
     output_processor = OutputProcessor(None, scheduler.stop_sequence)
-    engine = Engine(inputs, scheduler, runner, output_processor, asynchronous=asynchronous)
+    engine = Engine(
+        inputs, scheduler, runner, output_processor, asynchronous=asynchronous, kv_events=events
+    )
     return Served(engine, blocks, runner, copier)
 
 

@@ -411,7 +411,7 @@ def test_tool_calls_that_cannot_be_read_are_refused_before_weights_are_loaded(
     monkeypatch: pytest.MonkeyPatch, parser: str | None
 ) -> None:
     process = NeverReady()
-    monkeypatch.setattr("hetero_llm.engine.async_engine.launch", lambda _: process)
+    monkeypatch.setattr("hetero_llm.engine.async_engine.launch", lambda _, place: process)
     monkeypatch.setattr("hetero_llm.engine.async_engine.EngineProcess", NeverReady)
     flags = {"enable_auto_tool_choice": True, "tool_call_parser": parser, "port": 0,
              "host": "127.0.0.1", "chat_template": "{{ messages }}"}  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import llguidance
@@ -17,6 +19,7 @@ from hetero_llm.core.structured_outputs import (
     ToolOutputParams,
 )
 from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.structured_output import compiler as compiler_module
 from hetero_llm.structured_output.compiler import GrammarCompiler, Matcher
 from hetero_llm.structured_output.draft_matcher import DraftMatcher
 from tests.helpers.tokenizers import byte_level, get
@@ -481,6 +484,48 @@ def test_a_compiled_grammar_has_its_first_mask(
     grammar = compiler.grammar(StructuredOutputsParams(json=optional(11)))
     assert [one.masks for one in made] == [1]
     assert allowed(compiler.open(grammar, [])) == set(ids("{"))
+
+
+def test_threads_that_ask_for_one_grammar_wait_for_one_compilation(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer.vocabulary(300, (EOS,)))
+    grammar = compiler.unchecked_grammar(StructuredOutputsParams(choice=["ab"]))
+    begun, go_on, made = threading.Event(), threading.Event(), []
+    real = llguidance.LLMatcher
+
+    def slow(*args: Any, **options: Any) -> llguidance.LLMatcher:
+        made.append(threading.current_thread().name)
+        begun.set()
+        assert go_on.wait(60)
+        return real(*args, **options)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", slow)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(compiler.prepare, grammar)
+        assert begun.wait(60) and not compiler.knows(grammar)
+        second = threads.submit(compiler.open, grammar, [])
+        go_on.set()
+        first.result()
+        assert allowed(second.result()) == set(ids("a"))
+    assert len(made) == 1 and compiler.knows(grammar)
+
+
+def test_a_schema_that_was_written_is_not_written_anew(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"type": "object", "properties": {"once": {"type": "null"}}}
+    first = compiler.unchecked_grammar(StructuredOutputsParams(json=given))
+    monkeypatch.setattr(compiler_module, "constraint_grammar", lambda *_: pytest.fail("written"))
+    again = StructuredOutputsParams(json=json.loads(json.dumps(given)))
+    assert compiler.unchecked_grammar(again) == first
+    with pytest.raises(pytest.fail.Exception):  # another one is
+        compiler.unchecked_grammar(StructuredOutputsParams(json={**given, "title": "x"}))
+
+
+def test_a_schema_with_a_value_that_is_no_json_is_refused(compiler: GrammarCompiler) -> None:
+    with pytest.raises(SamplingError, match="cannot be written as JSON"):
+        compiler.grammar(StructuredOutputsParams(json={"a": lambda: 0}))
 
 
 def test_a_grammar_begins_behind_its_tokens(compiler: GrammarCompiler) -> None:

@@ -19,6 +19,7 @@ from hetero_llm.utils.topology import (
     read_numa_nodes,
     read_sockets,
     read_topology,
+    split_cpus,
     usable_memory_bytes,
 )
 
@@ -227,6 +228,24 @@ def test_the_real_host() -> None:
 def test_needs_no_torch() -> None:
     code = "import sys, hetero_llm.utils.topology; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_cores_are_split_whole_and_near_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = two_sockets(tmp_path)
+    allowed = set(range(8))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: allowed, raising=False)
+    parts = split_cpus(3, root)
+    assert sorted(cpu for part in parts for cpu in part) == sorted(allowed)
+    core_of = parse_cpuinfo((root / "proc/cpuinfo").read_text()).core_of
+    cores = [{core_of[cpu] for cpu in part} for part in parts]
+    assert not cores[0] & cores[1], "no core belongs to two parts"
+    nodes = {cpu: node.index for node in read_numa_nodes(root) for cpu in node.cpus}
+    assert [len({nodes[cpu] for cpu in part}) for part in parts] == [1, 1, 1]
+    assert split_cpus(1, root) == (tuple(sorted(allowed)),)
+    many = split_cpus(64, root)
+    assert len(many) == 64 and set(many) == {tuple(sorted(allowed))}
 
 
 def test_sockets(tmp_path: Path) -> None:

@@ -72,6 +72,17 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any] | None], ...] = (
     ("hetero_outbox_words", _INT, [_POINTER]),
     ("hetero_outbox_copy", None, [_POINTER] * 3),
     ("hetero_crc32c", _UINT, [_POINTER, _INT, _UINT, _INT]),
+    ("hetero_broadcast_bytes", _INT, [_INT]),
+    ("hetero_broadcast_format", None, [_POINTER, _INT, _INT, ctypes.c_uint64]),
+    ("hetero_broadcast_open", _POINTER, [_POINTER, _INT, _INT]),
+    ("hetero_broadcast_free", None, [_POINTER]),
+    ("hetero_broadcast_frame_bytes", _INT, [_POINTER]),
+    ("hetero_broadcast_write", _INT, None),
+    ("hetero_broadcast_close", None, [_POINTER]),
+    ("hetero_broadcast_wait", _INT, [_POINTER] + [_INT] * 2),
+    ("hetero_broadcast_take", _INT, [_POINTER, _POINTER]),
+    ("hetero_broadcast_live", _INT, [_POINTER, _INT]),
+    ("hetero_broadcast_beats", None, [_POINTER] * 3),
 )
 
 

@@ -16,12 +16,9 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import fcntl
-import logging
 import mmap
 import os
 import secrets
-import tempfile
 import time
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -30,16 +27,11 @@ import numpy as np
 
 from hetero_llm.bridge.ipc import ring_library
 from hetero_llm.bridge.ipc.messages import HEADER, MAX_WORDS, Messages, Outbox
+from hetero_llm.bridge.ipc.shared_memory import address_of, allocate_shared, map_shared
 from hetero_llm.core.errors import RingError
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_SLOTS = 1 << 14
 """1 MiB: room for prompts of some 200,000 tokens, or 5,000 messages of 8 nodes."""
-
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_FOLDERS = ("/dev/shm", None)
-"""Folders tried for the memory if there is no memfd; None: the one for temporary files."""
 
 _REFUSALS = {
     1: "it is too small",
@@ -164,14 +156,14 @@ def create_ring(slots: int = DEFAULT_SLOTS, *, start: int = 0) -> Ring:
     library = ring_library.load().quick
     size = library.hetero_ring_bytes(slots)
     assert size > 0, slots
-    fd = _allocate(size)
+    fd = allocate_shared(size)
     stamp = secrets.randbits(64)
     try:
-        memory = _mapped(fd, size)
+        memory = map_shared(fd, size)
     except OSError as error:
         os.close(fd)
         raise RingError(f"{size} bytes cannot be mapped: {error.strerror}") from error
-    library.hetero_ring_format(_address(memory), slots, stamp, start)
+    library.hetero_ring_format(address_of(memory), slots, stamp, start)
     return Ring(fd, slots, stamp, memory)
 
 
@@ -186,10 +178,10 @@ def attach_ring(handle: str) -> Ring:
         fd_text, slots_text, stamp_text = handle.split(":")
         fd, slots, stamp = int(fd_text), int(slots_text), int(stamp_text, 16)
         size = os.fstat(fd).st_size
-        memory = _mapped(fd, size)
+        memory = map_shared(fd, size)
     except (OSError, OverflowError, ValueError) as error:
         raise RingError(f"ring handle {handle!r} leads to no memory: {error}") from error
-    refusal = library.hetero_ring_refusal(_address(memory), size, slots, stamp)
+    refusal = library.hetero_ring_refusal(address_of(memory), size, slots, stamp)
     if refusal != 0:
         memory.close()
         raise RingError(f"ring handle {handle!r} is refused: {_REFUSALS[refusal]}")
@@ -320,47 +312,3 @@ class Consumer(_End):
             self._popped = _NOTHING.copy()
         self._popped[result] = popped
         return popped
-
-
-def _mapped(fd: int, size: int) -> mmap.mmap:
-    """Map the memory and populate its pages, so that no access faults later."""
-    return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-
-
-def _address(memory: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-def _allocate(size: int) -> int:
-    """Allocate `size` bytes and return their descriptor. The bytes are reserved, so that a full
-    /dev/shm cannot cause a SIGBUS later.
-
-    Raises:
-        RingError: not enough memory.
-    """
-    try:
-        created = os.memfd_create("hetero-llm-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        fd = _filled(created, size)
-        # Sealed: a process that shrank it would kill the other one by SIGBUS.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        return fd
-    except OSError as error:
-        last = error
-    logger.warning("there is no memfd (%s): rings lie in files without a name", last.strerror)
-    for folder in _FOLDERS:
-        try:
-            with tempfile.TemporaryFile(prefix="hetero-llm-ring-", dir=folder) as file:
-                return _filled(os.dup(file.fileno()), size)
-        except OSError as error:
-            last = error
-    raise RingError(f"{size} bytes of shared memory cannot be had: {last.strerror}") from last
-
-
-def _filled(fd: int, size: int) -> int:
-    """Reserve the bytes behind `fd` and return it; close it if that fails."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd

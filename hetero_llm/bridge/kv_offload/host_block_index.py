@@ -23,6 +23,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import exp2, log2
 
 from hetero_llm.bridge.kv_offload.free_runs import FreeRuns
+from hetero_llm.core.kv_events import CPU, KvEvents, NoKvEvents
 from hetero_llm.kv_cache.host_tier import EvictionCandidate, HostHit
 
 POLICIES = ("lru", "slru", "cost")
@@ -68,6 +69,8 @@ class HostBlockIndex:
         policy: one of `POLICIES`.
         min_uses: requests that must have used a block before it is stored.
         max_ghosts: maximum number of blocks outside host memory whose use counts are kept.
+        events: called when `match` finds a block, and when it does not any more; None: nobody
+            listens.
 
     Attributes:
         num_blocks: in all states.
@@ -81,6 +84,7 @@ class HostBlockIndex:
         policy: str = "lru",
         min_uses: int = 1,
         max_ghosts: int = 65536,
+        events: KvEvents | None = None,
     ) -> None:
         assert policy in POLICIES and min_uses >= 1 and max_ghosts >= 1
         self.num_blocks = 0
@@ -88,6 +92,7 @@ class HostBlockIndex:
         self._policy = policy
         self._min_uses = min_uses
         self._max_ghosts = max_ghosts
+        self._events: KvEvents = events or NoKvEvents()
         self._free = FreeRuns()
         self._recent_hits: list[list[int]] = []  # not yet applied to the scores
         # These dictionaries hold only bytes and integers, which the garbage collector never visits.
@@ -229,15 +234,21 @@ class HostBlockIndex:
     def stored(self, blocks: Iterable[int], ok: bool) -> None:
         """Called when the store into these blocks has ended. If it failed, they become free."""
         freed = []
+        ready: list[tuple[bytes, bytes]] = []
         for block in blocks:
             assert self._state[block] == STORING and not self._pins[block]
-            self._state[block] = READY
-            if ok and self._lookup_key[block]:
+            lookup_key = self._lookup_key[block]
+            if ok and lookup_key:
+                self._state[block] = READY
+                ready.append((lookup_key, self._hash[block]))
                 self._push_if_evictable(block)
                 continue
-            if self._lookup_key[block]:
+            if lookup_key:
                 self._forget(block)
+            self._state[block] = READY
             freed.append(block)
+        if ready and self._events.is_on:
+            self._events.stored(CPU, ready)
         self._make_free(freed)
 
     def holds(self, lookup_key: bytes) -> bool:
@@ -312,6 +323,9 @@ class HostBlockIndex:
         """Forgets all blocks and use counts. Blocks being read or written become free later."""
         used = [block for block, lookup_key in enumerate(self._lookup_key) if lookup_key]
         self._evicted += [(self._lookup_key[block], self._hash[block]) for block in used]
+        found_before = [self._hash[block] for block in used if self._state[block] == READY]
+        if found_before and self._events.is_on:
+            self._events.removed(CPU, found_before)
         for block in used:
             self._lookup_key[block] = self._hash[block] = self._parent_hash[block] = b""
             self._next[block] = self._previous[block] = _NONE
@@ -418,6 +432,8 @@ class HostBlockIndex:
         """Takes a block out of all maps; setting its state is left to the caller."""
         block_hash, parent_hash = self._hash[block], self._parent_hash[block]
         self._evicted.append((self._lookup_key[block], block_hash))
+        if self._events.is_on and self._state[block] == READY:
+            self._events.removed(CPU, (block_hash,))
         del self._by_lookup_key[self._lookup_key[block]], self._by_hash[block_hash]
         following, previous = self._next[block], self._previous[block]
         if following >= 0:

@@ -37,8 +37,10 @@ __all__ = [
     "add_rms_norm_reference",
     "norm_projections",
     "norm_projections_reference",
+    "num_warps",
     "quantized_rms_norm",
     "quantizes_norms",
+    "rms_norm_row",
 ]
 
 MAX_NORM_SIZE = 16384
@@ -63,6 +65,19 @@ def _add(x_ptr, residual_ptr, extra_ptr, place, inside, HAS_RESIDUAL: tl.constex
 
 
 @triton.jit
+def rms_norm_row(total, weight, eps, SIZE: tl.constexpr, GEMMA: tl.constexpr, DTYPE: tl.constexpr):
+    """The norm of a row, times its weight, rounded to DTYPE. `total`, `weight`: float32, zeros
+    behind SIZE."""
+    mean_square = tl.sum(total * total, 0) / SIZE
+    norm = total * tl.rsqrt(mean_square + eps)
+    if GEMMA:
+        weight = 1.0 + weight
+    else:  # rounded before the product with the weight; in float32 this changes nothing
+        norm = norm.to(DTYPE).to(tl.float32)
+    return (norm * weight).to(DTYPE)
+
+
+@triton.jit
 def _normed_row(
     x_ptr, residual_ptr, weight_ptr, eps, columns,
     SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GEMMA: tl.constexpr, PDL: tl.constexpr,
@@ -73,16 +88,9 @@ def _normed_row(
     wait_for_inputs(PDL)
     let_next_start(PDL)
 
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     place = tl.program_id(0).to(tl.int64) * SIZE + columns
     total = _add(x_ptr, residual_ptr, None, place, inside, HAS_RESIDUAL)
-    mean_square = tl.sum(total * total, 0) / SIZE
-    norm = total * tl.rsqrt(mean_square + eps)
-    if GEMMA:
-        weight = 1.0 + weight
-    else:  # rounded before the product with the weight; in float32 this changes nothing
-        norm = norm.to(dtype).to(tl.float32)
-    return (norm * weight).to(dtype)
+    return rms_norm_row(total, weight, eps, SIZE, GEMMA, x_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -235,7 +243,7 @@ def norm_projections(
             QUERIES_PADDED=padded,
             KEYS=keys,
             KEYS_PADDED=triton.next_power_of_2(keys),
-            num_warps=_num_warps(padded),
+            num_warps=num_warps(padded),
             **pdl_options(qkv.device),
         )
     return qkv
@@ -303,7 +311,7 @@ def _row_options(x: torch.Tensor, residual: torch.Tensor | None) -> dict[str, An
         "SIZE": x.shape[-1],
         "PADDED": padded,
         "HAS_RESIDUAL": residual is not None,
-        "num_warps": _num_warps(padded),
+        "num_warps": num_warps(padded),
         **pdl_options(x.device),
     }
 
@@ -344,7 +352,7 @@ def add_layer_norm(
     return outs, total
 
 
-def _num_warps(padded: int) -> int:
+def num_warps(padded: int) -> int:
     """16 elements a thread: two 16-byte loads of each operand in flight."""
     return min(max(padded // 512, 1), 32)
 

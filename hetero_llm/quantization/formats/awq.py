@@ -57,6 +57,14 @@ class AwqScheme:
         data = pack_codes(_codes(stored["qweight"]).t()).contiguous()
         return QuantizedMatrix("int4", data, scale, group, zero=zero)
 
+    def column_step(self, columns: int) -> int:
+        """See `Scheme`."""
+        return 2 if self.group == -1 else self.group
+
+    def slice_steps(self, columns: int) -> tuple[int, int]:
+        """See `Scheme`."""
+        return 8, self.column_step(columns)
+
 
 def _codes(words: Tensor) -> Tensor:
     """[A, B] int32 -> [A, 8 B] uint8."""

@@ -101,6 +101,14 @@ class FourBits:
         data = torch.cat(looked_up).view(torch.float8_e4m3fn)
         return QuantizedMatrix("fp8", data, scale / _FP4_LARGEST, size)
 
+    def column_step(self, columns: int) -> int:
+        """See `Scheme`; a larger block is found when its tensors are read."""
+        return min(_BLOCKS)
+
+    def slice_steps(self, columns: int) -> tuple[int, int]:
+        """See `Scheme`."""
+        return 0, 0
+
     @property
     def _state(self) -> str:
         return f"weight.quant_state.bitsandbytes__{self.kind}"
@@ -152,6 +160,14 @@ class Int8Rows:
             raise ValueError(f"weight_format: {int(form)}, only 0 (rows) can be read")
         scale = finite_scale("SCB", stored["SCB"]).float().reshape(rows, 1) / _INT8_LARGEST
         return QuantizedMatrix("int8", stored["weight"], scale, columns)
+
+    def column_step(self, columns: int) -> int:
+        """See `Scheme`."""
+        return 1
+
+    def slice_steps(self, columns: int) -> tuple[int, int]:
+        """See `Scheme`."""
+        return 1, self.column_step(columns)
 
 
 class BitsAndBytesFormat:

@@ -97,6 +97,14 @@ class Int8:
             group = width_of_groups(columns, self.group, 8)
         return QuantizedMatrix("int8", stored["weight"], scale, group)
 
+    def column_step(self, columns: int) -> int:
+        """See `Scheme`."""
+        return self.group or 1
+
+    def slice_steps(self, columns: int) -> tuple[int, int]:
+        """See `Scheme`."""
+        return 1, self.column_step(columns)
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -156,6 +164,16 @@ class Packed:
         data = in_order(data[:, : columns // 2].contiguous(), order)
         zero = None if self.symmetric else _zeros(stored["weight_zero_point"], rows)
         return QuantizedMatrix("int4", data, scale, group, zero=zero, order=order)
+
+    def column_step(self, columns: int) -> int:
+        """See `Scheme`."""
+        if self.ordered and self.group != -1:
+            raise ValueError("its columns are quantized in an order of their own (actorder)")
+        return 32 // self.bits if self.group == -1 else self.group
+
+    def slice_steps(self, columns: int) -> tuple[int, int]:
+        """See `Scheme`; zero points are packed by rows."""
+        return 32 // self.bits, 0 if self.ordered else self.column_step(columns)
 
 
 def _zeros(words: Tensor, rows: int) -> Tensor:
@@ -217,6 +235,14 @@ class Fp4:
         return QuantizedMatrix(
             "fp4", data, scale, self.group, row_scale=whole.expand(rows).contiguous()
         )
+
+    def column_step(self, columns: int) -> int:
+        """See `Scheme`."""
+        return self.group
+
+    def slice_steps(self, columns: int) -> tuple[int, int]:
+        """See `Scheme`."""
+        return 1, self.column_step(columns)
 
 
 @dataclass(frozen=True, slots=True)

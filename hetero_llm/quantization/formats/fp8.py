@@ -67,6 +67,14 @@ class Fp8Rows:
         scale = scale_of_rows(suffix, stored[suffix], rows)
         return QuantizedMatrix("fp8", stored["weight"], scale, columns)
 
+    def column_step(self, columns: int) -> int:
+        """See `Scheme`."""
+        return 1
+
+    def slice_steps(self, columns: int) -> tuple[int, int]:
+        """See `Scheme`."""
+        return 1, self.column_step(columns)
+
 
 @dataclass(frozen=True, slots=True)
 class Fp8Blocks:
@@ -108,6 +116,14 @@ class Fp8Blocks:
             scale = scale.repeat_interleave(high, 0)[:rows]
         height = BLOCK_ROWS if high == BLOCK_ROWS else 1
         return QuantizedMatrix("fp8", stored["weight"], scale.contiguous(), wide, height)
+
+    def column_step(self, columns: int) -> int:
+        """See `Scheme`."""
+        return self.block[1]
+
+    def slice_steps(self, columns: int) -> tuple[int, int]:
+        """See `Scheme`."""
+        return self.block[0], self.column_step(columns)
 
 
 def _only(stored: Mapping[str, Tensor], spellings: tuple[str, ...]) -> str:

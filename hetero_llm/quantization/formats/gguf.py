@@ -37,6 +37,12 @@ class GgufScheme:
     def convert(self, stored: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
         return to_matrix(self.block.name, stored["weight"])
 
+    def column_step(self, columns: int) -> int:
+        return MATRIX_TYPES[self.block.name][1]
+
+    def slice_steps(self, columns: int) -> tuple[int, int]:
+        return 1, self.block.elements
+
 
 @dataclass(frozen=True, slots=True)
 class GgufFormat:

@@ -105,6 +105,16 @@ class GptqScheme:
         zero = None if bool((codes == INT4_ZERO).all()) else codes.t().contiguous()
         return QuantizedMatrix("int4", in_order(data, order), scale, group, zero=zero, order=order)
 
+    def column_step(self, columns: int) -> int:
+        """See `Scheme`."""
+        if self.desc_act and self.group != -1:
+            raise ValueError("its columns are quantized in an order of their own (desc_act=True)")
+        return 32 // self.bits if self.group == -1 else self.group
+
+    def slice_steps(self, columns: int) -> tuple[int, int]:
+        """See `Scheme`. An index of groups may name an order: columns need the whole of it."""
+        return 32 // self.bits, 0
+
     def _order(self, g_idx: Tensor | None, groups: int) -> Tensor | None:
         """Without `desc_act`, an index of zeros is one that nothing was written into."""
         if g_idx is None or (not self.desc_act and not bool(g_idx.any())):

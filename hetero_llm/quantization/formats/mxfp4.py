@@ -56,6 +56,14 @@ class Mxfp4Bank:
         scale = scale_of_exponents("scales", exponents.reshape(rows, -1))
         return QuantizedMatrix("fp4", blocks.reshape(rows, columns // 2), scale, _GROUP)
 
+    def column_step(self, columns: int) -> int:
+        """See `Scheme`."""
+        return _GROUP
+
+    def slice_steps(self, columns: int) -> tuple[int, int]:
+        """See `Scheme`."""
+        return 1, self.column_step(columns)
+
 
 class Mxfp4Format:
     """See `CheckpointFormat` and `read`."""

@@ -41,11 +41,14 @@ class StoredPart:
 
     def admits(self, shape: tuple[int, ...]) -> bool:
         """Whether it may have this shape."""
-        return any(
-            len(one) == len(shape)
-            and all(length in (ANY_LENGTH, found) for length, found in zip(one, shape, strict=True))
-            for one in self.shapes
-        )
+        return any(admits(one, shape) for one in self.shapes)
+
+
+def admits(wanted: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of `shape` may stand where one of `StoredPart.shapes` is wanted."""
+    return len(wanted) == len(shape) and all(
+        length in (ANY_LENGTH, found) for length, found in zip(wanted, shape, strict=True)
+    )
 
 
 class Scheme(Protocol):
@@ -71,6 +74,21 @@ class Scheme(Protocol):
             ValueError: the values cannot be those of a matrix, with the reason: scales that are
                 not finite, an order of columns that names one twice.
         """
+        ...
+
+    def column_step(self, columns: int) -> int:
+        """What the first column and the number of columns of a rank's part are multiples of.
+
+        Raises:
+            ValueError: columns cannot be cut, with the reason: they are in an order of their own.
+        """
+        ...
+
+    def slice_steps(self, columns: int) -> tuple[int, int]:
+        """What the first one and the number of rows, and of columns, must be multiples of where
+        `convert` makes a part of the matrix from the same part of its tensors; 0: it makes a part
+        from the whole tensors alone. Tensors are cut along the dims that `parts` makes longer for a
+        larger matrix."""
         ...
 
 

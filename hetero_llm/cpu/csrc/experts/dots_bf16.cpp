@@ -172,6 +172,13 @@ FAST_INLINE void finish(const DotCall& c, const __m512 (&sums)[W][R]) {
     }
 }
 
+// Has the vectors of x read again for each row of weights where GCC would keep more of them than
+// there are registers.
+template <int kLoads>
+FAST_INLINE void forget_loads() {
+    if constexpr (kLoads > 4) __asm__ volatile("" : : : "memory");
+}
+
 template <int W>
 FAST_INLINE void fetch(const DotCall& c, int64_t at) {
 #pragma GCC unroll 4
@@ -195,6 +202,7 @@ FAST_INLINE void step(const DotCall& c, const Decoder<kKind, Zeros::kNone>& deco
     }
 #pragma GCC unroll 4
     for (int i = 0; i < W; ++i) {
+        forget_loads<R * V>();
         const __m512i raw = kTail ? load_some(c.w[i] + at, left) : load(c.w[i] + at);
         __m512bh w[V];
         decoder.decode(raw, w);
@@ -282,6 +290,7 @@ FAST_INLINE void nibble_step(const DotCall& c, const Form& form,
     }
 #pragma GCC unroll 4
     for (int i = 0; i < W; ++i) {
+        forget_loads<R * V>();
         const __m512i raw = kTail ? load_some(c.w[i] + at, left) : load(c.w[i] + at);
         __m512bh w[V];
         decoder.decode(raw, w);
@@ -332,16 +341,18 @@ FAST void nibble_tile(const DotCall& call) {
     finish<W, R>(c, totals);
 }
 
-#define BYTES(kind)                                                                              \
-    {{byte_tile<kind, 4, 1>, byte_tile<kind, 4, 2>, byte_tile<kind, 2, 4>},                      \
-     {byte_tile<kind, 1, 1>, byte_tile<kind, 1, 2>, byte_tile<kind, 1, 4>}, {4, 4, 2}}
+// Rows of the widest tile: sums of a group beside those of the whole row leave registers for two.
+#define BYTES(kind, rows)                                                                        \
+    {{byte_tile<kind, 4, 1>, byte_tile<kind, 4, 2>, byte_tile<kind, rows, 4>},                   \
+     {byte_tile<kind, 1, 1>, byte_tile<kind, 1, 2>, byte_tile<kind, 1, 4>}, {4, 4, rows}}
 #define NIBBLES(...)                                                                             \
     {{nibble_tile<__VA_ARGS__, 4, 1>, nibble_tile<__VA_ARGS__, 4, 2>,                            \
       nibble_tile<__VA_ARGS__, 2, 4>},                                                           \
      {nibble_tile<__VA_ARGS__, 1, 1>, nibble_tile<__VA_ARGS__, 1, 2>,                            \
       nibble_tile<__VA_ARGS__, 1, 4>}, {4, 4, 2}}
 
-const DotTiles kBf16 = BYTES(Kind::kBf16), kInt8 = BYTES(Kind::kInt8), kFp8 = BYTES(Kind::kFp8);
+const DotTiles kBf16 = BYTES(Kind::kBf16, 4), kInt8 = BYTES(Kind::kInt8, 2),
+               kFp8 = BYTES(Kind::kFp8, 2);
 const DotTiles kInt4[] = {NIBBLES(Kind::kInt4, Zeros::kNone), NIBBLES(Kind::kInt4, Zeros::kPoints),
                           NIBBLES(Kind::kInt4, Zeros::kOffsets)};
 const DotTiles kFp4 = NIBBLES(Kind::kFp4, Zeros::kNone);

@@ -1,0 +1,356 @@
+"""The rank processes of an engine: starts, watches and ends them.
+
+The engine's process is rank 0. Each other rank is a fresh interpreter that inherits the descriptors
+of a control socket, of the channel of steps and of the file through which the ranks find each
+other. A thread here watches them: a rank that ends, or gives no sign of life for `HANG_SECONDS`, is
+a failure, for which all ranks are killed. Collectives that wait for a killed rank end with an
+error, and the engine raises the failure instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from hetero_llm.core.errors import ConfigError, HeteroLLMError, RankDeadError, RingError
+from hetero_llm.core.grammar import Grammar
+from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.distributed.control_socket import ControlSocket, RankFailed, RankReached
+from hetero_llm.distributed.process_group import create_store
+from hetero_llm.distributed.step_channel import StepWriter
+
+logger = logging.getLogger(__name__)
+
+HANG_SECONDS = 3.0
+"""A rank that gives no sign of life for so long counts as hung. It gives them from a thread that
+needs no lock of Python's, ten times a second."""
+
+_LOOK_SECONDS = 0.1  # between two looks of the watch
+_EXPLAIN_SECONDS = 2.0  # in which the watch finds what has ended a collective
+_STOP_SECONDS = 2.0  # that ranks have to end by themselves
+_FIELD = "tensor_parallel_size"
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgram:
+    """How rank processes are started.
+
+    Attributes:
+        command: the rank's own arguments follow it.
+        environment: of the processes.
+    """
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class RankArguments:
+    """Command line of a rank process.
+
+    Attributes:
+        rank, size: its index, 1 to size - 1, and the number of ranks.
+        control, channel, store: descriptors of its control socket, the channel of steps and the
+            file of `create_store`.
+        parent: process id of the engine.
+        dies_with_thread: the kernel may kill the rank when the thread that started it ends.
+    """
+
+    rank: int
+    size: int
+    control: int
+    channel: int
+    store: int
+    parent: int
+    dies_with_thread: int
+
+    def words(self) -> list[str]:
+        return [str(getattr(self, name)) for name in self.__slots__]
+
+    @staticmethod
+    def of(words: list[str]) -> RankArguments:
+        return RankArguments(*map(int, words))
+
+
+class NoRanks:
+    """In the place of `RankProcesses` where one process runs the model."""
+
+    def check(self) -> None:
+        pass
+
+    def compile_grammar(self, grammar: Grammar) -> None:
+        pass
+
+    def why(self, error: BaseException) -> BaseException:
+        return error
+
+    def shut_down(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Holder:
+    """Holds the processes for a finalizer, which must not reference their `RankProcesses`."""
+
+    popens: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    owner: int = field(default_factory=os.getpid)
+    leave: Callable[[], None] | None = None
+
+    def end(self) -> None:
+        """Kills the processes and leaves their group."""
+        # A forked child of the engine's process has a copy of this, but does not own the ranks.
+        if os.getpid() != self.owner:
+            return
+        self.kill()
+        leave, self.leave = self.leave, None
+        if leave is not None:
+            leave()
+
+    def kill(self) -> None:
+        for popen in self.popens:
+            if popen.poll() is None:
+                popen.kill()
+        for popen in self.popens:
+            popen.wait()
+
+
+class RankProcesses:
+    """Ranks 1 to size - 1 of one engine. One thread at a time.
+
+    Args:
+        size: number of ranks, this process included; at least 2.
+        program: what the others run.
+        abort: ends this process's own collectives that wait on a device; called by the watch.
+
+    Attributes:
+        size: see Args.
+        store: descriptor for `process_group`.
+        pids: process ids of ranks 1 to size - 1.
+
+    Raises:
+        ConfigError: no process can be started.
+    """
+
+    def __init__(self, size: int, program: RankProgram, abort: Callable[[], None]) -> None:
+        self.size = size
+        self._abort = abort
+        self._failure: HeteroLLMError | None = None
+        self._failed = threading.Event()
+        self._ended = threading.Event()
+        self._reached: list[set[str]] = [set() for _ in range(size - 1)]
+        self._lock = threading.Lock()  # of the sockets, which the watch reads
+        self._serving = False
+        self._holder = _Holder()
+        weakref.finalize(self, self._holder.end)
+        self._sockets: list[ControlSocket] = []
+        try:
+            self._writer = StepWriter(size)
+            self.store = create_store()
+        except (RingError, OSError) as error:
+            raise _not_started(size, error) from error
+        try:
+            for rank in range(1, size):
+                self._start(rank, program)
+        except OSError as error:
+            self._release()
+            raise _not_started(size, error) from error
+        self._watch = threading.Thread(
+            target=_watch, args=(weakref.ref(self), self._ended), name="hetero-llm-ranks",
+            daemon=True,
+        )  # fmt: skip
+        self._watch.start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [popen.pid for popen in self._holder.popens]
+
+    def _start(self, rank: int, program: RankProgram) -> None:
+        ours, theirs = socket.socketpair()
+        self._sockets.append(ControlSocket(ours))
+        given = RankArguments(
+            rank=rank,
+            size=self.size,
+            control=theirs.fileno(),
+            channel=self._writer.channel.fd,
+            store=self.store,
+            parent=os.getpid(),
+            dies_with_thread=int(threading.current_thread() is threading.main_thread()),
+        )
+        with theirs:
+            self._holder.popens.append(
+                subprocess.Popen(
+                    [*program.command, *given.words()],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(given.control, given.channel, given.store),
+                    env=dict(program.environment),
+                )
+            )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank has failed and all are ended."""
+        return self._failed.is_set()
+
+    # -- start ------------------------------------------------------------------------------
+
+    def send_settings(self, settings: bytes) -> None:
+        """Sends every rank its settings."""
+        for control in self._sockets:
+            with suppress(OSError):  # a dead rank, which the watch reports
+                control.send_bytes(settings)
+
+    def wait_for(self, point: str) -> None:
+        """Waits until every rank has reached a point of its start.
+
+        Raises:
+            HeteroLLMError: a rank has failed, as the error that it would have raised here.
+        """
+        while not all(point in reached for reached in self._reached):
+            self.check()
+            self._failed.wait(_LOOK_SECONDS)
+            self._receive()
+
+    def joined(self, leave: Callable[[], None]) -> None:
+        """This process has joined the group of all ranks; `leave` leaves it in the end."""
+        self._holder.leave = leave
+
+    def begin_serving(self) -> None:
+        """From now on a rank that gives no sign of life is a failure."""
+        self._serving = True
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises HeteroLLMError if a rank has failed."""
+        if self._failure is not None:
+            raise self._failure
+
+    def launch(self, step: SchedulerOutput) -> None:
+        """Lets the ranks launch a step."""
+        self.check()
+        self._writer.launch(step, self.check)
+
+    def finish(self) -> None:
+        """Lets the ranks finish their oldest launched step."""
+        self.check()
+        self._writer.finish(self.check)
+
+    def compile_grammar(self, grammar: Grammar) -> None:
+        """Lets the ranks compile a grammar beside their steps."""
+        self.check()
+        self._writer.compile_grammar(grammar, self.check)
+
+    def why(self, error: BaseException) -> BaseException:
+        """The failure of a rank that has made a step here fail with `error`; `error` if all ranks
+        live."""
+        if not isinstance(error, HeteroLLMError):
+            self._failed.wait(_EXPLAIN_SECONDS)
+        return error if self._failure is None else self._failure
+
+    # -- watch ------------------------------------------------------------------------------
+
+    def look(self, silent_since: list[tuple[int, float]]) -> None:
+        """One look at all ranks, by the watch.
+
+        Args:
+            silent_since: for each rank its last known sign of life and when that was new; updated.
+        """
+        if self._failure is not None:  # a rank has said why it ends
+            self._end_all()
+            return
+        beats, _ = self._writer.beats()
+        now = time.monotonic()
+        for index, popen in enumerate(self._holder.popens):
+            if popen.poll() is not None:
+                self._fail(index + 1, _how_it_ended(popen.returncode))
+                return
+            if beats[index] != silent_since[index][0] or not self._serving:
+                silent_since[index] = (beats[index], now)
+            elif now - silent_since[index][1] > HANG_SECONDS:
+                self._fail(index + 1, f"has shown no life for {HANG_SECONDS:g} s")
+                return
+
+    def _receive(self) -> None:
+        """Takes in what the ranks have sent."""
+        with self._lock:
+            for rank, control in enumerate(self._sockets, 1):
+                for message in control.receive():
+                    if isinstance(message, RankReached):
+                        self._reached[rank - 1].add(message.point)
+                    elif isinstance(message, RankFailed) and self._failure is None:
+                        self._failure = message.as_error(rank)
+
+    def _fail(self, rank: int, how: str) -> None:
+        """A rank has ended or hangs: ends the others, and what waits for them."""
+        self._holder.kill()
+        self._receive()  # it may have said why
+        if self._failure is None:
+            pid = self._holder.popens[rank - 1].pid
+            self._failure = RankDeadError(f"rank {rank} (process {pid}) {how}")
+        self._end_all()
+
+    def _end_all(self) -> None:
+        self._holder.kill()
+        try:
+            self._abort()
+        except Exception:
+            logger.exception("collectives cannot be aborted")
+        self._failed.set()
+
+    # -- end --------------------------------------------------------------------------------
+
+    def shut_down(self) -> None:
+        """Ends the ranks; calling it again has no effect."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        if self._watch is not threading.current_thread():
+            self._watch.join()
+        self._writer.end()
+        deadline = time.monotonic() + (0.0 if self._failed.is_set() else _STOP_SECONDS)
+        for popen in self._holder.popens:
+            with suppress(subprocess.TimeoutExpired):
+                popen.wait(max(deadline - time.monotonic(), 0.0))
+        self._release()
+
+    def _release(self) -> None:
+        """Kills what still runs, and closes everything."""
+        self._holder.end()
+        self._writer.close()
+        for control in self._sockets:
+            control.close()
+        os.close(self.store)
+
+
+def _watch(owner: weakref.ref[RankProcesses], ended: threading.Event) -> None:
+    """Looks at the ranks until the first failure, or their end."""
+    ranks = owner()
+    silent_since = [] if ranks is None else [(-1, time.monotonic())] * (ranks.size - 1)
+    del ranks
+    while not ended.wait(_LOOK_SECONDS):
+        ranks = owner()
+        if ranks is None:
+            return
+        ranks.look(silent_since)
+        if ranks.has_failed:
+            return
+        del ranks
+
+
+def _not_started(size: int, error: Exception) -> ConfigError:
+    return ConfigError(_FIELD, size, f"its processes cannot be started: {error}")
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+    return f"ended with code {code}"

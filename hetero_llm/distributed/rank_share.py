@@ -1,0 +1,41 @@
+"""A rank's part in what all ranks do together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hetero_llm.distributed.agreement import ALONE, Agreement
+from hetero_llm.models.collectives import ONE_RANK, Collectives
+
+
+def _nothing() -> None:
+    pass
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """Attributes:
+    collectives: of the model.
+    agreement: about what is measured at start.
+    in_graphs: whether CUDA graphs may hold the collectives.
+    serves: called when the engine begins to serve: from now on a peer is waited for as long as
+        a step may take, and no longer as long as a start.
+    gave_up: whether collectives have ended without a peer, and their results are garbage.
+    leave: gives back what the collectives hold, and leaves the group of all ranks.
+    """
+
+    collectives: Collectives
+    agreement: Agreement
+    in_graphs: bool = True
+    serves: Callable[[], None] = _nothing
+    gave_up: Callable[[], bool] = _never
+    leave: Callable[[], None] = _nothing
+
+
+ALONE_SHARE = RankShare(ONE_RANK, ALONE)
+"""Of an engine whose one process runs the whole model."""

@@ -1,0 +1,184 @@
+"""A step as bytes: its arrays as they are, behind one row of numbers.
+
+    words  what
+    8      kind, sequences S, input tokens T, table writes K, block copies M, draft nodes N or -1,
+           bytes of the extras, 0
+    4 S    request slots, computed, scheduled and sampled tokens
+    T      input tokens
+    3 K    block-table writes
+    2 M    block copies
+    S 2N   drafts: nodes of each sequence, token ids, parents; only where N >= 0
+           the extras, padded to whole words
+
+A step of a batch that only decodes has no extras: nothing of it is looked at one by one. What else
+a step may have, admitted sequences above all, is in the extras in a plain form (`plain_form`).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from hetero_llm.core.draft_tree import DraftBatch
+from hetero_llm.core.grammar import Grammar
+from hetero_llm.core.lora import AdapterLoad, AdapterRef, LoRARequest
+from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
+from hetero_llm.core.step import AdmittedSequence, PromptLogprobSpan, SchedulerOutput
+from hetero_llm.distributed.plain_form import PlainForm
+
+
+class StepMessage(IntEnum):
+    """What the engine's process lets the ranks do."""
+
+    LAUNCH = 1
+    """Launch the step that follows."""
+    FINISH = 2
+    """Finish the oldest launched step."""
+    GRAMMAR = 3
+    """Compile the grammar that follows: a sequence may begin with it soon."""
+
+
+_LAUNCH, _GRAMMAR = int(StepMessage.LAUNCH), int(StepMessage.GRAMMAR)
+_HEAD = struct.Struct("<8i")
+_HEAD_WORDS = 8
+_FORM = PlainForm(
+    AdmittedSequence, SamplingParams, RequestOutputKind, Grammar, PromptLogprobSpan, AdapterLoad,
+    AdapterRef, LoRARequest,
+)  # fmt: skip
+
+FINISH_MESSAGE = _HEAD.pack(StepMessage.FINISH, *[0] * 7)
+
+
+def why_not_sent(state: AdmittedSequence) -> str | None:
+    """The field of an admitted sequence that stays in its process; None: there is none."""
+    if state.params.logits_processors:
+        return "logits_processors"
+    return "images" if state.images is not None else None
+
+
+def step_to_bytes(step: SchedulerOutput) -> bytes:
+    """The message LAUNCH of a step. Its arrays are int32.
+
+    Raises:
+        TypeError: the step has something that is not sent: see `why_not_sent`.
+        AssertionError: an array is of another type.
+    """
+    drafts = step.drafts
+    count, num_tokens = len(step.request_slots), len(step.token_ids)
+    num_writes, num_copies = step.block_table_writes.shape[1], step.block_copies.shape[1]
+    extras = b""
+    if step.admitted or step.prompt_logprob_spans or step.kv_loads or step.adapter_loads:
+        extras = _extras(step)
+    nodes = -1 if drafts is None else len(drafts.token_ids)
+    head = _HEAD.pack(_LAUNCH, count, num_tokens, num_writes, num_copies, nodes, len(extras), 0)
+    arrays: list[Any] = [
+        head, step.request_slots, step.num_computed_tokens, step.num_scheduled_tokens,
+        step.num_samples, step.token_ids,
+    ]  # fmt: skip
+    if num_writes:
+        arrays.append(step.block_table_writes)
+    if num_copies:
+        arrays.append(step.block_copies)
+    words = _HEAD_WORDS + 4 * count + num_tokens + 3 * num_writes + 2 * num_copies
+    if drafts is not None:
+        arrays += (drafts.counts, drafts.token_ids, drafts.parents)
+        words += count + 2 * nodes
+    if extras:
+        arrays += (extras, bytes(-len(extras) % 4))
+        words += -(-len(extras) // 4)
+    try:
+        message = b"".join(arrays)
+    except (BufferError, TypeError):  # a view whose rows do not follow each other
+        together: list[Any] = [
+            np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in arrays
+        ]
+        message = b"".join(together)
+    assert len(message) == 4 * words, "an array of a step is not int32, or of another length"
+    return message
+
+
+def step_from_words(words: np.ndarray) -> SchedulerOutput:
+    """The step of a message LAUNCH.
+
+    Args:
+        words: [words] int32, the whole message; the step's arrays are views of it.
+    """
+    kind, count, num_tokens, num_writes, num_copies, nodes, num_extras, _ = words[
+        :_HEAD_WORDS
+    ].tolist()
+    assert kind == StepMessage.LAUNCH
+    at = _HEAD_WORDS
+
+    def take(size: int) -> np.ndarray:
+        nonlocal at
+        at += size
+        return words[at - size : at]
+
+    slots, computed, scheduled, samples = take(count), take(count), take(count), take(count)
+    token_ids = take(num_tokens)
+    writes = take(3 * num_writes).reshape(3, num_writes)
+    copies = take(2 * num_copies).reshape(2, num_copies)
+    drafts = None
+    if nodes >= 0:
+        drafts = DraftBatch(take(count), take(nodes), take(nodes))
+    spans, admitted, loads, adapter_loads = (), (), (), ()
+    if num_extras:
+        extras = words[at:].tobytes()[:num_extras]
+        spans, admitted, loads, adapter_loads = _FORM.read(extras)
+    return SchedulerOutput(
+        request_slots=slots,
+        num_computed_tokens=computed,
+        num_scheduled_tokens=scheduled,
+        token_ids=token_ids,
+        num_samples=samples,
+        prompt_logprob_spans=spans,
+        admitted=admitted,
+        block_table_writes=writes,
+        block_copies=copies,
+        drafts=drafts,
+        kv_loads=loads,
+        adapter_loads=adapter_loads,
+    )
+
+
+def grammar_to_bytes(grammar: Grammar) -> bytes:
+    """The message GRAMMAR."""
+    data = _FORM.write(grammar)
+    return _HEAD.pack(_GRAMMAR, 0, 0, 0, 0, -1, len(data), 0) + data + bytes(-len(data) % 4)
+
+
+def grammar_from_words(words: np.ndarray) -> Grammar:
+    """The grammar of a message GRAMMAR, given as in `step_from_words`."""
+    grammar: Grammar = _FORM.read(words[_HEAD_WORDS:].tobytes()[: int(words[6])])
+    return grammar
+
+
+def message_kind(words: np.ndarray) -> int:
+    """One of `StepMessage`."""
+    return int(words[0])
+
+
+def _extras(step: SchedulerOutput) -> bytes:
+    admitted = tuple(_sendable(state) for state in step.admitted)
+    parts: tuple[Any, ...] = (
+        step.prompt_logprob_spans, admitted, step.kv_loads, step.adapter_loads
+    )  # fmt: skip
+    return _FORM.write(parts)
+
+
+def _sendable(state: AdmittedSequence) -> AdmittedSequence:
+    """The sequence without what only the engine's process reads: of a constraint the runners follow
+    the grammar."""
+    field = why_not_sent(state)
+    if field is not None:
+        raise TypeError(f"{field} of a sequence are not sent to other ranks")
+    params = state.params
+    if params.structured_outputs is None and params.guided_decoding is None:
+        return state
+    params = params.clone()
+    params.structured_outputs = params.guided_decoding = None
+    return replace(state, params=params)

@@ -1,0 +1,46 @@
+"""How many ranks, and who starts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero_llm.config.args import resolve_engine_args
+from hetero_llm.config.parallel_config import MAX_RANKS, ParallelConfig, parallel_from_args
+from hetero_llm.core.errors import ConfigError
+
+
+def parallel(**given: Any) -> ParallelConfig:
+    return parallel_from_args(resolve_engine_args({"model": "m", **given}))
+
+
+def test_sizes() -> None:
+    assert parallel() == ParallelConfig(1)
+    assert parallel(tensor_parallel_size=4).tensor_parallel_size == 4
+    assert not parallel(disable_custom_all_reduce=True).peer_memory
+    assert parallel(tensor_parallel_size=2, distributed_executor_backend="mp") == ParallelConfig(2)
+    assert parallel(distributed_executor_backend="uni") == ParallelConfig(1)
+    for size, reason in ((0, "at least 1"), (MAX_RANKS + 1, "at most"), (True, "integer")):
+        with pytest.raises(ConfigError, match=f"^tensor_parallel_size={size}: .*{reason}"):
+            parallel(tensor_parallel_size=size)
+
+
+def test_ray_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match=r"^distributed_executor_backend='ray': .*one host"):
+        parallel(distributed_executor_backend="ray", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="deploy/ray"):
+        parallel(distributed_executor_backend="ray")
+
+
+def test_one_process_is_not_several() -> None:
+    with pytest.raises(ConfigError, match=r"^distributed_executor_backend='uni': .*needs as many"):
+        parallel(distributed_executor_backend="uni", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="distributed_executor_backend='pigeon'"):
+        parallel(distributed_executor_backend="pigeon")
+
+
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "sequence_parallel_size"])
+def test_other_kinds_are_not_there_yet(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}=2: .*not available yet"):
+        parallel(**{name: 2})

@@ -1,0 +1,46 @@
+"""One process of a group, for tests: `python -m tests.distributed.group_member RANK SIZE STORE
+DEVICE`.
+
+Each process makes the same random parts of all ranks, exchanges its own, and compares.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from hetero_llm.distributed.agreement import GroupAgreement
+from hetero_llm.distributed.group_collectives import GroupCollectives
+from hetero_llm.distributed.process_group import process_group
+from hetero_llm.models.collectives import Rank
+
+# Rows and columns: one exchange, two exchanges, rows that no number of ranks divides.
+SHAPES = ((1, 8), (5, 64), (3, 200_000), (1001, 129), (0, 8))
+
+
+def check(rank: Rank, store: int, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(rank.index)
+        device = torch.device("cuda", rank.index)
+    with process_group(rank, store, device, timeout=60.0):
+        collectives, agreement = GroupCollectives(rank), GroupAgreement(rank.size)
+        assert collectives.rank == rank
+        for seed, shape in enumerate(SHAPES):
+            for dtype in (torch.float32, torch.bfloat16):
+                made = torch.Generator().manual_seed(seed)
+                parts = torch.randn(rank.size, *shape, generator=made).to(device, dtype)
+                total = parts[0].float()
+                for part in parts[1:]:
+                    total = total + part.float()
+                own = parts[rank.index]
+                assert torch.equal(collectives.all_reduce(own), total.to(dtype)), shape
+                wide = collectives.gather_columns(own)
+                assert torch.equal(wide, torch.cat(list(parts), 1)), shape
+        assert agreement.least(10 - rank.index) == 10 - (rank.size - 1)
+        assert agreement.of_first([rank.index, 5 + rank.index]) == [0, 5]
+
+
+if __name__ == "__main__":
+    number, size, descriptor = map(int, sys.argv[1:4])
+    check(Rank(number, size), descriptor, torch.device(sys.argv[4]))

@@ -1,0 +1,35 @@
+"""Starts all processes of a group and waits for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hetero_llm.distributed.process_group import create_store
+
+ROOT = Path(__file__).parents[2]
+_SECONDS = 100.0
+
+
+def check_exchanges(size: int, device: str) -> None:
+    """Every process of a group of `size` finds the sums and gathers that it expects.
+
+    Args:
+        device: "cpu", or "cuda" for one GPU each.
+    """
+    store = create_store()
+    module = [sys.executable, "-m", "tests.distributed.group_member"]
+    children = [
+        subprocess.Popen(
+            [*module, str(rank), str(size), str(store), device],
+            pass_fds=[store], cwd=ROOT, stderr=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    os.close(store)
+    for child in children:
+        _, errors = child.communicate(timeout=_SECONDS)
+        assert child.returncode == 0, errors.decode()

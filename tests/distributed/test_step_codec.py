@@ -1,0 +1,90 @@
+"""A step comes out of its bytes as it went in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from hetero_llm.core.grammar import Grammar
+from hetero_llm.core.images import PromptImages
+from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
+from hetero_llm.distributed.step_codec import (
+    FINISH_MESSAGE,
+    StepMessage,
+    grammar_from_words,
+    grammar_to_bytes,
+    message_kind,
+    step_from_words,
+    step_to_bytes,
+    why_not_sent,
+)
+from tests.distributed.steps import GRAMMARS, assert_same, steps
+
+NONE = np.zeros(0, np.int32)
+EMPTY = SchedulerOutput(
+    NONE, NONE, NONE, NONE, NONE, (), (), np.zeros((3, 0), np.int32), np.zeros((2, 0), np.int32)
+)
+SEQUENCE = AdmittedSequence(0, (1, 2), 2, SamplingParams(), 5, 0)
+
+
+def words_of(message: bytes) -> np.ndarray:
+    return np.frombuffer(bytearray(message), np.int32)
+
+
+@given(steps())
+def test_round_trip(step: SchedulerOutput) -> None:
+    words = words_of(step_to_bytes(step))
+    assert message_kind(words) == StepMessage.LAUNCH
+    read = step_from_words(words)
+    assert_same(step, read)
+    assert read.token_ids.flags.writeable, "torch takes no arrays that are read only"
+    assert step_to_bytes(read) == words.tobytes()
+
+
+def test_a_batch_that_only_decodes_is_nothing_but_its_arrays() -> None:
+    count = 64
+    column = np.arange(count, dtype=np.int32)
+    step = replace(
+        EMPTY, request_slots=column, num_computed_tokens=column, num_scheduled_tokens=column,
+        num_samples=column, token_ids=column,
+    )  # fmt: skip
+    assert len(step_to_bytes(step)) == 4 * (8 + 5 * count)
+
+
+def test_a_constraint_is_sent_as_its_grammar() -> None:
+    params = SamplingParams(structured_outputs={"json": {"type": "object"}}, top_k=7)
+    state = replace(SEQUENCE, params=params, grammar=Grammar("text"))
+    (read,) = step_from_words(words_of(step_to_bytes(replace(EMPTY, admitted=(state,))))).admitted
+    assert read.grammar == state.grammar
+    assert read.params.structured_outputs is None and read.params.top_k == 7
+    assert params.structured_outputs is not None, "the scheduler's own is left alone"
+
+
+def test_what_is_not_sent_is_an_error() -> None:
+    functions = replace(SEQUENCE, params=SamplingParams(logits_processors=[lambda _, x: x]))
+    images = replace(SEQUENCE, images=PromptImages((), "key"))
+    for state, field in ((functions, "logits_processors"), (images, "images"), (SEQUENCE, None)):
+        assert why_not_sent(state) == field
+        if field is not None:
+            with pytest.raises(TypeError, match=f"^{field} of a sequence"):
+                step_to_bytes(replace(EMPTY, admitted=(state,)))
+
+
+def test_arrays_of_another_type_are_a_bug() -> None:
+    with pytest.raises(AssertionError, match="not int32"):
+        step_to_bytes(replace(EMPTY, token_ids=np.zeros(3, np.int64)))
+
+
+@given(GRAMMARS)
+def test_grammars(grammar: Grammar) -> None:
+    words = words_of(grammar_to_bytes(grammar))
+    assert message_kind(words) == StepMessage.GRAMMAR
+    assert grammar_from_words(words) == grammar
+
+
+def test_the_message_that_finishes_a_step() -> None:
+    assert message_kind(words_of(FINISH_MESSAGE)) == StepMessage.FINISH
