@@ -23,6 +23,7 @@ from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.config.expert_config import ExpertConfig, worker_beside_experts
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.engine.build_runner import cache_shape, runs_on_torch
+from hetero_llm.engine.core_plan import plan_cores
 from hetero_llm.expert_offload.placement import ExpertPlacement, PromotionBudget
 from hetero_llm.expert_offload.plan import (
     ExpertPlan,
@@ -85,7 +86,6 @@ class ExpertChoice:
     model: str
 
 
-# large: one refusal after the other.
 def choose_experts(
     config: EngineConfig,
     folder: Path,
@@ -253,7 +253,6 @@ class ExpertMemory:
         return ConfigError(FIELD, "auto", reason)
 
 
-# large: each part is made once.
 def open_experts(
     choice: ExpertChoice,
     config: EngineConfig,
@@ -352,7 +351,8 @@ def join_experts(
 
 
 def _open_team(config: EngineConfig, host: HostExperts, mailbox: ExpertMailbox) -> ExpertTeam:
-    """Threads on all cores but the first, on which the engine's loop runs."""
+    """Threads on all cores but the first, on which the engine's loop is likely to run, and those of
+    a draft worker and of the KV copy thread."""
     from hetero_llm.cpu import native
     from hetero_llm.cpu.expert_team import ExpertTeam
 
@@ -360,8 +360,10 @@ def _open_team(config: EngineConfig, host: HostExperts, mailbox: ExpertMailbox) 
     if library is None:
         reason = "the library of CPU kernels is not available: see the log"
         raise ConfigError(FIELD, config.experts.cpu_experts, reason)
-    cpus = topology.compute_cpus(reserve=0)
-    cpus = cpus[1:] or cpus
+    plan = plan_cores(config, target_on_cpu=False)
+    free = topology.compute_cpus(reserve=0) if plan is None else plan.engine
+    taken = free[:1] if plan is None else (free[0], plan.copy)
+    cpus = tuple(cpu for cpu in free if cpu not in taken) or free[:1]
     return ExpertTeam(host, mailbox, library, threads=len(cpus), cpus=cpus)
 
 

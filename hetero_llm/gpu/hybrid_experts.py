@@ -43,7 +43,7 @@ class NoHybridExperts:
 
     most_rows = _NO_LIMIT
 
-    def before_launch(self, num_tokens: int, *, link_is_busy: bool) -> None:
+    def before_launch(self, num_scheduled_tokens: np.ndarray, *, link_is_busy: bool) -> None:
         """See `HybridExperts`."""
 
     def begin(self, kv_slots: Tensor) -> None:
@@ -190,17 +190,18 @@ class HybridExperts:
 
     # -- the runner's side ----------------------------------------------------------------------
 
-    def before_launch(self, num_tokens: int, *, link_is_busy: bool) -> None:
+    def before_launch(self, num_scheduled_tokens: np.ndarray, *, link_is_busy: bool) -> None:
         """Called ahead of each step.
 
         Args:
-            num_tokens: of the step.
+            num_scheduled_tokens: [S] of the step's sequences.
             link_is_busy: it waits for loads from host memory: nothing else is copied.
         """
         self.wake()
         readings = self._hits.take()
         for reading in readings:
             self._observe(reading)
+        num_tokens = int(num_scheduled_tokens.sum())
         is_long = num_tokens > self.most_rows
         if is_long or self._prompt_tokens or self._steps >= self.moves.placement.interval:
             # The counts of a long step are read alone.

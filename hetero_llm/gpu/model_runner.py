@@ -252,8 +252,7 @@ class GpuModelRunner:
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Issues all device work of a step."""
-        num_tokens = int(step.num_scheduled_tokens.sum())
-        self.experts.before_launch(num_tokens, link_is_busy=bool(step.kv_loads))
+        self.experts.before_launch(step.num_scheduled_tokens, link_is_busy=bool(step.kv_loads))
         adapted = None
         if self._is_one_replay(step):
             if step.block_table_writes.shape[1]:

@@ -70,6 +70,7 @@ _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight", "output_layer.w
 _SAMPLES, _SAMPLE_BYTES = 64, 1024
 
 
+# large: half of it says what the arguments are.
 def load_model(
     folder: Path,
     config: ModelConfig,

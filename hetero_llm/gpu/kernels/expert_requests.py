@@ -156,7 +156,6 @@ def _pause(SLEEP: tl.constexpr):
         )
 
 
-# large: a third of it are arguments.
 @triton.jit(do_not_specialize=["num_rows", "layer"])
 def post_kernel(
     x,  # [num_rows, hidden], x_stride apart
