@@ -87,6 +87,7 @@ class StepClock:
         return {f"step_seconds/{phase}": kept for phase, kept in self._histograms.items()}
 
 
+# large: all that a step passes through, of which several are optional.
 class Engine:
     """Joins scheduler, runner and text processing; knows no device and no model.
 
