@@ -312,6 +312,8 @@ class PreparedStep:
 
 def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Why the executor cannot run such a model, in one line; None if it can."""
+    if config.rank.size > 1:
+        return "it has no sums over ranks"
     family = model_class(config.architecture)
     if not issubclass(family, (LlamaForCausalLM, MixtralForCausalLM)):
         return f"{config.architecture} is not one of its families"

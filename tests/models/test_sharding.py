@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.cpu.executor import unsupported_reason
 from hetero_llm.models.blocks import DecoderLM
 from hetero_llm.models.collectives import Rank
 from hetero_llm.models.config import ModelConfig
@@ -244,6 +245,13 @@ def test_the_configuration_of_a_rank(tmp_path: Path) -> None:
     assert all(one.vocab_size == config.vocab_size for one in own)
     shared = sharded_config(replace(config, num_kv_heads=1), Rank(3, 4))
     assert shared.num_kv_heads == 1 and shared.rank == Rank(3, 4)
+
+
+def test_the_native_executor_runs_whole_models_alone(tmp_path: Path) -> None:
+    config = load_model_config(make_tiny_checkpoint(tmp_path, "llama", "heads_of_16"))
+    assert unsupported_reason(config, torch.float32) is None
+    own = sharded_config(config, Rank(0, 2))
+    assert unsupported_reason(own, torch.float32) == "it has no sums over ranks"
 
 
 def test_runs_inside_a_range_of_rows() -> None:
