@@ -100,8 +100,6 @@ class EngineArgTypes(TypedDict, total=False):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     sequence_parallel_size: int
-    data_parallel_size: int
-    data_parallel_size_local: int | None
     distributed_executor_backend: str | None
     worker_use_ray: bool
     ray_workers_use_nsight: bool
@@ -240,8 +238,6 @@ class EngineArgFields:
     tensor_parallel_size: int
     pipeline_parallel_size: int
     sequence_parallel_size: int
-    data_parallel_size: int
-    data_parallel_size_local: int | None
     distributed_executor_backend: str | None
     worker_use_ray: bool
     ray_workers_use_nsight: bool
