@@ -284,7 +284,7 @@ PARALLEL = grouped(
         "distributed_executor_backend",
         _STR,
         None,
-        "What starts the processes of tensor_parallel_size: 'mp', the engine itself, which is the "
+        "What starts the processes of tensor parallelism: 'mp', the engine itself, which is the "
         "default; 'uni': there is one process. 'ray' is refused: one host needs no Ray.",
         choices=("mp", "uni", "ray"),
     ),
@@ -308,8 +308,8 @@ PARALLEL = grouped(
         "disable_custom_all_reduce",
         _BOOL,
         False,
-        "GPUs of tensor_parallel_size exchange through NCCL, and not through memory that they map "
-        "of each other. Steps then run without CUDA graphs.",
+        "GPUs that share layers exchange through NCCL, and not through memory that they map of "
+        "each other. Steps then run without CUDA graphs.",
     ),
 )
 
