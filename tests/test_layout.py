@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 # Folders of scenario tests, and of tests of bench/ and tools/.
 _OTHERS = (
     *("scenarios", "gpu/scenarios", "faults", "browser", "clients", "quant_tools"),
-    *("two_gpus", "tools", "bench"),
+    *("two_gpus", "tools", "bench", "ray"),
 )
 
 _ENDINGS = (".py", ".cpp", ".h")

@@ -68,7 +68,11 @@ def serving(
     if wrap is not None:
         app.add_middleware(wrap)
     config = uvicorn.Config(
-        app, log_level="critical", lifespan="off", h11_max_incomplete_event_size=1 << 18
+        app,
+        http="h11",  # as the server; httptools, the router's parser, refuses unknown methods itself
+        log_level="critical",
+        lifespan="off",
+        h11_max_incomplete_event_size=1 << 18,
     )
     server = uvicorn.Server(config)
     # asyncio turns Nagle's delay off only where a socket says that it is TCP.
