@@ -104,7 +104,7 @@ def test_half_precision_through_the_engine(wide: Path, quantization: str | None)
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     found = []
     settings = {**BF16, "quantization": quantization}
-    for more in ({}, {"moe_cpu_experts": "all"}, residency(wide, 0.5, torch.bfloat16)):
+    for more in ({}, {"moe_cpu_experts": "all"}, residency(wide, 0.2, torch.bfloat16)):
         llm = start(wide, **settings, **more)
         try:
             outputs = generate(llm, many_prompts(), params)
