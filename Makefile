@@ -29,12 +29,15 @@ PUBLISHED := .venv-published
 # The tools that quantize, against which readers of their checkpoints are tested: 350 MB.
 QUANT_TOOLS := .venv-quant-tools
 
+# Ray, for deploy/ray.
+RAY := .venv-ray
+
 CLIENT_VENVS := .venv-clients
 CLIENTS := openai2 openai3 openai_agents anthropic langchain instructor litellm ai_sdk lm_eval \
   schemathesis
 CLIENT_STAMPS := $(patsubst %,$(CLIENT_VENVS)/%/.installed,$(CLIENTS))
 
-.PHONY: install demo test test-native test-faults test-clients test-ipex test-browser test-published test-quant-tools check format docs clean
+.PHONY: install demo test test-native test-faults test-clients test-ipex test-browser test-published test-quant-tools test-ray check format docs clean
 
 install: $(STAMP)
 
@@ -95,6 +98,14 @@ $(CLIENT_VENVS)/ai_sdk/.installed: tests/clients/requirements/ai_sdk.json
 	  cd $(@D) && npm install --silent --no-audit --no-fund --no-package-lock && touch .installed; \
 	else echo "make test-clients leaves the AI SDK out, which needs apt-get install npm"; fi
 
+# deploy/ray on a local Ray cluster: two replicas on CPUs. Ray and what it needs, 400 MB.
+test-ray: $(STAMP) $(RAY)/.installed
+	PYTHONPATH=$(CURDIR)/$(RAY):$(CURDIR) $(BIN)/python -m pytest tests/ray
+
+$(RAY)/.installed: pyproject.toml
+	$(PIP) --upgrade --target $(RAY) 'ray[serve]>=2.60'
+	touch $@
+
 # The status page in headless Chromium; makes its picture for the documentation anew.
 test-browser: $(STAMP)
 	@command -v chromium chromium-browser google-chrome >/dev/null || \
@@ -146,4 +157,4 @@ docs: $(STAMP)
 	$(BIN)/python -m tools.gen_models_doc
 
 clean:
-	rm -rf $(VENV) $(IPEX_VENV) $(CLIENT_VENVS) $(PUBLISHED) $(QUANT_TOOLS) build dist *.egg-info
+	rm -rf $(VENV) $(IPEX_VENV) $(CLIENT_VENVS) $(PUBLISHED) $(QUANT_TOOLS) $(RAY) build dist *.egg-info

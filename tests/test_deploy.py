@@ -17,7 +17,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from hetero_llm.cli import build_parser
-from hetero_llm.config.args import spec_of
+from hetero_llm.config.args import resolve_engine_args, spec_of
+from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.histogram import Histogram
 from hetero_llm.server.middleware import PUBLIC
 from hetero_llm.utils.env import flag_variables
@@ -110,7 +111,7 @@ def test_the_image_installs_into_an_environment_of_its_own(dockerfile: list[str]
     assert "/whl/cpu\n" in after and "$TORCH_INDEX" in torch and torch.endswith(" torch")
     assert all("-c constraints.txt" in line for line in (torch, ours))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = re.search(r"\.\[([a-z,]+)\]", ours)
+    wanted = re.search(r"\.\[([a-z,-]+)\]", ours)
     assert wanted is not None
     assert set(wanted[1].split(",")) <= extras["optional-dependencies"].keys()
 
@@ -181,6 +182,77 @@ def test_kubernetes_variables_are_no_flags(
     monkeypatch.setenv("HETERO_LLM_PORT", "tcp://10.0.0.1:8000")
     assert flag_variables()["port"] == "tcp://10.0.0.1:8000"
     assert manifests["Deployment"]["template"]["spec"]["enableServiceLinks"] is False
+
+
+def k8s(name: str) -> dict[str, Any]:
+    """The objects of a file of deploy/k8s by kind."""
+    found = yaml.safe_load_all((DEPLOY / "k8s" / name).read_text())
+    return {each["kind"]: each for each in found}
+
+
+@pytest.fixture(scope="module", params=["servers.yaml", "router.yaml"])
+def pods(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A workload's specification, and its service's."""
+    objects = k8s(request.param)
+    (workload,) = (each for kind, each in objects.items() if kind != "Service")
+    assert workload["apiVersion"] == "apps/v1" and objects["Service"]["apiVersion"] == "v1"
+    return workload["spec"], objects["Service"]["spec"]
+
+
+def test_all_files_belong_to_the_kustomization() -> None:
+    listed = k8s("kustomization.yaml")["Kustomization"]["resources"]
+    others = {path.name for path in (DEPLOY / "k8s").iterdir()} - {"kustomization.yaml"}
+    assert set(listed) == others
+
+
+def test_pods_of_several_servers(pods: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    spec, service = pods
+    labels = spec["template"]["metadata"]["labels"]
+    assert service["selector"] == spec["selector"]["matchLabels"] == labels
+    pod = spec["template"]["spec"]
+    assert pod["enableServiceLinks"] is False, "HETERO_LLM_PORT is a flag"
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    (container,) = pod["containers"]
+    options = parsed(container["args"])
+    assert pod["terminationGracePeriodSeconds"] > float(options.shutdown_timeout)
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert {port["targetPort"] for port in service["ports"]} <= ports.keys()
+    for probe in ("readinessProbe", "livenessProbe"):
+        asked = container[probe]["httpGet"]
+        assert asked["port"] == "http" and asked["path"] in PUBLIC
+    scraped = spec["template"]["metadata"]["annotations"]["prometheus.io/port"]
+    assert int(scraped) == ports["http"]
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_the_router_knows_every_server() -> None:
+    servers, router = k8s("servers.yaml"), k8s("router.yaml")
+    spec = servers["StatefulSet"]["spec"]
+    name, service = servers["StatefulSet"]["metadata"]["name"], spec["serviceName"]
+    assert servers["Service"]["metadata"]["name"] == service
+    assert servers["Service"]["spec"]["clusterIP"] == "None", "else pods have no names"
+    (container,) = router["Deployment"]["spec"]["template"]["spec"]["containers"]
+    options = parsed(container["args"])
+    (port,) = (one["port"] for one in servers["Service"]["spec"]["ports"] if one["name"] == "http")
+    wanted = [f"http://{name}-{number}.{service}:{port}" for number in range(spec["replicas"])]
+    assert options.urls == wanted
+    assert options.port == container["ports"][0]["containerPort"]
+    assert options.health_path in PUBLIC
+
+
+def test_the_servers_publish_kv_events_at_their_ports() -> None:
+    (container,) = k8s("servers.yaml")["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+    options = parsed(container["args"])
+    given = {"model": "m", "kv_events_config": options.kv_events_config}
+    config = EngineConfig.from_args(resolve_engine_args(given)).kv_events
+    assert config is not None and config.replay_endpoint is not None
+    ports = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
+    assert config.endpoint.rpartition(":")[2] == ports["kv-events"]
+    assert config.replay_endpoint.rpartition(":")[2] == ports["kv-replay"]
+    extras = re.search(r"\.\[([a-z,-]+)\]", (DEPLOY / "Dockerfile").read_text())
+    assert extras is not None and "kv-events" in extras[1].split(",")
 
 
 # Prometheus and Grafana

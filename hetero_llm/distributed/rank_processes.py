@@ -23,10 +23,12 @@ from dataclasses import dataclass, field
 
 from hetero_llm.core.errors import ConfigError, HeteroLLMError, RankDeadError, RingError
 from hetero_llm.core.grammar import Grammar
+from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.distributed.control_socket import ControlSocket, RankFailed, RankReached
 from hetero_llm.distributed.process_group import create_store
 from hetero_llm.distributed.step_channel import StepWriter
+from hetero_llm.distributed.step_codec import StepMessage
 
 logger = logging.getLogger(__name__)
 
@@ -246,8 +248,19 @@ class RankProcesses:
 
     def compile_grammar(self, grammar: Grammar) -> None:
         """Lets the ranks compile a grammar beside their steps."""
+        self._send(StepMessage.GRAMMAR, grammar)
+
+    def open_adapter(self, request: LoRARequest) -> None:
+        """Lets the ranks read an adapter, as this process has read it."""
+        self._send(StepMessage.ADAPTER, request)
+
+    def forget_adapter(self, name: str) -> None:
+        """Lets the ranks forget the name of an adapter."""
+        self._send(StepMessage.FORGET_ADAPTER, name)
+
+    def _send(self, kind: StepMessage, value: Grammar | LoRARequest | str) -> None:
         self.check()
-        self._writer.compile_grammar(grammar, self.check)
+        self._writer.send(kind, value, self.check)
 
     def why(self, error: BaseException) -> BaseException:
         """The failure of a rank that has made a step here fail with `error`; `error` if all ranks

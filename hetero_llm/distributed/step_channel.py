@@ -18,8 +18,14 @@ from hetero_llm.bridge.ipc.broadcast import (
     create_broadcast,
 )
 from hetero_llm.core.grammar import Grammar
+from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.step import SchedulerOutput
-from hetero_llm.distributed.step_codec import FINISH_MESSAGE, grammar_to_bytes, step_to_bytes
+from hetero_llm.distributed.step_codec import (
+    FINISH_MESSAGE,
+    StepMessage,
+    step_to_bytes,
+    value_to_bytes,
+)
 
 
 class StepWriter:
@@ -47,9 +53,11 @@ class StepWriter:
         """Announce that the oldest launched step is finished."""
         self._writer.write(FINISH_MESSAGE, check)
 
-    def compile_grammar(self, grammar: Grammar, check: Callable[[], None]) -> None:
-        """Let the ranks compile a grammar beside their steps."""
-        self._writer.write(grammar_to_bytes(grammar), check)
+    def send(
+        self, kind: StepMessage, value: Grammar | LoRARequest | str, check: Callable[[], None]
+    ) -> None:
+        """Send a message with one value; see `step_codec.value_to_bytes`."""
+        self._writer.write(value_to_bytes(kind, value), check)
 
     def beats(self) -> tuple[list[int], list[int]]:
         """See `BroadcastWriter.beats`."""

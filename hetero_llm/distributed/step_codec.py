@@ -39,10 +39,14 @@ class StepMessage(IntEnum):
     FINISH = 2
     """Finish the oldest launched step."""
     GRAMMAR = 3
-    """Compile the grammar that follows: a sequence may begin with it soon."""
+    """Compile the `Grammar` that follows: a sequence may begin with it soon."""
+    ADAPTER = 4
+    """Read the adapter of the `LoRARequest` that follows: a step may load it soon."""
+    FORGET_ADAPTER = 5
+    """Forget the name of an adapter that follows."""
 
 
-_LAUNCH, _GRAMMAR = int(StepMessage.LAUNCH), int(StepMessage.GRAMMAR)
+_LAUNCH = int(StepMessage.LAUNCH)
 _HEAD = struct.Struct("<8i")
 _HEAD_WORDS = 8
 _FORM = PlainForm(
@@ -145,16 +149,15 @@ def step_from_words(words: np.ndarray) -> SchedulerOutput:
     )
 
 
-def grammar_to_bytes(grammar: Grammar) -> bytes:
-    """The message GRAMMAR."""
-    data = _FORM.write(grammar)
-    return _HEAD.pack(_GRAMMAR, 0, 0, 0, 0, -1, len(data), 0) + data + bytes(-len(data) % 4)
+def value_to_bytes(kind: StepMessage, value: Grammar | LoRARequest | str) -> bytes:
+    """A message with one value: GRAMMAR, ADAPTER or FORGET_ADAPTER."""
+    data = _FORM.write(value)
+    return _HEAD.pack(kind, 0, 0, 0, 0, -1, len(data), 0) + data + bytes(-len(data) % 4)
 
 
-def grammar_from_words(words: np.ndarray) -> Grammar:
-    """The grammar of a message GRAMMAR, given as in `step_from_words`."""
-    grammar: Grammar = _FORM.read(words[_HEAD_WORDS:].tobytes()[: int(words[6])])
-    return grammar
+def value_from_words(words: np.ndarray) -> Any:
+    """The value of such a message, given as in `step_from_words`."""
+    return _FORM.read(words[_HEAD_WORDS:].tobytes()[: int(words[6])])
 
 
 def message_kind(words: np.ndarray) -> int:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from hetero_llm.gpu.collectives import PeerCollectives
+    from hetero_llm.lora.rank_adapters import ParallelAdapters
+    from hetero_llm.lora.store import AdapterStore
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,14 @@ class EngineRanks:
         self.share.serves()
         return ParallelRunner(runner, self.processes, self.share.gave_up)
 
+    def adapters(self, store: AdapterStore | None) -> AdapterStore | ParallelAdapters | None:
+        """What the engine opens adapters with: the store of rank 0, or all ranks' stores."""
+        if store is None or isinstance(self.processes, NoRanks):
+            return store
+        from hetero_llm.lora.rank_adapters import ParallelAdapters
+
+        return ParallelAdapters(store, self.processes)
+
     def wait_loaded(self) -> None:
         """Waits until the other ranks have their weights.
 
@@ -130,8 +140,6 @@ def check_parallel(config: EngineConfig, device: torch.device) -> None:
     refused: tuple[tuple[str, Any, bool], ...] = (
         ("enable_prefix_cache_offload", True, offload),
         ("enable_prompt_adapter", True, config.prompt_adapters.enabled),
-        ("enable_lora", True, config.lora.enabled),
-        ("lora_merge", config.lora.merge, config.lora.merge is not None),
         ("cpu_offload_gb", config.load.cpu_offload_gb, bool(config.load.cpu_offload_gb)),
         ("cpu_backend", config.cpu.backend, config.cpu.backend == "ipex"),
     )

@@ -393,7 +393,7 @@ def _join(
         background_drafter=background_drafter_of(drafter, config.speculation),
         grammars=inputs.grammars,
         hit_log=HitLog(hits) if offload is not None and offload.config.hit_count else None,
-        adapters=adapters,
+        adapters=ranks.adapters(adapters),
         ranks=ranks.processes,
         kv_events=events,
     )

@@ -33,9 +33,9 @@ from hetero_llm.distributed.rank_share import RankShare
 from hetero_llm.distributed.step_channel import StepReader
 from hetero_llm.distributed.step_codec import (
     StepMessage,
-    grammar_from_words,
     message_kind,
     step_from_words,
+    value_from_words,
 )
 from hetero_llm.engine.build_ranks import (
     IMPORTED,
@@ -48,6 +48,9 @@ from hetero_llm.utils.gc_control import collect_if_due, prompt_wakeups, serve_pr
 from hetero_llm.utils.log_sink import LineFormatter, Sink
 
 if TYPE_CHECKING:
+    from hetero_llm.engine.build_adapters import ServedAdapters
+    from hetero_llm.lora.rank_adapters import NoRankAdapters, RankAdapters
+    from hetero_llm.models.layers import CausalLM
     from hetero_llm.structured_output.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
@@ -67,6 +70,7 @@ class RankLoop:
         steps: the channel.
         runner: of this rank.
         grammars: compiles grammars ahead of the steps that need them; None without a tokenizer.
+        adapters: in the host memory of this rank.
         gave_up: see `RankShare`.
     """
 
@@ -75,8 +79,10 @@ class RankLoop:
         steps: StepReader,
         runner: ModelRunner[Any],
         grammars: GrammarCompiler | None,
+        adapters: RankAdapters | NoRankAdapters,
         gave_up: Callable[[], bool],
     ) -> None:
+        self._adapters = adapters
         self._gave_up = gave_up
         self._steps = steps
         self._runner = runner
@@ -95,6 +101,7 @@ class RankLoop:
         Raises:
             ChannelClosedError: none will come.
             RankDeadError: another rank did not come to a collective.
+            AdapterError: this rank cannot read an adapter that rank 0 has read.
         """
         words = self._steps.read(timeout_us)
         if words is None:
@@ -102,15 +109,21 @@ class RankLoop:
         kind = message_kind(words)
         if kind == StepMessage.LAUNCH:
             step = step_from_words(words)
+            self._adapters.begin(step)
             self._launched.append(self._runner.launch(step))
             collect_if_due(calm=not step.has_chunks)
         elif kind == StepMessage.FINISH:
             self._runner.finish(self._launched.popleft())
             if self._gave_up():
                 raise RankDeadError(GAVE_UP)
+            self._adapters.end()
+        elif kind == StepMessage.ADAPTER:
+            self._adapters.open(value_from_words(words))
+        elif kind == StepMessage.FORGET_ADAPTER:
+            self._adapters.forget(value_from_words(words))
         else:
             assert kind == StepMessage.GRAMMAR and self._grammars is not None, kind
-            arguments = (grammar_from_words(words),)
+            arguments = (value_from_words(words),)
             threading.Thread(target=self._grammars.prepare, args=arguments, daemon=True).start()
 
 
@@ -165,27 +178,33 @@ def _run(
         rank, arguments.store, device,
         row_bytes=settings.row_bytes, peer_memory=settings.config.parallel.peer_memory,
     )  # fmt: skip
-    runner, grammars = _build(settings, share, control)
+    runner, grammars, adapters = _build(settings, share, control)
     gc.collect()
     gc.freeze()  # later collections skip all objects that were loaded
     steps.set_spin(_SPIN_US[settings.device])
     share.serves()
-    RankLoop(steps, runner, grammars, share.gave_up).run()
+    RankLoop(steps, runner, grammars, adapters, share.gave_up).run()
 
 
 def _build(
     settings: RankSettings, share: RankShare, control: ControlSocket
-) -> tuple[ModelRunner[Any], GrammarCompiler | None]:
-    """The rank's runner, built as the engine builds that of rank 0."""
+) -> tuple[ModelRunner[Any], GrammarCompiler | None, RankAdapters | NoRankAdapters]:
+    """The rank's runner, built as the engine builds that of rank 0, with what its steps need."""
     import dataclasses
 
     import torch
     from tqdm import tqdm
 
+    from hetero_llm.engine.build_adapters import (
+        apply_adapters,
+        device_adapters,
+        prepare_adapters,
+    )
     from hetero_llm.engine.build_model import backend_name, find_served_model, load_weights
     from hetero_llm.engine.build_runner import build_runner
     from hetero_llm.engine.resolve import open_tokenizer
     from hetero_llm.engine.tokenizer import open_grammars
+    from hetero_llm.lora.rank_adapters import NoRankAdapters, RankAdapters
     from hetero_llm.models.sharding import sharded_config
 
     tqdm.monitor_interval = 0  # else each progress bar leaves a thread behind
@@ -193,23 +212,42 @@ def _build(
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     folder, model_config = find_served_model(config, device)
     model_config = dataclasses.replace(model_config, max_model_len=settings.scheduler.max_model_len)
+    backend = backend_name(config, device, native=False)
+    served: list[ServedAdapters | None] = []
+
+    def loaded(model: CausalLM) -> None:
+        served.append(
+            prepare_adapters(
+                config.lora, model, model_config, dtype,
+                backend=backend, download_dir=config.load.download_dir,
+            )
+        )  # fmt: skip
+
     model = load_weights(
         config, folder, model_config,
-        dtype=dtype, device=device, show_progress=False,
-        backend=backend_name(config, device, native=False), share=share,
+        dtype=dtype, device=device, show_progress=False, backend=backend, loaded=loaded,
+        share=share,
     )  # fmt: skip
+    adapters = served[0]
     control.send(RankReached(LOADED))
     runner = build_runner(
         config, settings.scheduler, model,
         model_config=sharded_config(model_config, share.collectives.rank),
-        dtype=dtype, device=device, drafts=settings.drafts, native=None, share=share,
+        dtype=dtype, device=device, drafts=settings.drafts, native=None,
+        adapters=device_adapters(adapters, model, config, device), share=share,
     ).runner  # fmt: skip
+    if adapters is not None and device.type == "cpu":
+        apply_adapters(runner, adapters.store, config, device)
     tokenizer = open_tokenizer(config, folder)
     grammars = open_grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
     if grammars is not None:
         runner.set_open_matcher(grammars.open)
         grammars.warm_up_beside()
-    return runner, grammars
+    return (
+        runner,
+        grammars,
+        NoRankAdapters() if adapters is None else RankAdapters(adapters.store),
+    )
 
 
 def _open_log(rank: int, settings: RankSettings) -> None:

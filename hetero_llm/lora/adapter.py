@@ -209,7 +209,8 @@ class _Checks:
         if rank > self._max_rank:
             reason = f"the rank of {module} exceeds max_lora_rank ({self._max_rank})"
             raise AdapterError("r", rank, f"{reason} ({self._file.path})")
-        wanted = {"A": (rank, target.columns), "B": (target.rows, rank)}
+        rows, columns = target.stored_size
+        wanted = {"A": (rank, columns), "B": (rows, rank)}
         for side, shape in wanted.items():
             tensor = sides[side]
             if not tensor.is_plain:
@@ -247,13 +248,10 @@ def _by_linear(
         members.sort(key=lambda one: one.target.first_row)
         parts, first = [], 0
         for one in members:
-            b = tensors[one.b.name]
-            if one.target.arrange is not None:
-                b = one.target.arrange(b)
-            b = b.to(dtype).contiguous()
+            b = one.target.own_b(tensors[one.b.name]).to(dtype).contiguous()
             parts.append(AdapterPart(one.target.first_row, first, one.rank, b))
             first += one.rank
-        a = torch.cat([tensors[one.a.name].to(dtype) for one in members])
+        a = torch.cat([one.target.own_a(tensors[one.a.name]).to(dtype) for one in members])
         scales = [one.scale for one in members for _ in range(one.rank)]
         linears[name] = LinearAdapter(a, torch.tensor(scales, dtype=torch.float32), tuple(parts))
     return linears

@@ -8,13 +8,14 @@ memory: a served one may have given its weights to other forms.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.models.blocks import DecoderLM
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.transformers import TransformersConfig
 from hetero_llm.models.experts import Experts
@@ -28,6 +29,7 @@ from hetero_llm.models.layers import (
 )
 from hetero_llm.models.multimodal import ImageCausalLM
 from hetero_llm.models.registry import model_class
+from hetero_llm.models.sharding import Cut, rank_parts, runs_inside, sharded_config
 from hetero_llm.models.transformers_backend import TransformersForCausalLM
 from hetero_llm.models.transformers_check import trial_step
 
@@ -43,6 +45,7 @@ class Target:
         linear: name of the `Linear` in `model.named_modules()`.
         first_row, rows, columns: where its weight [rows, columns] lies in that of the `Linear`.
         arrange: stored rows [rows, ...] to rows in the order of the `Linear`; None: as stored.
+        part: what a rank has of the module; None: all of it.
     """
 
     linear: str
@@ -50,6 +53,37 @@ class Target:
     rows: int
     columns: int
     arrange: Callable[[Tensor], Tensor] | None = None
+    part: TargetPart | None = None
+
+    @property
+    def stored_size(self) -> tuple[int, int]:
+        """Rows and columns of the module in the checkpoint."""
+        return (self.rows, self.columns) if self.part is None else self.part.stored_size
+
+    def own_a(self, a: Tensor) -> Tensor:
+        """Of A [rank, columns as stored] those that the `Linear` has."""
+        return a if self.part is None else a.narrow(1, self.part.first_column, self.columns)
+
+    def own_b(self, b: Tensor) -> Tensor:
+        """Of B [rows as stored, rank] those that the `Linear` has, in its order."""
+        if self.arrange is not None:
+            b = self.arrange(b)
+        if self.part is None:
+            return b
+        return torch.cat([b[first : first + count] for first, count in self.part.rows])
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPart:
+    """Attributes:
+    stored_size: rows and columns of the whole module.
+    rows: which of its rows the rank has, in the order of the `Linear`: (first, count) of each run.
+    first_column: of those that the rank has.
+    """
+
+    stored_size: tuple[int, int]
+    rows: tuple[tuple[int, int], ...]
+    first_column: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +122,8 @@ def adapter_targets(
     """Lists the modules of a model that was just loaded, before its layers are replaced.
 
     Args:
+        model: perhaps a rank's part.
+        config: of the whole model.
         field, value: the argument that wants adapters.
 
     Raises:
@@ -98,8 +134,50 @@ def adapter_targets(
     if isinstance(config, TransformersConfig):  # whose code may need memory
         assert isinstance(model, TransformersForCausalLM)
         return _targets_of(model, _on_other_rows(model))
+    rank = model.config.rank
     with torch.device("meta"):
-        return _targets_of(model_class(config.architecture)(config), {})
+        whole = _targets_of(model_class(config.architecture)(config), {})
+        if rank.size == 1:
+            return whole
+        own = model_class(config.architecture)(sharded_config(config, rank))
+    assert isinstance(own, DecoderLM)
+    return _targets_of_rank(whole, own, config)
+
+
+def _targets_of_rank(whole: AdapterTargets, own: DecoderLM, config: ModelConfig) -> AdapterTargets:
+    """The targets of a rank's model.
+
+    Args:
+        own: the rank's model, perhaps without memory.
+        config: of the whole model.
+    """
+    cuts = rank_parts(own, config).cuts
+    targets = {
+        name: _part_of(target, cuts.get(f"{target.linear}.weight"))
+        for name, target in whole.targets.items()
+    }
+    modules = dict(own.named_modules())
+    sizes: dict[str, tuple[int, int]] = {}
+    for name in whole.sizes:
+        linear = modules[name]
+        assert isinstance(linear, Linear)
+        height, width = linear.weight.shape
+        sizes[name] = height, width
+    return replace(whole, targets=targets, sizes=sizes)
+
+
+def _part_of(target: Target, cut: Cut | None) -> Target:
+    """What a rank has of a target of the whole model. `cut`: of the `Linear`'s weight."""
+    if cut is None:
+        return target
+    stored = (target.rows, target.columns)
+    if cut.dim == 1:
+        part = TargetPart(stored, ((0, target.rows),), cut.runs[0][0])
+        return replace(target, columns=cut.size, part=part)
+    rows = runs_inside(cut, target.first_row, target.rows)
+    before = sum(count for _, count in runs_inside(cut, 0, target.first_row))
+    part = TargetPart(stored, tuple(rows), 0)
+    return replace(target, first_row=before, rows=sum(count for _, count in rows), part=part)
 
 
 @torch.inference_mode()

@@ -144,11 +144,7 @@ def load_model(
         model.kv_scales = _own_kv_scales(
             stored_kv_scales(files, config, model.checkpoint_name), config, own_config
         )
-    parts = RankParts({}, frozenset())
-    if rank.size > 1:
-        assert isinstance(model, DecoderLM)
-        parts = rank_parts(model, config)
-        join_ranks(model, collectives)
+    parts = _joined(model, config, collectives)
     cuts = _cuts_of_weights(model, weights, parts)
     filler = MatrixFiller(
         blueprint.plans, weights, dtype=dtype, device=torch.device(device),
@@ -158,14 +154,8 @@ def load_model(
         fill_randomly(model, seed, parts)
         if wanted is not None:
             quantize_weights(model, weights, wanted)
-    elif rank.size == 1:
-        matches = _matches(model, folder, files, filler, compares=True)
-        _fill_from_files(folder, matches, filler, dtype, show_progress)
     else:
-        assert isinstance(model, DecoderLM) and isinstance(blueprint.whole, DecoderLM)
-        matches = _matches(blueprint.whole, folder, files, filler, compares=rank.index == 0)
-        matches = _of_rank(matches, RankSlices(blueprint.whole, model, parts))
-        _zero_added(model, parts)
+        matches = _matches_of_rank(model, blueprint, parts, folder, files, filler)
         _fill_from_files(folder, matches, filler, dtype, show_progress)
     return model
 
@@ -180,6 +170,15 @@ def _check_build(
         raise ConfigError(FIELD, rank.size, reason)
 
 
+def _joined(model: CausalLM, whole: ModelConfig, collectives: Collectives) -> RankParts:
+    """Lets a rank's model return the sums of all ranks; what it has of the whole one."""
+    if collectives.rank.size == 1:
+        return RankParts({}, frozenset())
+    assert isinstance(model, DecoderLM)
+    join_ranks(model, collectives)
+    return rank_parts(model, whole)
+
+
 def _own_kv_scales(scales: Tensor | None, whole: ModelConfig, own: ModelConfig) -> Tensor | None:
     """Those of a rank's KV heads; `scales`: see `stored_kv_scales`."""
     if scales is None:
@@ -191,6 +190,8 @@ def _cuts_of_weights(
     model: CausalLM, weights: Sequence[LayerWeight], parts: RankParts
 ) -> dict[int, Cut]:
     """The cut of each weight that ranks have parts of, by its place among `weights`."""
+    if not parts.cuts:  # a model that one rank runs may have dropped the head that it made first
+        return {}
     paths = {id(module): path for path, module in model.named_modules()}
     names = (f"{paths[id(weight.layer)]}.{weight.name}" for weight in weights)
     return {place: parts.cuts[name] for place, name in enumerate(names) if name in parts.cuts}
@@ -204,13 +205,27 @@ def _zero_added(model: CausalLM, parts: RankParts) -> None:
                 parameter.zero_()
 
 
-def _of_rank(matches: list[_Match], slices: RankSlices) -> list[_Match]:
-    """The same with the rank's slice of each plain tensor in the place of its target."""
+def _matches_of_rank(
+    model: CausalLM,
+    blueprint: _Blueprint,
+    parts: RankParts,
+    folder: Path,
+    files: tuple[WeightFile, ...],
+    filler: MatrixFiller,
+) -> list[_Match]:
+    """`_matches`; of several ranks with the rank's slice of each plain tensor in the place of its
+    target."""
+    rank = model.config.rank
+    if rank.size == 1:
+        return _matches(model, folder, files, filler, compares=True)
+    assert isinstance(model, DecoderLM) and isinstance(blueprint.whole, DecoderLM)
+    _zero_added(model, parts)
+    slices = RankSlices(blueprint.whole, model, parts)
     return [
         replace(match, target=slices.of(match.target))
         if isinstance(match.target, Tensor | RearrangedView)
         else match
-        for match in matches
+        for match in _matches(blueprint.whole, folder, files, filler, compares=rank.index == 0)
     ]
 
 

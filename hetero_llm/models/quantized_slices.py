@@ -16,10 +16,9 @@ from hetero_llm.models.quantized_weights import (
     MatrixPlan,
     MatrixSlice,
     Stored,
-    runs_inside,
 )
 from hetero_llm.models.rank_slices import runs_of
-from hetero_llm.models.sharding import Cut, Run
+from hetero_llm.models.sharding import Cut, Run, runs_inside
 from hetero_llm.quantization.formats.scheme import Scheme, StoredPart, admits
 
 _LARGER = 1 << 20

@@ -24,7 +24,7 @@ from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.experts import Experts, HostMemory, Router
 from hetero_llm.models.layers import BankView, CausalLM, Linear, RearrangedView
 from hetero_llm.models.linear_weights import on_weight
-from hetero_llm.models.sharding import Cut, Run
+from hetero_llm.models.sharding import Cut, Run, runs_inside
 from hetero_llm.models.weight_files import StoredTensor, WeightFile
 from hetero_llm.quantization.formats import mxfp4
 from hetero_llm.quantization.formats.mxfp4 import Mxfp4Format
@@ -451,19 +451,6 @@ class MatrixFiller:
             dense = torch.cat([dequantize(part, self._dtype) for part in parts])
             dense = dense.view(weight.parameter.shape)
             setattr(weight.layer, weight.name, nn.Parameter(dense, requires_grad=False))
-
-
-def runs_inside(cut: Cut, first_row: int, rows: int) -> list[tuple[int, int]]:
-    """The runs of a cut in a range of rows, counted from its first one; the cut repeats itself, as
-    the rows of experts do."""
-    runs = []
-    for begin in range(first_row // cut.length * cut.length, first_row + rows, cut.length):
-        for at, count in cut.runs:
-            first = max(begin + at, first_row)
-            last = min(begin + at + count, first_row + rows)
-            if first < last:
-                runs.append((first - first_row, last - first))
-    return runs
 
 
 def _sliced(shape: tuple[int, ...], dim: int, runs: tuple[Run, ...]) -> tuple[int, ...]:

@@ -136,15 +136,16 @@ def _part_of(
     ]
     dim = max(moving, key=view.stride)
     cpu = torch.device("cpu")
-    offsets = view.storage_offset() + view.stride(dim) * torch.arange(view.shape[dim], device=cpu)
+    steps = torch.arange(view.shape[dim], device=cpu)
+    offsets = steps * view.stride(dim) + int(view.storage_offset())
     place = torch.full((length,), -1, device=cpu)
     place[cut.index()] = torch.arange(size, device=cpu)
     places = place[offsets % block // step]
     kept = (places >= 0).nonzero().squeeze(1)
     if len(kept) == 0:
         return dim, kept, None
-    own_offsets = offsets // block * (step * size) + places * step + offsets % step
-    own_offsets = own_offsets[kept]
+    offsets, places = offsets[kept], places[kept]
+    own_offsets: Tensor = offsets // block * (step * size) + places * step + offsets % step
 
     def own_stride(stride: int) -> int:
         return stride // block * (step * size) + stride % block

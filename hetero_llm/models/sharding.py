@@ -60,6 +60,19 @@ class Cut:
         return torch.cat([torch.arange(at, at + n, device=device) for at, n in self.runs])
 
 
+def runs_inside(cut: Cut, first_row: int, rows: int) -> list[Run]:
+    """The runs of a cut in a range of rows, counted from its first one; the cut repeats itself, as
+    the rows of experts do."""
+    runs = []
+    for begin in range(first_row // cut.length * cut.length, first_row + rows, cut.length):
+        for at, count in cut.runs:
+            first = max(begin + at, first_row)
+            last = min(begin + at + count, first_row + rows)
+            if first < last:
+                runs.append((first - first_row, last - first))
+    return runs
+
+
 @dataclass(frozen=True, slots=True)
 class RankParts:
     """By the names of `named_parameters`. A parameter that is in neither is whole on every rank.

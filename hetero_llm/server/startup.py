@@ -61,6 +61,8 @@ def _lines(rows: Sequence[tuple[str, str]]) -> str:
 
 def _cores(info: EngineInfo, config: EngineConfig) -> str:
     usable = len(os.sched_getaffinity(0))
+    if info.num_replicas > 1:
+        return f"{usable}, divided among the replicas"
     plan = plan_cores(config, target_on_cpu=info.device.startswith("cpu"))
     if plan is not None:
         return plan.words()

@@ -12,9 +12,9 @@ from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.distributed.step_channel import StepReader, StepWriter
 from hetero_llm.distributed.step_codec import (
     StepMessage,
-    grammar_from_words,
     message_kind,
     step_from_words,
+    value_from_words,
 )
 from tests.distributed.steps import assert_same, steps
 
@@ -32,7 +32,7 @@ def test_all_ranks_read_the_same_calls(made: list[SchedulerOutput]) -> None:
     for step in made:
         writer.launch(step, never)
         writer.finish(never)
-    writer.compile_grammar(Grammar("text"), never)
+    writer.send(StepMessage.GRAMMAR, Grammar("text"), never)
     for reader in readers:
         for step in made:
             words = reader.read(0)
@@ -41,7 +41,7 @@ def test_all_ranks_read_the_same_calls(made: list[SchedulerOutput]) -> None:
             words = reader.read(0)
             assert words is not None and message_kind(words) == StepMessage.FINISH
         words = reader.read(0)
-        assert words is not None and grammar_from_words(words) == Grammar("text")
+        assert words is not None and value_from_words(words) == Grammar("text")
         assert reader.read(0) is None
         reader.close()
     writer.close()

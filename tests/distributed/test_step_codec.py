@@ -10,16 +10,17 @@ from hypothesis import given
 
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.images import PromptImages
+from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.distributed.step_codec import (
     FINISH_MESSAGE,
     StepMessage,
-    grammar_from_words,
-    grammar_to_bytes,
     message_kind,
     step_from_words,
     step_to_bytes,
+    value_from_words,
+    value_to_bytes,
     why_not_sent,
 )
 from tests.distributed.steps import GRAMMARS, assert_same, steps
@@ -80,10 +81,15 @@ def test_arrays_of_another_type_are_a_bug() -> None:
 
 
 @given(GRAMMARS)
-def test_grammars(grammar: Grammar) -> None:
-    words = words_of(grammar_to_bytes(grammar))
-    assert message_kind(words) == StepMessage.GRAMMAR
-    assert grammar_from_words(words) == grammar
+def test_messages_with_one_value(grammar: Grammar) -> None:
+    for kind, value in (
+        (StepMessage.GRAMMAR, grammar),
+        (StepMessage.ADAPTER, LoRARequest("name", 1, "/folder", base_model_name="base")),
+        (StepMessage.FORGET_ADAPTER, "name"),
+    ):
+        words = words_of(value_to_bytes(kind, value))
+        assert message_kind(words) == kind
+        assert value_from_words(words) == value
 
 
 def test_the_message_that_finishes_a_step() -> None:

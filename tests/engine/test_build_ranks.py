@@ -43,8 +43,6 @@ def config(**given: Any) -> EngineConfig:
          "enable_prefix_cache_offload=True"),
         ({"enable_prompt_adapter": True, "max_prompt_adapter_token": 8}, CPU,
          "enable_prompt_adapter=True"),
-        ({"enable_lora": True}, CPU, "enable_lora=True"),
-        ({"lora_merge": "/folder"}, CPU, "lora_merge='/folder'"),
         ({"cpu_offload_gb": 1.0}, CPU, "cpu_offload_gb=1.0"),
         ({"cpu_backend": "ipex"}, CPU, "cpu_backend='ipex'"),
     ],

@@ -12,9 +12,12 @@ import pytest
 from hetero_llm.bridge.ipc.broadcast import ChannelClosedError
 from hetero_llm.core.errors import RankDeadError
 from hetero_llm.core.grammar import Grammar
+from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.distributed.step_channel import StepReader, StepWriter
+from hetero_llm.distributed.step_codec import StepMessage
 from hetero_llm.engine.rank_process import RankLoop
+from hetero_llm.lora.rank_adapters import NoRankAdapters
 
 NO_COPIES = np.zeros((2, 0), np.int32)
 
@@ -48,6 +51,25 @@ class Compiler:
         self.prepared.append(grammar)
 
 
+class Adapters:
+    """Notes calls among those of the runner."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def begin(self, step: SchedulerOutput) -> None:
+        self.calls.append("begin")
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+    def open(self, request: LoRARequest) -> None:
+        self.calls.append(f"open {request.lora_name}")
+
+    def forget(self, name: str) -> None:
+        self.calls.append(f"forget {name}")
+
+
 def never() -> None:
     raise AssertionError("there is room")
 
@@ -63,12 +85,12 @@ def test_calls_in_the_order_of_the_engine(writer: StepWriter) -> None:
     """With two steps in flight, as on a GPU."""
     reader = StepReader(str(os.dup(writer.channel.fd)), 1)
     runner, compiler = Runner(), Compiler()
-    loop = RankLoop(reader, runner, compiler, lambda: False)  # type: ignore[arg-type]
+    loop = RankLoop(reader, runner, compiler, NoRankAdapters(), lambda: False)  # type: ignore[arg-type]
     loop.run_once(0)  # nothing has come
     writer.launch(step(1), never)
     writer.launch(step(2), never)
     writer.finish(never)
-    writer.compile_grammar(Grammar("text"), never)
+    writer.send(StepMessage.GRAMMAR, Grammar("text"), never)
     writer.launch(step(3), never)
     writer.finish(never)
     writer.finish(never)
@@ -85,9 +107,25 @@ def test_calls_in_the_order_of_the_engine(writer: StepWriter) -> None:
     reader.close()
 
 
+def test_adapters_are_read_before_their_step_and_kept_until_it_has_ended(
+    writer: StepWriter,
+) -> None:
+    reader = StepReader(str(os.dup(writer.channel.fd)), 1)
+    runner = Runner()
+    loop = RankLoop(reader, runner, None, Adapters(runner.calls), lambda: False)  # type: ignore[arg-type]
+    writer.send(StepMessage.ADAPTER, LoRARequest("one", 1, "/folder"), never)
+    writer.launch(step(1), never)
+    writer.finish(never)
+    writer.send(StepMessage.FORGET_ADAPTER, "one", never)
+    writer.end()
+    loop.run()
+    assert runner.calls == ["open one", "begin", "launch 1", "finish 1", "end", "forget one"]
+    reader.close()
+
+
 def test_a_collective_that_gave_up_ends_the_rank(writer: StepWriter) -> None:
     reader = StepReader(str(os.dup(writer.channel.fd)), 1)
-    loop = RankLoop(reader, Runner(), None, lambda: True)
+    loop = RankLoop(reader, Runner(), None, NoRankAdapters(), lambda: True)
     writer.launch(step(1), never)
     writer.finish(never)
     loop.run_once(0)

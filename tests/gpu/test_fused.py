@@ -230,3 +230,75 @@ def test_norms_and_gates_write_rows_in_8_bits(
     many, few, plain_many, plain_few = results
     assert torch.equal(many, plain_many) and torch.equal(few, plain_few)
     assert 0 < (many - few).norm() < 0.3 * few.norm()
+
+
+class OneSum:
+    """Collectives of one rank that count what they are asked for."""
+
+    def __init__(self) -> None:
+        self.sums = self.norms_of_sums = 0
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.sums += 1
+        return x
+
+    def norms(self, x: torch.Tensor) -> bool:
+        return True
+
+    def sum_norm(
+        self, x: Any, residual: Any, weight: Any, eps: float, *, gemma: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.norms_of_sums += 1
+        return (add_gemma_rms_norm if gemma else add_rms_norm)(x, residual, weight, eps)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_norm_that_quantizes_rows_leaves_the_sum_alone(
+    tmp_path: Path, device: torch.device, family: str
+) -> None:
+    """Many rows: norms in front of quantizing products read a sum; few rows: they make it."""
+    changes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    folder = make_tiny_checkpoint(tmp_path, family, changes=changes, layers=2)
+    config, rows = load_model_config(folder, quantization="fp8"), 3
+    model = load_model(folder, config, dtype=torch.bfloat16, device=device, show_progress=False)
+    collectives: Any = OneSum()
+    for name, module in model.named_modules():
+        if name.endswith((".out_proj", ".down_proj")):
+            assert isinstance(module, layers.Linear)
+            module.reduce = collectives.all_reduce
+    fused.use_kernels(model, few_rows=0)
+    ids, positions = torch.arange(3, 3 + rows, device=device), torch.arange(rows, device=device)
+
+    def hidden(few_rows: int) -> tuple[torch.Tensor, tuple[int, int]]:
+        for module in model.modules():
+            if isinstance(module, layers.Linear) and module.quantized is not None:
+                module.product.few_rows = few_rows  # type: ignore[attr-defined]
+        collectives.sums = collectives.norms_of_sums = 0
+        with torch.no_grad():
+            found = model(ids, positions, DenseAttend(config, [rows]))
+        return found, (collectives.sums, collectives.norms_of_sums)
+
+    before = [hidden(few_rows) for few_rows in (0, rows)]
+    assert [counts for _, counts in before] == [(4, 0)] * 2
+    assert fused.fuse_sums(model, collectives) == 4
+    after = [hidden(few_rows) for few_rows in (0, rows)]
+    # Of a sandwich's norms those behind products make rows for nothing else; of Llama's the last.
+    of_many = (0, 4) if family == "gemma2" else (3, 1)
+    assert [counts for _, counts in after] == [of_many, (0, 4)]
+    for (expected, _), (found, _) in zip(before, after, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_sums_that_others_read_stay(tmp_path: Path) -> None:
+    """Layers whose two parts are parallel, and layer norms."""
+    for family, variant in (("gpt_neox", "parallel"), ("gptj", "partial")):
+        folder = make_tiny_checkpoint(tmp_path / family, family, variant)
+        config = load_model_config(folder)
+        model = load_model(folder, config, dtype=torch.float32, device="cpu", show_progress=False)
+        collectives: Any = OneSum()
+        summing = [m for m in model.modules() if isinstance(m, layers.Linear)]
+        for module in summing:
+            module.reduce = collectives.all_reduce
+        fused.use_kernels(model, few_rows=None)
+        assert fused.fuse_sums(model, collectives) == 0
+        assert all(module.reduce == collectives.all_reduce for module in summing)

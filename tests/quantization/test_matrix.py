@@ -17,10 +17,12 @@ from hetero_llm.quantization.matrix import (
     QuantizedStack,
     QuantizedWeight,
     arrange_rows,
+    columns_of,
     concatenate,
     dequantize,
     pack_codes,
     quantized_product,
+    rows_of,
     stack,
     unpack_codes,
 )
@@ -93,6 +95,36 @@ def test_products_rows_and_parts(case: dict[str, Any]) -> None:
     torch.testing.assert_close(quantized_product(x, joined, bias), expected)
     turned = arrange_rows(joined, lambda rows: rows.flip(0))
     assert torch.equal(dequantize(turned, torch.float32), torch.cat(dense).flip(0))
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_rows_and_columns_of_a_rank(case: dict[str, Any]) -> None:
+    matrix = random_matrix(**case, height=300, width=256)
+    dense = dequantize(matrix, torch.float32)
+    for runs in ([(0, 128)], [(128, 128), (256, 44)], [(3, 10), (130, 170)]):
+        rows = torch.cat([dense[first : first + count] for first, count in runs])
+        assert torch.equal(dequantize(rows_of(matrix, runs), torch.float32), rows)
+    if matrix.order is not None:
+        with pytest.raises(ValueError, match="an order of their own"):
+            columns_of(matrix, 0, 128)
+        return
+    for first in (0, 128):
+        found = dequantize(columns_of(matrix, first, 128), torch.float32)
+        assert torch.equal(found, dense[:, first : first + 128])
+    if matrix.group < 256:
+        with pytest.raises(ValueError, match=f"columns 0 to 8 of 256 .* group of {matrix.group}"):
+            columns_of(matrix, 0, 8)
+
+
+def test_rows_keep_the_scales_of_whole_blocks() -> None:
+    matrix = random_matrix("fp8", group=128, rows=128, height=300, width=256)
+    assert rows_of(matrix, [(128, 128)]).rows == rows_of(matrix, [(0, 128), (256, 44)]).rows == 128
+    assert rows_of(matrix, [(64, 128)]).rows == 1
+
+
+def test_two_columns_share_a_byte() -> None:
+    with pytest.raises(ValueError, match="columns 0 to 3: two share a byte"):
+        columns_of(random_matrix("int4", height=4, width=64), 0, 3)
 
 
 def test_blocks_stay_blocks_where_parts_end_with_one() -> None:

@@ -3,8 +3,13 @@ hold."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import msgspec
+import pytest
+import zmq
+
+from hetero_llm import LLM, SamplingParams
 from hetero_llm.core.kv_events import CPU, GPU
 from hetero_llm.core.request import Request
 from hetero_llm.kv_cache.block_transfers import OffloadLimits
@@ -87,3 +92,26 @@ def test_a_reset_clears_everything_once() -> None:
     served.engine.reset_prefix_cache()
     assert follower.followed.held == {GPU: set(), CPU: set()}
     assert compare(served, 2) > 0
+
+
+def test_a_library_engine_publishes(tmp_path: Path) -> None:
+    """The replay socket has what was sent since the start."""
+    config = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"ipc://{tmp_path}/events",
+        "replay_endpoint": f"ipc://{tmp_path}/replay",
+    }
+    prompt = list(range(300, 340))
+    with LLM("demo", device="cpu", num_gpu_blocks_override=128, kv_events_config=config) as llm:
+        llm.generate(
+            prompt_token_ids=[prompt], sampling_params=SamplingParams(max_tokens=1), use_tqdm=False
+        )
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.connect(config["replay_endpoint"])
+            socket.send_multipart((b"", bytes(8)))
+            assert socket.poll(20_000), "no answer"
+            _, number, batch = socket.recv_multipart()
+    _, events, rank = msgspec.msgpack.decode(batch)
+    ((tag, hashes, parent, tokens, block_size, *_),) = events
+    assert (number, rank, tag, parent, block_size) == (bytes(8), 0, "BlockStored", None, 16)
+    assert tokens == prompt[:32] and len(hashes) == 2

@@ -16,16 +16,20 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+import transformers
 
 from hetero_llm import (
     LLM,
     ConfigError,
     EngineArgs,
     LLMEngine,
+    LoRARequest,
     RequestOutput,
     SamplingError,
     SamplingParams,
 )
+from tests.helpers.adapters import write_adapter
 from tests.models.tiny import make_tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
@@ -124,6 +128,40 @@ class TestTwoRanks:
         with pytest.raises(ConfigError, match="^tensor_parallel_size=2: torch.distributed is in"):
             LLM(str(folder), **TIGHT, tensor_parallel_size=2)
         assert len(llm.generate("x", GREEDY, use_tqdm=False)) == 1, "the first one goes on"
+
+
+def adapters_of(folder: Path, base: Path) -> list[LoRARequest | None]:
+    """None, and three adapters on all modules."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    for number in (1, 2, 3):
+        model = load(base, dtype=torch.float32)
+        write_adapter(folder / f"a{number}", model, rank=2 * number, strength=0.1, seed=number)
+    return [None] + [LoRARequest(f"a{n}", n, str(folder / f"a{n}")) for n in (1, 2, 3)]
+
+
+def with_adapters(llm: LLM, adapters: list[LoRARequest | None]) -> list[list[int]]:
+    """Outputs of four prompts a adapter, of which two are on the device at a time."""
+    count = 3 * len(adapters)
+    outputs = llm.generate(
+        [[5 + number, 6, 7] for number in range(count)], GREEDY, use_tqdm=False,
+        lora_request=[adapters[number % len(adapters)] for number in range(count)],
+    )  # fmt: skip
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_adapters(folder: Path, tmp_path: Path) -> None:
+    adapters = adapters_of(tmp_path, folder)
+    options = {**TIGHT, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
+    with LLM(str(folder), **options, enable_lora=True) as llm:
+        expected = with_adapters(llm, adapters)
+    assert len(set(map(tuple, expected))) == len(expected)
+    with LLM(str(folder), **options, enable_lora=True, tensor_parallel_size=2) as llm:
+        assert with_adapters(llm, adapters) == expected
+    merged = adapters[1]
+    assert merged is not None
+    with LLM(str(folder), **TIGHT, lora_merge=merged.lora_path, tensor_parallel_size=2) as llm:
+        (output,) = llm.generate([[6, 6, 7]], GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == expected[1]
 
 
 def test_four_ranks_step_by_step_with_an_abort(
