@@ -112,6 +112,12 @@ def choose_experts(
             reason = "experts on the CPU cannot be combined with it yet: use one of them"
             raise ConfigError("tensor_parallel_size", size, reason)
         return None
+    if config.parallel.tensor_parallel_size > 1:
+        if asked:
+            size = config.parallel.tensor_parallel_size
+            reason = "experts on the CPU cannot be combined with several GPUs yet"
+            raise ConfigError("tensor_parallel_size", size, reason)
+        return None
     import torch
 
     from hetero_llm.models.loader import expert_sizes
@@ -171,6 +177,7 @@ def _check_alone(config: EngineConfig, model_config: ModelConfig) -> None:
         ("batch_invariant", True, config.batch_invariant),
         ("cpu_offload_gb", config.load.cpu_offload_gb, bool(config.load.cpu_offload_gb)),
         ("enable_prompt_adapter", True, config.prompt_adapters.enabled),
+        ("data_parallel_size", config.num_replicas, config.num_replicas > 1),
         (FIELD, config.experts.cpu_experts, runs_on_torch(config, model_config)),
     ):
         if given:

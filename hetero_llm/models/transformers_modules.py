@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from hetero_llm.models.collectives import same
 from hetero_llm.models.config_reader import ACTIVATIONS
 from hetero_llm.models.experts import Experts, start_nothing
 from hetero_llm.models.layers import (
@@ -166,6 +167,7 @@ class FlatExperts(Experts):
         self.gate_up_bias = self.down_bias = None
         self.activation = FlatGatedActivation(name, activation)
         self.function = self.plain
+        self.reduce = same
         self.start = start_nothing
 
     @property

@@ -153,13 +153,14 @@ def open_hybrid(
     dtype: torch.dtype = torch.float32,
     placement: Callable[[np.ndarray], Placement] = FixedPlacement,
     copies: Callable[[ExpertBank], Copies] | None = None,
-    most_looks: int = 1 << 30,
+    most_looks: int | None = None,
 ) -> Iterator[Hybrid]:
     """A checkpoint's mixture with a share of its experts in the bank, round robin.
 
     Args:
         placement: makes one from the table.
         copies: makes what writes slots; None: at once.
+        most_looks: None: enough for any thread; on a device, some twenty seconds.
     """
     config = load_model_config(checkpoint)
     model = load_model(
@@ -181,7 +182,7 @@ def open_hybrid(
         mailbox,
         torch.zeros(STATE_WORDS, dtype=torch.int32, device=device),
         torch.zeros(1, dtype=torch.int32, pin_memory=pin),
-        most_looks,
+        most_looks or (20 << 20 if pin else 1 << 30),
     )
     moves = ExpertMoves(
         bank,

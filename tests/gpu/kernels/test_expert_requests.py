@@ -243,7 +243,7 @@ def test_an_older_answer_is_not_taken(device: torch.device) -> None:
 def test_layers_in_turn_with_a_thread_that_answers(device: torch.device) -> None:
     """Twelve layers after each other; a thread computes x * (expert + 1) for what is asked."""
     layers, rows, hidden, k = 12, 9, 48, 3
-    exchange = exchange_on(device, rows, hidden, k, most_looks=1 << 30)
+    exchange = exchange_on(device, rows, hidden, k, most_looks=20 << 20)
     team = PythonTeam(exchange.mailbox, lambda layer, expert, x: x * (expert + 1 + layer))
     with team:
         for number in range(layers):
