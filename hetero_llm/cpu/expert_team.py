@@ -28,9 +28,11 @@ SPIN_US = 2000
 """Microseconds for which threads wait awake for a request: longer than a device needs between two
 layers, or between two steps that follow each other at once."""
 
-TILE_TOKENS = {"bfloat16": 16, "int8": 8, "fp8": 8, "int4": 6, "fp4": 6}
-"""Tokens of an expert from which on AMX tiles multiply, by the weights' kind. Below, memory gives
-the pace: a tile would not be faster, and its results depend on the number of tokens."""
+TILE_TOKENS = {"bfloat16": 6, "int8": 5, "fp8": 5, "int4": 6, "fp4": 6}
+"""Tokens of an expert from which on AMX tiles multiply, by the weights' kind: where straight lines
+between 4 and 16 tokens meet, with 15 threads of an Emerald Rapids Xeon (measured by
+`bench.kernels.expert_team`). Below, memory gives the pace, and a tile's results depend on the
+number of tokens."""
 
 _KINDS = {
     "float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "fp8": 4, "int4": 5, "fp4": 6,

@@ -221,9 +221,14 @@ class RankProcesses:
             self._failed.wait(_LOOK_SECONDS)
             self._receive()
 
-    def joined(self, leave: Callable[[], None]) -> None:
-        """This process has joined the group of all ranks; `leave` leaves it in the end."""
-        self._holder.leave = leave
+    def joined(self, leave: Callable[[], None], abort: Callable[[], None]) -> None:
+        """This process has joined the group of all ranks.
+
+        Args:
+            leave: leaves it in the end.
+            abort: takes the place of that given at the start.
+        """
+        self._holder.leave, self._abort = leave, abort
 
     def begin_serving(self) -> None:
         """From now on a rank that gives no sign of life is a failure."""

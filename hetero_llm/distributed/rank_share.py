@@ -26,6 +26,7 @@ class RankShare:
     serves: called when the engine begins to serve: from now on a peer is waited for as long as
         a step may take, and no longer as long as a start.
     gave_up: whether collectives have ended without a peer, and their results are garbage.
+    abort: ends collectives that wait on the device for a peer that is dead; any thread calls it.
     leave: gives back what the collectives hold, and leaves the group of all ranks.
     """
 
@@ -34,6 +35,7 @@ class RankShare:
     in_graphs: bool = True
     serves: Callable[[], None] = _nothing
     gave_up: Callable[[], bool] = _never
+    abort: Callable[[], None] = _nothing
     leave: Callable[[], None] = _nothing
 
 

@@ -232,7 +232,7 @@ def join_ranks(
         Rank(0, processes.size), processes.store, device,
         row_bytes=row_bytes, peer_memory=config.parallel.peer_memory,
     )  # fmt: skip
-    processes.joined(share.leave)
+    processes.joined(share.leave, share.abort)
     return EngineRanks(processes, share)
 
 
@@ -266,8 +266,18 @@ def join_group(
         from hetero_llm.distributed.group_collectives import GroupCollectives
 
         collectives = GroupCollectives(rank)
-        return RankShare(collectives, agreement, in_graphs=collectives.in_graphs, leave=close_group)
+        return RankShare(
+            collectives,
+            agreement,
+            in_graphs=collectives.in_graphs,
+            abort=abort_group if device.type == "cuda" else _nothing_to_abort,
+            leave=close_group,
+        )
     from hetero_llm.gpu.collectives import SERVING_SECONDS
+
+    def abort() -> None:
+        peers.abort()
+        abort_group()
 
     def leave() -> None:
         peers.close()
@@ -279,6 +289,7 @@ def join_group(
         in_graphs=peers.in_graphs,
         serves=partial(peers.set_patience, SERVING_SECONDS),
         gave_up=lambda: peers.gave_up,
+        abort=abort,
         leave=leave,
     )
 

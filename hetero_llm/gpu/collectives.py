@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hetero_llm.gpu.kernels.collectives import (
     CONTROL_WORDS,
+    GAVE_UP,
     LOOKS,
     NOT_YET_BITS,
     TILE_BYTES,
@@ -36,8 +37,9 @@ from hetero_llm.models.collectives import Rank
 START_SECONDS = 120.0
 """How long a launch waits for its peers while an engine starts: they may be compiling kernels."""
 
-SERVING_SECONDS = 3.0
-"""The same once the engine serves."""
+SERVING_SECONDS = 120.0
+"""The same once the engine serves: a step of a new kind compiles kernels on one rank while another
+one has them. The death of a rank is noticed by the engine, which calls `abort`."""
 
 _LOOK_SECONDS = 0.7e-6  # of one read of the own memory (a guess; tests/two_gpus measures it)
 _MOST_LOOKS = 2**31 - 1
@@ -116,11 +118,24 @@ class PeerCollectives:
             torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda"),
         )
+        self._one = torch.ones(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        # Of its own: what runs on the others waits for peers.
+        self._abort_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.set_patience(START_SECONDS)
 
     def set_patience(self, seconds: float) -> None:
         """How long launches wait for their peers from now on, captured ones included."""
         self._patience.control[LOOKS] = min(int(seconds / _LOOK_SECONDS), _MOST_LOOKS)
+
+    def abort(self) -> None:
+        """Ends launches that wait for peers, captured ones included; any thread may call it."""
+        self._patience.errors[0] = 1
+        word = self._patience.control[GAVE_UP : GAVE_UP + 1]
+        if self._abort_stream is None:
+            word.copy_(self._one)
+            return
+        with torch.cuda.stream(self._abort_stream):
+            word.copy_(self._one, non_blocking=True)
 
     @property
     def gave_up(self) -> bool:

@@ -3,6 +3,7 @@ them, and Triton's interpreter. `tests/two_gpus` has the same on devices."""
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,21 @@ def run(rank: int, memories: tuple[Tensor, ...], folder: Path, models: list[Path
     exchange.gather(None)
     collectives.check_integrity()
     exchange.gather(None)
-    if rank == 0:  # rank 1 never comes
+    if rank == 0:  # rank 1 does not come
         collectives.set_patience(1e-5)
         collectives.all_reduce(torch.ones(1, 8))
         assert collectives.gave_up
+    exchange.gather(None)
+    if rank == 1:  # rank 0 has come once: the second launch waits until another thread ends it
+        begun = threading.Event()
+        ends = threading.Thread(target=lambda: (begun.wait(), collectives.abort()))
+        ends.start()
+        collectives.all_reduce(torch.ones(1, 8))
+        begun.set()
+        collectives.all_reduce(torch.ones(1, 8))
+        ends.join()
+        assert collectives.gave_up
+    exchange.gather(None)
     collectives.close()
     dist.destroy_process_group()
 

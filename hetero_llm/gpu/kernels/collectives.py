@@ -127,8 +127,8 @@ class Patience:
     """How long launches wait for their peers, and whether one has given up.
 
     Attributes:
-        control: [CONTROL_WORDS] int32 on the device: most looks, and 1 once a launch has given up:
-            later ones do not wait at all.
+        control: [CONTROL_WORDS] int32 on the device: most looks, and 1 once a launch has given up,
+            or the host says that none has to wait: running ones stop then, later ones do not wait.
         errors: [1] int32 in page-locked host memory: 1 once a launch has given up.
     """
 
@@ -189,9 +189,10 @@ def _take(
     missing = _num_missing(parts, SENDERS)
     looks = 0
     while (missing > 0) & (looks < most_looks):
+        stopped = tl.load(control_ptr + 1, volatile=True)  # by another program, or by the host
         parts = _look(pointers, sender_stride, inside, SENDERS)
         missing = _num_missing(parts, SENDERS)
-        looks += 1
+        looks = tl.where(stopped != 0, most_looks, looks + 1)
     # The sums above are barriers: every thread has read what it is told of before any empties it.
     for i in tl.static_range(SENDERS):
         tl.store(

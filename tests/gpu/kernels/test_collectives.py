@@ -324,7 +324,8 @@ def test_what_the_compiler_makes_of_it() -> None:
     assert len(kernels) == 3
     for ptx in kernels:
         assert "ld.volatile.global.v4.b32" in ptx and "st.global.wt.v4.b32" in ptx
-        assert "ld.volatile.global.b" not in ptx and "st.global.wt.b" not in ptx
+        narrow = ptx.count("ld.volatile.global.b")  # each wait also reads the word that ends it
+        assert narrow in (1, 2) and "st.global.wt.b" not in ptx
         assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx
 
 

@@ -34,10 +34,11 @@ from tests.scenarios.test_hybrid_experts import (
 
 GIB = 1 << 30
 BF16 = {"dtype": "bfloat16"}
+LONG = {"max_position_embeddings": 512}  # as `serving.start` asks for
 # Sizes that the kernels of one row and blocks of scales serve.
 WIDE = {
     "hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4,
-    "head_dim": 64,
+    "head_dim": 64, **LONG,
 }  # fmt: skip
 
 
@@ -48,7 +49,8 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("moe"), "qwen3_moe", "full", layers=2)
+    folder = tmp_path_factory.mktemp("moe")
+    return make_tiny_checkpoint(folder, "qwen3_moe", "full", layers=2, changes=LONG)
 
 
 @pytest.fixture(scope="module")
