@@ -25,6 +25,7 @@ from hetero_llm.expert_offload.plan import (
     WeightForm,
     expert_bytes,
     plan_experts,
+    why_not_exclusive,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _ELEMENT = 2  # bytes of a plain weight: 'auto' serves 32 bits as bfloat16, too
 _PLAIN = WeightForm(8 * _ELEMENT)
 _STEP_BYTES = 2 * _GIB
 _UTILIZATION = 0.9
-_HANDOVER_S, _LAYER_S = 8e-6, 15e-6
+_HANDOVER_S, _LAYER_S = 16e-6, 15e-6
 _CONTEXT = 1024
 BATCHES = (1, 8)
 
@@ -255,6 +256,9 @@ def predict(sizes: ModelSizes, rates: Rates, config: ExpertConfig | None = None)
         plan = plan_experts(sizes.experts, config or ExpertConfig(), gpu, host)
     except ConfigError as error:
         return Prediction("neither GPU nor host memory", None, (), str(error))
+    if plan.mode == "exclusive":
+        reason = why_not_exclusive(plan, sizes.experts, host)
+        return Prediction("experts on the CPU beside the GPU", plan, (), reason)
     share = plan.slots / sizes.experts.count
     where = "all on the GPU" if plan.mode == "resident" else "experts on the CPU beside the GPU"
     return Prediction(where, plan, _speeds(sizes, rates, share))

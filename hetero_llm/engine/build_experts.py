@@ -11,7 +11,6 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -31,6 +30,7 @@ from hetero_llm.expert_offload.plan import (
     GpuMemory,
     HostMemory,
     plan_experts,
+    why_not_exclusive,
 )
 from hetero_llm.expert_offload.profile import (
     ProfileError,
@@ -148,12 +148,7 @@ def choose_experts(
         return None
     _check_alone(config, model_config)
     if plan.mode == "exclusive":
-        reason = (
-            f"host memory has to hold all experts, {_gib(shape.total_bytes)}, and {host}: a bank "
-            f"whose {plan.slots} experts are not on the host as well is not available yet; take a "
-            "checkpoint of fewer bits or a machine with more memory"
-        )
-        raise ConfigError(FIELD, wanted.cpu_experts, reason)
+        raise ConfigError(FIELD, wanted.cpu_experts, why_not_exclusive(plan, shape, host))
     logger.info("%s", plan)
     draft = None if config.speculation is None else config.speculation.draft
     if draft is not None and draft.on_cpu:
@@ -376,8 +371,10 @@ def _open_team(config: EngineConfig, host: HostExperts, mailbox: ExpertMailbox) 
 
 def _save(path: str, placement: ExpertPlacement, model: str) -> None:
     scores = placement.scores.slowest.reshape(placement.table.shape)
-    with suppress(ProfileError):
+    try:
         save_profile(path, scores, model=model)
+    except ProfileError as error:
+        logger.warning("scores of experts are not kept: %s", error)
 
 
 def _gib(count: int) -> str:

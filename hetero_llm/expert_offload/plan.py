@@ -241,3 +241,12 @@ def _gib(count: int) -> str:
 
 def _mib(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB"
+
+
+def why_not_exclusive(plan: ExpertPlan, shape: ExpertShape, host: HostMemory) -> str:
+    """The reason why an "exclusive" plan is refused, with what to do."""
+    return (
+        f"host memory has to hold all experts, {_gib(shape.total_bytes)}, and {host}: a bank whose "
+        f"{plan.slots} experts are not on the host as well is not available yet; take a checkpoint "
+        "of fewer bits or a machine with more memory"
+    )
