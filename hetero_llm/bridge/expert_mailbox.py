@@ -10,9 +10,9 @@ next layer's begins after the last of them, so one mailbox is enough:
 3. It writes SEQUENCE's value to ANSWERED, as a release.
 4. A kernel, which polls ANSWERED, adds the rows of `y`.
 
-The layers of a step without such a token exchange nothing: SEQUENCE stays as it was, and nobody
-waits. Sequence numbers count exchanges from 1 on and wrap as int32. A team that ends, or fails,
-writes STOPPED first, and whoever waits for an answer gives up at once.
+The layers of a step without such a token exchange nothing: SEQUENCE stays as it was, and no
+kernel waits. Sequence numbers count exchanges from 1 on and wrap as int32. A team that ends or
+fails writes STOPPED first, and whoever waits for an answer gives up at once.
 
 All memory is page-locked; kernels read and write it where it lies.
 """

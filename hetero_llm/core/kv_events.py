@@ -1,5 +1,5 @@
-"""Which KV blocks can be found for later prompts, told as they come and go, for routers that follow
-the caches of several engines."""
+"""Events that say which KV blocks later prompts can find, as they come and go: for routers that
+follow the caches of several engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class KvEvents(Protocol):
     (`kv_cache.prefix_cache`).
 
     Attributes:
-        is_on: somebody listens; if not, callers may leave the calls out.
+        is_on: events are published; if not, callers may leave the calls out.
     """
 
     is_on: bool
@@ -34,7 +34,7 @@ class KvEvents(Protocol):
 
 
 class NoKvEvents:
-    """Stands in where nobody listens."""
+    """The null object of an engine that publishes no events."""
 
     is_on = False
 

@@ -104,7 +104,7 @@ class ExpertTeam:
 
     Args:
         experts: must not move while the team runs; experts may change in memory between exchanges.
-        mailbox: likewise; nobody else may answer it.
+        mailbox: likewise; only this team answers it.
         library: of `native.load`.
         threads: as many cores are busy while a request is computed, and for `spin_us` after it.
         cpus: the logical CPU of each thread, distinct from that of the engine's thread; None: the
@@ -155,7 +155,7 @@ class ExpertTeam:
         return _REASONS[word] if word else None
 
     def wake(self) -> None:
-        """A request will come soon: ends sleep. Takes a microsecond if nobody sleeps.
+        """A request will come soon: ends sleep. Takes a microsecond if no thread sleeps.
 
         A request that finds the threads asleep is seen up to 1 ms late (50 us at first, then each
         nap doubles), and the threads need up to 50 us more to come back.

@@ -260,7 +260,7 @@ class ExpertPlacement:
         share: float = 1.0,
         grant_bytes: float = 0,
     ) -> None:
-        """Takes in the uses of a prompt, whose text goes on when tokens are decoded: `choose` can
+        """Takes in the uses of a prompt, whose text is continued by decoding: `choose` can
         then exchange experts before the first one.
 
         Args:

@@ -222,7 +222,7 @@ class BroadcastReader(_End):
         return np.concatenate(parts)
 
     def _next(self, timeout_us: int) -> tuple[np.ndarray, bool] | None:
-        """The next frame, and whether its message goes on."""
+        """The next frame, and whether more frames of its message follow."""
         assert self._handle is not None, "closed"
         deadline = time.monotonic_ns() + timeout_us * 1000
         count = self._wait(self._handle, deadline, self._spin_ns)

@@ -69,8 +69,8 @@ class HostBlockIndex:
         policy: one of `POLICIES`.
         min_uses: requests that must have used a block before it is stored.
         max_ghosts: maximum number of blocks outside host memory whose use counts are kept.
-        events: called when `match` finds a block, and when it does not any more; None: nobody
-            listens.
+        events: called when `match` finds a block, and when it does not any more; None: no
+            router follows.
 
     Attributes:
         num_blocks: in all states.

@@ -14,7 +14,14 @@
 #include <cstring>
 #include <new>
 
+#include "waiting.h"
+
 namespace hetero::broadcast {
+
+using hetero::futex;
+using hetero::now_ns;
+using hetero::pause_briefly;
+
 namespace {
 
 constexpr uint64_t kMagicNumber = 0x4E41434F52544548;  // "HETROCAN"
@@ -52,25 +59,6 @@ static_assert(sizeof(Frame) == 16 && (int64_t)sizeof(Frame) <= kAlign);
 
 int64_t taken_by(int64_t count) {
     return ((int64_t)sizeof(Frame) + count + kAlign - 1) / kAlign * kAlign;
-}
-
-int64_t now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
-}
-
-void pause_briefly() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-// Without FUTEX_PRIVATE_FLAG: the other side is another process.
-long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* longest) {
-    return syscall(SYS_futex, word, operation, value, longest, nullptr, 0);
 }
 
 }  // namespace

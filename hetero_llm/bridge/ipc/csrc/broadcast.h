@@ -40,8 +40,8 @@ void hetero_broadcast_free(void* end);  // and end its thread
 // Most bytes of a frame.
 int64_t hetero_broadcast_frame_bytes(const void* end);
 
-// Writes one frame and wakes the readers that sleep. `more`: the message goes on with the next
-// frame. Returns `count`, or kNoRoom: nothing was written.
+// Writes one frame and wakes the readers that sleep. `more`: the next frame belongs to
+// the same message. Returns `count`, or kNoRoom: nothing was written.
 int64_t hetero_broadcast_write(void* end, const void* bytes, int64_t count, int64_t more);
 
 // Readers get kClosed once they have read everything.
@@ -51,8 +51,8 @@ void hetero_broadcast_close(void* end);
 // CLOCK_MONOTONIC: spins for `spin_ns`, then sleeps. kInterrupted: a signal came, call again.
 int64_t hetero_broadcast_wait(void* end, int64_t deadline_ns, int64_t spin_ns);
 
-// Copies the next frame, after hetero_broadcast_wait, and goes on behind it. Returns 1 if the
-// message goes on with the next frame, else 0.
+// Copies the next frame, after hetero_broadcast_wait, and moves behind it. Returns 1 if the
+// next frame belongs to the same message, else 0.
 int64_t hetero_broadcast_take(void* end, void* bytes);
 
 // Starts a thread that gives the reader's sign of life ten times a second, without Python's lock, and

@@ -12,8 +12,14 @@
 #include <new>
 
 #include "crc32c.h"
+#include "waiting.h"
 
 namespace hetero::ring {
+
+using hetero::futex;
+using hetero::now_ns;
+using hetero::pause_briefly;
+
 namespace {
 
 constexpr uint64_t kMagicNumber = 0x474E49524F544548;  // "HETORING"
@@ -53,25 +59,6 @@ constexpr size_t kChecked = kSlotBytes - sizeof(uint32_t);
 
 uint32_t slots_of(uint32_t words) {
     return words <= kFirstWords ? 1 : 1 + (words - kFirstWords + kSlotWords - 1) / kSlotWords;
-}
-
-int64_t now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
-}
-
-void pause_briefly() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-// Without FUTEX_PRIVATE_FLAG: the other side is another process.
-long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* longest) {
-    return syscall(SYS_futex, word, operation, value, longest, nullptr, 0);
 }
 
 uint32_t salt_of(uint64_t stamp, Role role) { return (uint32_t)(stamp >> 32) + (uint32_t)role; }

@@ -13,26 +13,18 @@
 #include <algorithm>
 #include <new>
 
+#include "../step/waiting.h"
+
 namespace hetero::experts {
+
+using hetero::now_ns;
+using hetero::pause_briefly;
+
 namespace {
 
 constexpr int kSpinsPerClock = 64;
 constexpr int64_t kShortestNap = 50000, kLongestNap = 1000000;  // nanoseconds
 constexpr unsigned long kTimerSlack = 1000;                     // of naps, nanoseconds
-
-inline void pause_briefly() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-int64_t now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000LL + t.tv_nsec;
-}
 
 void pin(int cpu) {
     if (cpu < 0) return;

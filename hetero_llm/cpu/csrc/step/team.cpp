@@ -27,6 +27,8 @@
 #include <memory>
 #include <vector>
 
+#include "waiting.h"
+
 namespace hetero {
 namespace {
 
@@ -54,20 +56,6 @@ struct alignas(128) Seat {
 std::atomic<uint32_t> forks{0};
 
 void count_fork() { forks.fetch_add(1, std::memory_order_relaxed); }
-
-void pause_briefly() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-int64_t now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000LL + t.tv_nsec;
-}
 
 void futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
     static_assert(sizeof *word == sizeof(uint32_t));
