@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hetero_llm.core.errors import PoolingError as PoolingError
     from hetero_llm.core.errors import PromptError as PromptError
     from hetero_llm.core.errors import RequestError as RequestError
+    from hetero_llm.core.errors import RankDeadError as RankDeadError
     from hetero_llm.core.errors import RingError as RingError
     from hetero_llm.core.errors import SamplingError as SamplingError
     from hetero_llm.core.errors import SnapshotError as SnapshotError
@@ -103,6 +104,7 @@ _HOMES = {
     "PromptError": "hetero_llm.core.errors",
     "SamplingError": "hetero_llm.core.errors",
     "SnapshotError": "hetero_llm.core.errors",
+    "RankDeadError": "hetero_llm.core.errors",
     "RingError": "hetero_llm.core.errors",
     "EngineDeadError": "hetero_llm.core.errors",
     "EngineHungError": "hetero_llm.core.errors",
