@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from hetero_llm.core.errors import OverloadedError as OverloadedError
     from hetero_llm.core.errors import PoolingError as PoolingError
     from hetero_llm.core.errors import PromptError as PromptError
-    from hetero_llm.core.errors import RequestError as RequestError
     from hetero_llm.core.errors import RankDeadError as RankDeadError
+    from hetero_llm.core.errors import RequestError as RequestError
     from hetero_llm.core.errors import RingError as RingError
     from hetero_llm.core.errors import SamplingError as SamplingError
     from hetero_llm.core.errors import SnapshotError as SnapshotError
