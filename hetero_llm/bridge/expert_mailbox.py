@@ -12,7 +12,7 @@ next layer's begins after the last of them, so one mailbox is enough:
 
 The layers of a step without such a token exchange nothing: SEQUENCE stays as it was, and no
 kernel waits. Sequence numbers count exchanges from 1 on and wrap as int32. A team that ends or
-fails writes STOPPED first, and whoever waits for an answer gives up at once.
+fails writes STOPPED first, and a kernel that waits for an answer gives up.
 
 All memory is page-locked; kernels read and write it where it lies.
 """

@@ -254,7 +254,7 @@ class HybridExperts:
         rows = len(x)
         kv_slots = self._kv_slots
         if kv_slots is not None and len(kv_slots) != rows:
-            kv_slots = None  # the last layer goes on with sampled tokens: none of them is padding
+            kv_slots = None  # the last layer has sampled tokens only, none of them padding
         streams = rows > self.most_rows
         if streams:
             assert self._streams is not None, rows

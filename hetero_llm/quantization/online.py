@@ -255,7 +255,7 @@ class OnlineScheme:
         return BLOCK_ROWS if self.name == "fp8_block" else _COLUMNS[self.name]
 
     def slice_steps(self, columns: int) -> tuple[int, int]:
-        """A scale of a row is that of the whole row, whoever has its columns."""
+        """A row has one scale, computed over the columns of all ranks."""
         rows = BLOCK_ROWS if self.name == "fp8_block" else 1
         return rows, 0 if self.name in ("fp8", "ifq") else self.column_step(columns)
 

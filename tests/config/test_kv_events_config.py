@@ -63,8 +63,8 @@ def test_it_needs_a_prefix_cache() -> None:
 
 
 def test_replicas_count_ports_up() -> None:
-    config = KvEventsConfig("tcp://*:5557", "ipc:///tmp/replay")
+    config = KvEventsConfig("tcp://*:5557", "ipc://replay")
     assert config.of_replica(0) is config
     moved = config.of_replica(2)
-    assert (moved.endpoint, moved.replay_endpoint) == ("tcp://*:5559", "ipc:///tmp/replay_dp2")
+    assert (moved.endpoint, moved.replay_endpoint) == ("tcp://*:5559", "ipc://replay_dp2")
     assert KvEventsConfig("inproc://x").of_replica(1).endpoint == "inproc://x_dp1"

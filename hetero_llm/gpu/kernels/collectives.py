@@ -193,7 +193,7 @@ def _take(
         parts = _look(pointers, sender_stride, inside, SENDERS)
         missing = _num_missing(parts, SENDERS)
         looks = tl.where(stopped != 0, most_looks, looks + 1)
-    # The sums above are barriers: every thread has read what it is told of before any empties it.
+    # The sums above are barriers: all threads have read the pieces before any thread empties one.
     for i in tl.static_range(SENDERS):
         tl.store(
             pointers + i * sender_stride, tl.full(inside.shape, NOT_YET, parts[i].dtype), inside

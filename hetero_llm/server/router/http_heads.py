@@ -1,5 +1,5 @@
-"""Heads of requests and responses on their way through the router: which headers pass, and how a
-body's end is told."""
+"""Heads of requests and responses on their way through the router: which headers pass, and where a
+body ends."""
 
 from __future__ import annotations
 
