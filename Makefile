@@ -72,7 +72,7 @@ test-native: $(STAMP)
 # cpu_backend="ipex", in an environment of its own; `make test` skips these tests.
 test-ipex: $(IPEX_STAMP)
 	$(IPEX_VENV)/bin/python -m pytest tests/cpu/test_ipex.py tests/scenarios/test_cpu_backend.py \
-	  tests/engine/test_tokenizer.py
+	  tests/engine/text/test_tokenizer.py
 
 $(IPEX_STAMP): pyproject.toml
 	$(IPEX_PYTHON) -m venv $(IPEX_VENV)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hetero_llm import LLM, LoRARequest, SamplingParams
 from hetero_llm.engine.engine import Engine
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
 
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 

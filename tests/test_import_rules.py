@@ -4,7 +4,7 @@
   A sub-package has a rule of its own or that of its parent; a rule never adds to another.
 - Every module has a rule, and every rule names something that exists.
 - Neither packages nor files import each other in a circle; imports for type checkers count.
-- `cpu` and `gpu` never meet but in `engine/factory.py` and the builders that it names.
+- `cpu` and `gpu` never meet but in `engine/factory.py`, `engine/builders` and the ranks' process.
 - Modules that decide what runs load no torch; `import hetero_llm` loads nothing heavy.
 """
 
@@ -76,21 +76,16 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "gpu": (*_DEVICE, "bridge.kv_offload", "bridge.expert_mailbox", "bridge.host_experts", "lora"),
     "gpu.kernels": ("models", "quantization.matrix", "sampling", "bridge.expert_mailbox"),
     "engine": _ENGINE,
-    "engine.resolve": (*_ENGINE, "demo_models"),
+    "engine.builders": (*_BUILDER, "engine", "quantization.matrix"),
     "engine.factory": _BUILDER,
-    "engine.build_model": _BUILDER,
-    "engine.build_ranks": _BUILDER,
-    "engine.rank_process": _BUILDER,
-    "engine.build_runner": _BUILDER,
-    "engine.build_adapters": _BUILDER,
-    "engine.build_host_tier": _BUILDER,
-    "engine.build_drafter": _BUILDER,
-    "engine.build_experts": (*_BUILDER, "quantization.matrix"),
-    "engine.build_pooling": _BUILDER,
-    "engine.build_draft_worker": _BUILDER,
-    "engine.build_device_draft": _BUILDER,
+    "engine.inputs": (*_ENGINE, "engine.text"),
+    "engine.pooling": (*_ENGINE, "engine.engine", "engine.inputs", "engine.text"),
+    "engine.processes": (*_ENGINE, "engine"),
+    "engine.processes.rank_process": (*_BUILDER, "engine"),
+    "engine.resolve": (*_ENGINE, "demo_models"),
+    "engine.text": _ENGINE,
     "server": ("core", "config", "utils", "engine"),
-    "bench_client": ("core", "utils.files", "demo_models", "engine.tokenizer"),
+    "bench_client": ("core", "utils.files", "demo_models", "engine.text.tokenizer"),
     "commands": (
         "core", "config", "utils", "engine", "models", "server", "bench_client", "spec_decode",
         "kv_cache", "pooling",

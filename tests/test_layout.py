@@ -39,3 +39,8 @@ def test_every_test_mirrors_a_module_or_is_a_scenario() -> None:
     here = {Path(f"test_{name}.py") for name in about}
     strays = [str(test) for test in _mirrored() if test not in here and not _tests_a_module(test)]
     assert strays == []
+
+
+def test_the_engine_is_a_folder_that_a_newcomer_can_read() -> None:
+    """At most 25 files; what grows beyond gets a room of its own beneath."""
+    assert len(list((ROOT / "hetero_llm" / "engine").glob("*.py"))) <= 25

@@ -182,7 +182,7 @@ TEXT: tuple[TextRow, ...] = (
     TextRow(("MiniMaxM2ForCausalLM",), "MiniMax-M2 (not in the manual)", tiny=("minimax_m2",)),
 )  # fmt: skip
 
-_VISION = ("tests/engine/test_images.py", "tests/server/test_app_images.py")
+_VISION = ("tests/engine/inputs/test_images.py", "tests/server/test_app_images.py")
 _BACK_END, _NONE = "transformers back end", "none"
 
 IMAGES: tuple[ImageRow, ...] = (
@@ -209,7 +209,8 @@ IMAGES: tuple[ImageRow, ...] = (
     ImageRow(
         "PixtralForConditionalGeneration", "Pixtral", _NONE,
         "not served: Mistral's own checkpoint format; the converted one is LLaVA with a tower of "
-        "any size, which is refused by name", tested="the error (`tests/engine/test_images.py`)",
+        "any size, which is refused by name", 
+        tested="the error (`tests/engine/inputs/test_images.py`)",
     ),
     ImageRow(
         "QWenLMHeadModel (Qwen-VL)", "Qwen-VL", _NONE,

@@ -19,7 +19,7 @@ from bench.common import bench_parser, numbers, print_table, write_results
 from bench.generation import greedy
 from hetero_llm import LLM, AsyncLLMEngine, RequestOutputKind, SamplingParams
 from hetero_llm.demo_models import heldout_prompts
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
 
 PROMPT = 64
 TOKENS = 128

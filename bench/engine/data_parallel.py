@@ -20,7 +20,7 @@ from typing import Any
 from bench.common import bench_parser, print_table, write_results
 from bench.generation import greedy
 from hetero_llm import AsyncLLMEngine, RequestOutputKind
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
 
 ROUNDS = 3
 

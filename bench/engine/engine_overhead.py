@@ -18,7 +18,7 @@ from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.sampling_params import RequestOutputKind
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.engine import Engine
-from hetero_llm.engine.input_processor import InputProcessor
+from hetero_llm.engine.inputs.input_processor import InputProcessor
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.prefix_cache import PrefixCache

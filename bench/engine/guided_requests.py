@@ -33,7 +33,7 @@ from bench.generation import greedy
 from bench.shapes import CPU_SHAPES, SHAPES, Prompts, write_config
 from hetero_llm import LLM, AsyncLLMEngine, SamplingParams, StructuredOutputsParams
 from hetero_llm.demo_models import ALIASES, demo_folder
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.models.read_config import load_model_config
 
 PARTS = ("first", "fields")

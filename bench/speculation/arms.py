@@ -31,8 +31,8 @@ from hetero_llm.core.drafter import (
 )
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.demo_models import ALIASES, demo_folder, heldout_prompts
-from hetero_llm.engine.build_draft_worker import DraftModel, prepare_draft_model
-from hetero_llm.engine.build_drafter import make_drafter
+from hetero_llm.engine.builders.build_draft_worker import DraftModel, prepare_draft_model
+from hetero_llm.engine.builders.build_drafter import make_drafter
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import build_engine
 from hetero_llm.kv_cache.prefix_cache import hash_root

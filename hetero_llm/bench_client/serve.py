@@ -28,7 +28,7 @@ from hetero_llm.bench_client.wire_format import Sample, api_of, request_body
 if TYPE_CHECKING:
     import aiohttp
 
-    from hetero_llm.engine.tokenizer import Tokenizer
+    from hetero_llm.engine.text.tokenizer import Tokenizer
 
 _SHORTEST_SECONDS = 1e-9
 
@@ -112,7 +112,7 @@ def local_tokenizer(name: str) -> Tokenizer:
     from pathlib import Path
 
     from hetero_llm.demo_models import ALIASES, alias_path
-    from hetero_llm.engine.tokenizer import load_tokenizer
+    from hetero_llm.engine.text.tokenizer import load_tokenizer
 
     folder = alias_path(name) if name in ALIASES else Path(name)
     return load_tokenizer(folder, mode="auto", trust_remote_code=False)

@@ -26,7 +26,7 @@ from hetero_llm.core.errors import ConfigError, SnapshotError
 from hetero_llm.utils.files import MIB, read_bytes
 
 if TYPE_CHECKING:
-    from hetero_llm.engine.tokenizer import Tokenizer
+    from hetero_llm.engine.text.tokenizer import Tokenizer
     from hetero_llm.spec_decode.lookahead.snapshot import SnapshotRequirements
 
 _MOST_TEXT = 256 * MIB
@@ -218,7 +218,7 @@ def _open(options: argparse.Namespace) -> tuple[SnapshotRequirements, Tokenizer]
     """Requirements on snapshots of an engine with these flags, and its tokenizer."""
     given = {"model": DEMO_MODEL, "use_lookahead": True, **engine_args_from_namespace(options)}
     config = EngineConfig.from_args(resolve_engine_args(given))
-    from hetero_llm.engine.build_drafter import fit_to_model, requirements_for
+    from hetero_llm.engine.builders.build_drafter import fit_to_model, requirements_for
     from hetero_llm.engine.resolve import open_model
     from hetero_llm.pooling.pooling_model import PoolingModel
 

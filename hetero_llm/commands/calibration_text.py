@@ -38,7 +38,7 @@ def read_texts(path: Path, folder: Path, *, tokens: int, vocab_size: int, contex
     """
     import torch
 
-    from hetero_llm.engine.tokenizer import load_tokenizer
+    from hetero_llm.engine.text.tokenizer import load_tokenizer
 
     texts = _texts_of(path)
     tokenizer = load_tokenizer(folder, mode="auto", trust_remote_code=False)

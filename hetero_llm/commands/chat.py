@@ -286,7 +286,7 @@ def _open_model(
             if row.name in given:
                 raise ConfigError(row.name, given[row.name], "is for servers, not for --model")
         with llm_class()(model=name, **engine_args) as llm:
-            from hetero_llm.engine.default_sampling import with_defaults
+            from hetero_llm.engine.inputs.default_sampling import with_defaults
 
             own = {"max_tokens": None, **llm.default_sampling}
             params = SamplingParams(**with_defaults(own, sampling))
@@ -342,7 +342,7 @@ class LocalModel:
         return Answer(text, bool(interrupts), tokens, first - begin, last - begin)
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-        from hetero_llm.engine.tokenizer import Tokenizer
+        from hetero_llm.engine.text.tokenizer import Tokenizer
 
         hf_tokenizer = self._llm.get_tokenizer()
         if hf_tokenizer is None:

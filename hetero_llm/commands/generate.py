@@ -70,7 +70,7 @@ def add_generate(parser: argparse.ArgumentParser, finish: Callable[..., None]) -
 
 def run_generate(options: argparse.Namespace) -> int:
     """Generate for the prompts of the command line and print the results."""
-    from hetero_llm.engine.default_sampling import with_defaults
+    from hetero_llm.engine.inputs.default_sampling import with_defaults
 
     engine_args = engine_args_from_namespace(options)
     engine_args["model"] = chosen_model(options) or DEMO_MODEL

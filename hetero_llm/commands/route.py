@@ -66,7 +66,7 @@ def run_route(options: argparse.Namespace) -> int:
     """Routes until SIGTERM, SIGHUP or Ctrl-C, after which the exit code is 0."""
     values = values_of(_ROWS, options)
     try:
-        from hetero_llm.engine.replica_choice import ChoiceWeights
+        from hetero_llm.engine.processes.replica_choice import ChoiceWeights
         from hetero_llm.server.connection import bind, connections_possible
         from hetero_llm.server.router.serving import serve_router
         from hetero_llm.server.router.settings import RouterSettings, read_addresses

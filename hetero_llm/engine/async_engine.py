@@ -50,19 +50,19 @@ from hetero_llm.core.pooling_params import PoolingParams
 from hetero_llm.core.prompt_adapter import PromptAdapterRequest, check_prompt_adapter_request
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.engine import messages
 from hetero_llm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from hetero_llm.engine.engine_client import EngineInfo, EngineStats, ModelInfo, PoolingInfo
-from hetero_llm.engine.engine_launcher import EngineProcess, launch
 from hetero_llm.engine.finish_rate import FinishRate
-from hetero_llm.engine.images import ImageInputs
-from hetero_llm.engine.input_processor import InputProcessor, Prompt, parse_prompt
+from hetero_llm.engine.inputs.images import ImageInputs
+from hetero_llm.engine.inputs.input_processor import InputProcessor, Prompt, parse_prompt
+from hetero_llm.engine.inputs.prompt_adapters import open_prompt_adapters
 from hetero_llm.engine.metric_objects import metric_objects
-from hetero_llm.engine.output_stream import Assembler, OutputStream
-from hetero_llm.engine.pooling_inputs import PoolingInputs
-from hetero_llm.engine.pooling_stream import PoolingStream
-from hetero_llm.engine.prompt_adapters import open_prompt_adapters
-from hetero_llm.engine.replica import (
+from hetero_llm.engine.pooling.pooling_inputs import PoolingInputs
+from hetero_llm.engine.processes import messages
+from hetero_llm.engine.processes.engine_launcher import EngineProcess, launch
+from hetero_llm.engine.processes.output_stream import Assembler, OutputStream
+from hetero_llm.engine.processes.pooling_stream import PoolingStream
+from hetero_llm.engine.processes.replica import (
     Replica,
     merge_figures,
     merge_histograms,
@@ -70,7 +70,7 @@ from hetero_llm.engine.replica import (
     places,
     wait_until_ready,
 )
-from hetero_llm.engine.replica_choice import (
+from hetero_llm.engine.processes.replica_choice import (
     PIECE_BYTES,
     Chooser,
     OneReplica,
@@ -78,7 +78,7 @@ from hetero_llm.engine.replica_choice import (
     piece_hashes,
 )
 from hetero_llm.engine.resolve import open_model
-from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads, open_grammars
+from hetero_llm.engine.text.tokenizer import Tokenizer, TokenizerThreads, open_grammars
 from hetero_llm.models.folders import is_hub_id
 from hetero_llm.pooling.pooling_model import PoolingModel
 

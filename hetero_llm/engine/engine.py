@@ -23,7 +23,7 @@ from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses
-from hetero_llm.engine.input_processor import InputProcessor, Prompt
+from hetero_llm.engine.inputs.input_processor import InputProcessor, Prompt
 from hetero_llm.engine.kv_events import EventStream, NoEventStream
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.speculation_log import SpeculationLog, speculation_metrics

@@ -14,10 +14,10 @@ from hetero_llm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from hetero_llm.core.pooling import Finish, PoolingInput, PoolingResult
-    from hetero_llm.engine.images import ImageInputs
-    from hetero_llm.engine.input_processor import Prompt
-    from hetero_llm.engine.pooling_inputs import PoolingInputs
-    from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
+    from hetero_llm.engine.inputs.images import ImageInputs
+    from hetero_llm.engine.inputs.input_processor import Prompt
+    from hetero_llm.engine.pooling.pooling_inputs import PoolingInputs
+    from hetero_llm.engine.text.tokenizer import Tokenizer, TokenizerThreads
     from hetero_llm.pooling.pooling_model import PoolingModel
 
 

@@ -21,14 +21,14 @@ from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig
 from hetero_llm.core.drafter import CostAware
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.core.step_times import StepTimes
-from hetero_llm.engine.build_adapters import (
+from hetero_llm.engine.builders.build_adapters import (
     ServedAdapters,
     apply_adapters,
     device_adapters,
     prepare_adapters,
 )
-from hetero_llm.engine.build_device_draft import DeviceDraft, count_blocks, draft_limits
-from hetero_llm.engine.build_draft_worker import (
+from hetero_llm.engine.builders.build_device_draft import DeviceDraft, count_blocks, draft_limits
+from hetero_llm.engine.builders.build_draft_worker import (
     DraftModel,
     background_drafter_of,
     check_draft_length,
@@ -36,43 +36,43 @@ from hetero_llm.engine.build_draft_worker import (
     own_load_format,
     prepare_draft_model,
 )
-from hetero_llm.engine.build_drafter import make_drafter
-from hetero_llm.engine.build_experts import ExpertMemory, choose_experts, open_experts
-from hetero_llm.engine.build_host_tier import (
+from hetero_llm.engine.builders.build_drafter import make_drafter
+from hetero_llm.engine.builders.build_experts import ExpertMemory, choose_experts, open_experts
+from hetero_llm.engine.builders.build_host_tier import (
     HostMemory,
     HostPlatform,
     offload_limits,
     open_host_memory,
     step_times,
 )
-from hetero_llm.engine.build_model import (
+from hetero_llm.engine.builders.build_model import (
     backend_name,
     find_served_model,
     load_weights,
     native_backend,
 )
-from hetero_llm.engine.build_pooling import BuiltPooling, build_pooling
-from hetero_llm.engine.build_ranks import (
+from hetero_llm.engine.builders.build_pooling import BuiltPooling, build_pooling
+from hetero_llm.engine.builders.build_ranks import (
     EngineRanks,
     check_parallel,
     for_ranks,
     join_ranks,
     start_ranks,
 )
-from hetero_llm.engine.build_runner import (
+from hetero_llm.engine.builders.build_runner import (
     BuiltRunner,
     build_runner,
     cache_shape,
     check_context,
     runs_on_torch,
 )
-from hetero_llm.engine.default_sampling import default_sampling
 from hetero_llm.engine.engine import Engine
-from hetero_llm.engine.images import ImageInputs, open_images
-from hetero_llm.engine.input_processor import InputProcessor
+from hetero_llm.engine.inputs.default_sampling import default_sampling
+from hetero_llm.engine.inputs.images import ImageInputs, open_images
+from hetero_llm.engine.inputs.input_processor import InputProcessor
+from hetero_llm.engine.inputs.prompt_adapters import open_prompt_adapters
 from hetero_llm.engine.kv_events import EventStream, open_event_stream
 from hetero_llm.engine.output_processor import OutputProcessor
-from hetero_llm.engine.prompt_adapters import open_prompt_adapters
 from hetero_llm.engine.resolve import (
     limit_steps,
     model_folder,
@@ -82,8 +82,8 @@ from hetero_llm.engine.resolve import (
     resolve_max_model_len,
 )
 from hetero_llm.engine.speculation_log import make_log
-from hetero_llm.engine.stop_strings import holds_stop
-from hetero_llm.engine.tokenizer import Tokenizer, open_grammars
+from hetero_llm.engine.text.stop_strings import holds_stop
+from hetero_llm.engine.text.tokenizer import Tokenizer, open_grammars
 from hetero_llm.expert_offload.step_costs import with_host_experts
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import BlockTransfers

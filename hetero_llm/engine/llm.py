@@ -38,11 +38,11 @@ from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from hetero_llm.engine.arg_utils import EngineArgs
-from hetero_llm.engine.build_pooling import BuiltPooling
-from hetero_llm.engine.chat_messages import for_template
+from hetero_llm.engine.builders.build_pooling import BuiltPooling
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import BuiltEngine, build, free_unreachable
-from hetero_llm.engine.input_processor import (
+from hetero_llm.engine.inputs.chat_messages import for_template
+from hetero_llm.engine.inputs.input_processor import (
     BothAdapters,
     GuidedOptions,
     Prompt,

@@ -22,7 +22,7 @@ from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine.arg_utils import EngineArgs
 from hetero_llm.engine.engine_client import ModelInfo
 from hetero_llm.engine.factory import BuiltEngine, build_engine, free_unreachable
-from hetero_llm.engine.input_processor import parse_prompt
+from hetero_llm.engine.inputs.input_processor import parse_prompt
 from hetero_llm.engine.metric_objects import metric_objects
 from hetero_llm.utils.gc_control import prompt_wakeups, serve_promptly
 

@@ -17,9 +17,9 @@ from hetero_llm.core.outputs import (
 from hetero_llm.core.request import FinishReason, Request, Sequence
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.core.step import SampleLogprobs
-from hetero_llm.engine.detokenizer import TextStream
-from hetero_llm.engine.stop_strings import find_stop, num_undecided
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.detokenizer import TextStream
+from hetero_llm.engine.text.stop_strings import find_stop, num_undecided
+from hetero_llm.engine.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

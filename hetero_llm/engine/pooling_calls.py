@@ -22,11 +22,11 @@ from hetero_llm.core.pooling_outputs import (
     ScoringRequestOutput,
 )
 from hetero_llm.core.pooling_params import CLASSIFY, EMBED, SCORE, PoolingParams
-from hetero_llm.engine.build_pooling import BuiltPooling
-from hetero_llm.engine.input_processor import Prompt, is_one_prompt, parse_prompts
+from hetero_llm.engine.builders.build_pooling import BuiltPooling
+from hetero_llm.engine.inputs.input_processor import Prompt, is_one_prompt, parse_prompts
 from hetero_llm.engine.interrupts import interrupt_between_steps
-from hetero_llm.engine.pooling_inputs import PoolingInputs
-from hetero_llm.engine.score_pairs import pair_up, score_of_vectors
+from hetero_llm.engine.pooling.pooling_inputs import PoolingInputs
+from hetero_llm.engine.pooling.score_pairs import pair_up, score_of_vectors
 from hetero_llm.utils.gc_control import prompt_wakeups
 
 Progress = bool | Callable[..., Any]

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from hetero_llm.config.engine_config import EngineConfig, LoadConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.demo_models import ALIASES, alias_path
-from hetero_llm.engine.default_sampling import default_sampling
-from hetero_llm.engine.images import ImageInputs, open_images
-from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
+from hetero_llm.engine.inputs.default_sampling import default_sampling
+from hetero_llm.engine.inputs.images import ImageInputs, open_images
+from hetero_llm.engine.text.tokenizer import Tokenizer, load_tokenizer
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 from hetero_llm.models.gguf.container import is_gguf
 from hetero_llm.pooling.pooling_model import PoolingModel, read_pooling_model

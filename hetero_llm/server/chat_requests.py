@@ -10,7 +10,7 @@ from functools import partial
 from starlette.requests import Request
 
 from hetero_llm.core.sampling_params import RequestOutputKind
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.server.context import Context
 from hetero_llm.server.errors import invalid
 from hetero_llm.server.message_events import MessageParser, PlainParser

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 
 from hetero_llm.engine.engine_client import EngineClient
-from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
+from hetero_llm.engine.text.tokenizer import Tokenizer, TokenizerThreads
 from hetero_llm.server.adapters import ServedAdapters, ServedPromptAdapters
 from hetero_llm.server.errors import ApiError, busy, duplicate
 from hetero_llm.server.message_parsers import MessageParsers

@@ -11,7 +11,7 @@ from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.reasoning_formats import HARMONY_ANSWER, OFF
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.structured_outputs import StructuredOutputsParams
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.server.errors import invalid
 from hetero_llm.server.message_events import MessageParser, PlainParser
 from hetero_llm.server.protocol import ChatRequest

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from hetero_llm.core.errors import shown
-from hetero_llm.engine.image_uri import is_data_uri, picture_of_uri
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.image_uri import is_data_uri, picture_of_uri
+from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.server.errors import ApiError, invalid, unsupported
 from hetero_llm.server.protocol import (
     ChatRequest,

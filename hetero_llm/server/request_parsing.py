@@ -30,9 +30,9 @@ from hetero_llm.core.errors import shown
 from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
-from hetero_llm.engine.default_sampling import with_defaults
 from hetero_llm.engine.engine_client import EngineInfo
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.default_sampling import with_defaults
+from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.server.constraints import constraint_names, output_constraint
 from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.errors import ApiError, context_exceeded, invalid, unsupported

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
-from hetero_llm.engine.output_stream import extend
+from hetero_llm.engine.processes.output_stream import extend
 from hetero_llm.server.context import Context
 from hetero_llm.server.engine_requests import EngineRequests
 from hetero_llm.server.errors import ApiError, busy

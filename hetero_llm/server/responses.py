@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hetero_llm.core.errors import EngineDeadError
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.server.context import Context
 from hetero_llm.server.errors import INTERNAL, ApiError, ErrorForm, as_api_error
 from hetero_llm.server.request_parsing import CheckedRequest, as_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hetero_llm.core.errors import ConfigError
-from hetero_llm.engine.image_uri import MOST_BYTES, MOST_PIXELS
+from hetero_llm.engine.inputs.image_uri import MOST_BYTES, MOST_PIXELS
 from hetero_llm.server.adapters import LoraModule
 
 TEMPLATE_KWARGS = ("enable_thinking", "thinking", "thinking_budget", "date_string")

@@ -15,8 +15,8 @@ from hetero_llm.server.errors import context_exceeded, invalid
 from hetero_llm.server.templates import ChatTemplate
 
 if TYPE_CHECKING:
-    from hetero_llm.engine.images import ImageInputs
-    from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
+    from hetero_llm.engine.inputs.images import ImageInputs
+    from hetero_llm.engine.text.tokenizer import Tokenizer, TokenizerThreads
 
 logger = logging.getLogger(__name__)
 

@@ -71,7 +71,7 @@ def test_heldout_ids_are_the_packages() -> None:
 
 def test_heldout_text_is_what_the_ids_stand_for() -> None:
     from hetero_llm.demo_models import demo_folder
-    from hetero_llm.engine.tokenizer import load_tokenizer
+    from hetero_llm.engine.text.tokenizer import load_tokenizer
 
     ids, text = (
         load_samples(DatasetOptions("heldout", input_len=64, prompt_as=form), 3)

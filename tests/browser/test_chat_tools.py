@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 
 from hetero_llm.engine.async_engine import AsyncLLMEngine
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.settings import ServerSettings
 from tests.browser.devtools import Browser
 from tests.browser.test_page import (

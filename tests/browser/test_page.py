@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from hetero_llm.core.outputs import RequestOutput
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.settings import ServerSettings
 from tests.browser.devtools import Browser
 from tests.server.fake_engine import EOS, FakeEngine

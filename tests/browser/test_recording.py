@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bench.server.status_recording import without_paths, write
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from tests.browser.devtools import Browser
 from tests.browser.test_page import left_at_the_end
 from tests.server.fake_engine import FakeEngine

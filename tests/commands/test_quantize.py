@@ -13,7 +13,7 @@ from hetero_llm.cli import main
 from hetero_llm.commands.calibration_text import read_texts, sample_texts
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.demo_models import demo_folder
-from hetero_llm.engine.tokenizer import load_tokenizer
+from hetero_llm.engine.text.tokenizer import load_tokenizer
 from hetero_llm.models.quantized_writer import write_quantized
 
 PROMPT = "def add(a, b):\n"

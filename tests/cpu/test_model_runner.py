@@ -24,7 +24,7 @@ from hetero_llm.cpu.executor import unsupported_reason
 from hetero_llm.cpu.model_runner import NativeModelRunner
 from hetero_llm.engine import factory
 from hetero_llm.engine.engine import Engine
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.models import loader
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.model_runner import TorchModelRunner

@@ -27,9 +27,9 @@ from hetero_llm import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from hetero_llm.engine import output_stream
 from hetero_llm.engine.finish_rate import FinishRate
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
+from hetero_llm.engine.processes import output_stream
 from tests.helpers.async_tools import idle_metrics, read, until
 
 ARGS = {

@@ -24,7 +24,7 @@ from hetero_llm import (
     SamplingError,
     SamplingParams,
 )
-from hetero_llm.engine.input_processor import Prompt, parse_prompts
+from hetero_llm.engine.inputs.input_processor import Prompt, parse_prompts
 from hetero_llm.v1.metrics.reader import Counter, Gauge, Histogram, Vector
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -15,7 +15,7 @@ from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.demo_models import demo_folder
-from hetero_llm.engine.build_draft_worker import own_load_format
+from hetero_llm.engine.builders.build_draft_worker import own_load_format
 from hetero_llm.engine.resolve import find_model, open_model, open_tokenizer, resolve_dtype
 from hetero_llm.models.manifest import manifest_of
 from tests.helpers.gguf_files import make_tiny_gguf

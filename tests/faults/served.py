@@ -22,7 +22,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 120.0  # seconds until what must come counts as missed
-ENGINE = "hetero_llm.engine.engine_process"
+ENGINE = "hetero_llm.engine.processes.engine_process"
 COMPLETIONS = "/v1/completions"
 _LIVE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 _BEATS = 0.35  # seconds: more than three heartbeats of the engine

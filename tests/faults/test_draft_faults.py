@@ -28,7 +28,7 @@ from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.step_times import StepTimes
 from hetero_llm.engine.engine import Engine
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.spec_decode.draft_model import worker_client
 from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.draft_model.worker_client import DraftWorkerClient, WorkerLimits

@@ -31,8 +31,8 @@ from hetero_llm import (
     RequestOutputKind,
     SamplingParams,
 )
-from hetero_llm.engine.engine_launcher import launch
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
+from hetero_llm.engine.processes.engine_launcher import launch
 from tests.helpers.async_tools import PATIENCE, idle_metrics, read, until
 from tests.models.tiny import make_tiny_checkpoint
 
@@ -210,8 +210,8 @@ def test_row_06_a_killed_engine_ends_all_streams(engine: AsyncLLMEngine) -> None
 
 PARENT = """
 import sys, threading, time
-from hetero_llm.engine.engine_launcher import launch
-from hetero_llm.engine import messages
+from hetero_llm.engine.processes.engine_launcher import launch
+from hetero_llm.engine.processes import messages
 from hetero_llm.kv_cache.prefix_cache import hash_root, token_bytes
 
 def start():

@@ -23,7 +23,7 @@ from tests.faults.served import (
 
 pytestmark = pytest.mark.faults
 
-RANK = "hetero_llm.engine.rank_process"
+RANK = "hetero_llm.engine.processes.rank_process"
 EXIT_ENGINE_DEAD = 70
 LIMIT = 5.0  # seconds from a rank's fault to the engine's end
 FLAGS = (

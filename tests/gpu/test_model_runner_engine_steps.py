@@ -20,7 +20,7 @@ from hetero_llm.core.drafter import Drafter
 from hetero_llm.core.grammar import GrammarMatcher
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.engine.engine import Engine
-from hetero_llm.engine.input_processor import InputProcessor, Prompt
+from hetero_llm.engine.inputs.input_processor import InputProcessor, Prompt
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.gpu.fused import speed_up
 from hetero_llm.gpu.model_runner import GpuModelRunner

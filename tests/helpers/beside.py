@@ -21,7 +21,7 @@ from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import build_engine
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
 
 VOCAB = 259
 Outputs = dict[str, RequestOutput]

@@ -22,7 +22,7 @@ from hetero_llm.core.drafter import Drafter
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import build_engine
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
 from tests.helpers.drafters import Record, Switch
 from tests.models.tiny import make_tiny_checkpoint, rewrite_config
 

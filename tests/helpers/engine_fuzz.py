@@ -28,8 +28,8 @@ from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.core.structured_outputs import StructuredOutputsParams
 from hetero_llm.engine.engine import Engine
-from hetero_llm.engine.input_processor import Prompt
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.inputs.input_processor import Prompt
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.sampling.noise import gumbel_noise, signed_seed
 from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from hetero_llm.structured_output.compiler import GrammarCompiler

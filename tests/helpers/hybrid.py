@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hetero_llm.bridge.expert_mailbox import open_mailbox
 from hetero_llm.bridge.host_experts import HostExperts
-from hetero_llm.engine.build_experts import expert_modules, host_experts
+from hetero_llm.engine.builders.build_experts import expert_modules, host_experts
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.expert_moves import (
     Copies,

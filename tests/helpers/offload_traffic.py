@@ -19,7 +19,7 @@ from hetero_llm import SamplingParams
 from hetero_llm.bridge.kv_offload.copier_protocol import Copier, Done
 from hetero_llm.core.request import Request
 from hetero_llm.engine.engine import Engine
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint, rewrite_config
 
 GOLDEN = "[HIT CNT] total: 132, gpu: 0 (0.00%) cpu: 10 (7.58%) not hit: 122 (92.42%)"

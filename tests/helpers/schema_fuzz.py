@@ -25,7 +25,7 @@ import torch
 from hetero_llm import LLM, SamplingParams
 from hetero_llm.core.errors import SamplingError
 from hetero_llm.core.structured_outputs import StructuredOutputsParams
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.structured_output.compiler import GrammarCompiler
 from tests.helpers.grammar_walk import byte_compiler, check, random_keywords, walk
 from tests.models.tiny import make_tiny_checkpoint

@@ -1,4 +1,4 @@
-"""What `engine/stop_strings.py` and `engine/detokenizer.py` say, on the bytes of tokens."""
+"""What `engine/text/` says of stop strings and detokenization, on the bytes of tokens."""
 
 from __future__ import annotations
 

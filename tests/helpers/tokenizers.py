@@ -9,7 +9,7 @@ import transformers
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 
 SPECIALS = ["<pad>", "<s>", "</s>"]
 SPACE = "\u2581"

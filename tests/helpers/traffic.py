@@ -15,7 +15,7 @@ from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.output_processor import OutputProcessor
-from hetero_llm.engine.stop_strings import holds_stop
+from hetero_llm.engine.text.stop_strings import holds_stop
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.scheduler.scheduler import Scheduler
 from tests.helpers.harness import FakeRunner, make_request, make_scheduler

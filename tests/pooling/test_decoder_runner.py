@@ -15,7 +15,7 @@ from hetero_llm import LLM, PoolingError, PoolingParams
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.pooling import Finish, PoolingInput, PoolingRequest
-from hetero_llm.engine.build_pooling import BuiltPooling
+from hetero_llm.engine.builders.build_pooling import BuiltPooling
 from hetero_llm.engine.factory import build
 from hetero_llm.pooling.decoder_runner import DecoderRunner
 from tests.pooling.tiny_pooling import make_pooling_checkpoint, reference, text_of

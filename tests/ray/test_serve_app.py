@@ -24,7 +24,7 @@ from hetero_llm.core.errors import ConfigError  # noqa: E402
 
 PATIENCE = 180.0
 FILE = Path(__file__).parents[2] / "deploy" / "ray" / "serve_app.py"
-ENGINE = "hetero_llm.engine.engine_process"
+ENGINE = "hetero_llm.engine.processes.engine_process"
 ARGS = {
     "model": "demo", "device": "cpu", "replicas": "2", "num_gpu_blocks_override": 256,
     "cpu_threads": 1, "api_key": ["key"],

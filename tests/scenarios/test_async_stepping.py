@@ -359,7 +359,7 @@ def test_the_demo_model_gives_the_same_tokens() -> None:
 
 def _demo_outputs(engine: Engine, rows: Any, kinds: list[SamplingParams]) -> dict[str, Any]:
     """Tokens, ends and log-probabilities by request; request 0 is aborted at its fifth token."""
-    from hetero_llm.engine.input_processor import Prompt
+    from hetero_llm.engine.inputs.input_processor import Prompt
 
     for index, params in enumerate(kinds):
         ids = rows[index, : 20 + 9 * index].tolist()

@@ -196,7 +196,7 @@ def _engines() -> list[Any]:
     """The engine processes of this one, in the order of their start."""
     import psutil
 
-    name = "hetero_llm.engine.engine_process"
+    name = "hetero_llm.engine.processes.engine_process"
     found = [
         one
         for one in psutil.Process().children(recursive=True)

@@ -25,9 +25,9 @@ from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.core.step_times import StepTimes
 from hetero_llm.cpu import native
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel
-from hetero_llm.engine.build_draft_worker import prepare_draft_model, start_draft_model
+from hetero_llm.engine.builders.build_draft_worker import prepare_draft_model, start_draft_model
 from hetero_llm.engine.core_plan import CorePlan
-from hetero_llm.engine.tokenizer import load_tokenizer
+from hetero_llm.engine.text.tokenizer import load_tokenizer
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.spec_decode.draft_model import worker_client
 from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer

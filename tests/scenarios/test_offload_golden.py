@@ -17,7 +17,7 @@ from hetero_llm.bridge.kv_offload.copier import NUM_FLAGS, NativeCopier
 from hetero_llm.bridge.kv_offload.copier_protocol import LayerReadyFlag
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
-from hetero_llm.engine.build_host_tier import HostPlatform
+from hetero_llm.engine.builders.build_host_tier import HostPlatform
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import build_engine
 from tests.bridge.kv_offload.conftest import FakeCuda, fake, fake_cuda_library  # noqa: F401

@@ -16,7 +16,7 @@ from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.core.step_times import StepTimes
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.output_processor import OutputProcessor
-from hetero_llm.engine.stop_strings import holds_stop
+from hetero_llm.engine.text.stop_strings import holds_stop
 from hetero_llm.kv_cache.block_manager import BlockManager, LoadParts
 from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits
 from hetero_llm.kv_cache.hit_log import hit_line

@@ -21,7 +21,7 @@ import transformers
 from hetero_llm import LLM, RequestOutput, SamplingParams
 from hetero_llm.core.step_times import StepTimes
 from hetero_llm.demo_models import alias_path
-from hetero_llm.engine.tokenizer import load_tokenizer
+from hetero_llm.engine.text.tokenizer import load_tokenizer
 from hetero_llm.models.layers import Linear
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config

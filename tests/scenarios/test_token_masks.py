@@ -22,8 +22,8 @@ from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.cpu import native
 from hetero_llm.cpu.executor import Executor
 from hetero_llm.engine.engine import Engine
-from hetero_llm.engine.input_processor import Prompt
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.inputs.input_processor import Prompt
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.structured_output.compiler import GrammarCompiler
 from tests.helpers.draft_traffic import VOCAB, Item, Served, build, make_model, make_traffic, serve
 from tests.helpers.drafters import Garbage, Oracle, Record, Siblings, Switch

@@ -11,7 +11,7 @@ import openai
 import pytest
 from tokenizers import AddedToken
 
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.settings import ServerSettings
 from tests.server.fake_engine import EOS, FakeEngine, demo_tokenizer
 from tests.server.serving import Served, serving

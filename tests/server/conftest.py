@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine, demo_tokenizer
 from tests.server.serving import Served, serving
 

@@ -31,11 +31,11 @@ from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.demo_models import demo_folder
-from hetero_llm.engine.detokenizer import TextStream
 from hetero_llm.engine.engine_client import EngineInfo, EngineStats
-from hetero_llm.engine.input_processor import InputProcessor, Prompt
-from hetero_llm.engine.stop_strings import find_stop, num_undecided
-from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads, load_tokenizer
+from hetero_llm.engine.inputs.input_processor import InputProcessor, Prompt
+from hetero_llm.engine.text.detokenizer import TextStream
+from hetero_llm.engine.text.stop_strings import find_stop, num_undecided
+from hetero_llm.engine.text.tokenizer import Tokenizer, TokenizerThreads, load_tokenizer
 from hetero_llm.structured_output.compiler import GrammarCompiler
 
 VOCAB, CONTEXT, EOS = 4096, 2048, 0

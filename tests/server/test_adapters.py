@@ -14,7 +14,7 @@ from hetero_llm.config.args import resolve_server_args
 from hetero_llm.core.errors import AdapterError, ConfigError, EngineDeadError
 from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.prompt_adapter import PromptAdapterRequest
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.server.adapters import (
     LoraModule,
     ServedAdapters,

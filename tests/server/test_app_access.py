@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.errors import ApiError
 from hetero_llm.server.middleware import PUBLIC, ApiKeys
 from hetero_llm.server.settings import Cors, ServerSettings

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.settings import Limits, ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import Served, raw_post, serving

@@ -14,11 +14,11 @@ from PIL import Image
 
 from hetero_llm import LLM, SamplingParams
 from hetero_llm.core.errors import PromptError
-from hetero_llm.engine import messages
 from hetero_llm.engine.async_engine import AsyncLLMEngine
-from hetero_llm.engine.image_uri import picture_of_uri
-from hetero_llm.engine.images import open_images
-from hetero_llm.engine.input_processor import InputProcessor, Prompt
+from hetero_llm.engine.inputs.image_uri import picture_of_uri
+from hetero_llm.engine.inputs.images import open_images
+from hetero_llm.engine.inputs.input_processor import InputProcessor, Prompt
+from hetero_llm.engine.processes import messages
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.server.settings import Limits, ServerSettings
 from tests.models.tiny_images import IMAGE_TOKEN_ID, make_tiny_vision, picture

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import Served, serving

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.settings import Limits, ServerSettings
 from tests.server.fake_engine import CONTEXT, EOS, VOCAB, FakeEngine
 from tests.server.serving import Served, events, head, raw, raw_post, received, serving

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server import responses
 from hetero_llm.server.responses import EventStream, StreamWatch
 from hetero_llm.server.settings import Limits, ServerSettings

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken
 
 from hetero_llm.core.errors import ConfigError
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.app import build_app
 from hetero_llm.server.settings import Limits, ServerSettings
 from tests.server.fake_engine import EOS, FakeEngine, demo_tokenizer

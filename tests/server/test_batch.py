@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetero_llm.core.errors import ConfigError, EngineDeadError
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.app import build_app
 from hetero_llm.server.batch import BatchCounts, check_batch_file, run_batch
 from hetero_llm.server.settings import ServerSettings

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from hetero_llm.core.errors import ConfigError
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.connection import bound_kernel_buffers, connections_possible
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import received

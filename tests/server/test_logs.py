@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from hetero_llm.engine.engine_client import EngineStats
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.logs import StatsLine, log_stats, server_log
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving

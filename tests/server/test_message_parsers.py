@@ -15,8 +15,8 @@ from tokenizers import AddedToken
 from hetero_llm.core.reasoning_formats import REASONING_FORMATS
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.structured_outputs import StructuredOutputsParams, ToolOutputParams
-from hetero_llm.engine.input_processor import Prompt
-from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
+from hetero_llm.engine.inputs.input_processor import Prompt
+from hetero_llm.engine.text.tokenizer import Tokenizer, TokenizerThreads
 from hetero_llm.server.errors import ApiError
 from hetero_llm.server.message_events import PlainParser
 from hetero_llm.server.message_parsers import MessageParsers

@@ -14,7 +14,7 @@ from hetero_llm.core.histogram import Histogram
 from hetero_llm.engine.async_engine import AsyncLLMEngine
 from hetero_llm.engine.engine import PHASES
 from hetero_llm.engine.engine_client import EngineStats
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.engine_metrics import BusyRatios, GrowthRates, old_figures
 from hetero_llm.server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine

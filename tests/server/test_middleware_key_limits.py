@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_llm.core.errors import ConfigError
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.errors import ApiError
 from hetero_llm.server.middleware import KeyLimits
 from hetero_llm.server.settings import ServerSettings

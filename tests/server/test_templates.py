@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.errors import ApiError
 from hetero_llm.server.settings import Limits, ServerSettings
 from hetero_llm.server.templates import ChatTemplate

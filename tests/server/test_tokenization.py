@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
+from hetero_llm.engine.text.tokenizer import Tokenizer, TokenizerThreads
 from hetero_llm.server.errors import ApiError, as_api_error, without_paths
 from hetero_llm.server.protocol import CompletionRequest
 from hetero_llm.server.request_parsing import decode

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hetero_llm.core.errors import ConfigError
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.tracing import Finished, TraceHeaders, Tracer, attributes_of, open_provider
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import Served, raw_post, received, serving

@@ -18,7 +18,7 @@ from hetero_llm.core.structured_outputs import (
     StructuredOutputsParams,
     ToolOutputParams,
 )
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.structured_output import compiler as compiler_module
 from hetero_llm.structured_output.compiler import GrammarCompiler, Matcher
 from hetero_llm.structured_output.draft_matcher import DraftMatcher

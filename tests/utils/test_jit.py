@@ -149,7 +149,7 @@ def test_imports_are_found_however_they_are_written() -> None:
     for name in (
         "hetero_llm.config.engine_config",  # from module import name
         "hetero_llm.utils.compile_progress",  # from package import module
-        "hetero_llm.engine.build_draft_worker",  # in parentheses
+        "hetero_llm.engine.builders.build_draft_worker",  # in parentheses
         "hetero_llm.spec_decode.lookahead.store",  # for type checkers
     ):
         assert name in found

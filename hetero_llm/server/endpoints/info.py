@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from hetero_llm import __version__
 from hetero_llm.core.errors import EngineDeadError, EngineHungError
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.context import Context
 from hetero_llm.server.errors import invalid
 from hetero_llm.server.metrics import CONTENT_TYPE

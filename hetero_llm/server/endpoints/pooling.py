@@ -23,9 +23,9 @@ from hetero_llm.core.errors import (
 )
 from hetero_llm.core.pooling import Finish, PoolingInput, PoolingResult
 from hetero_llm.core.pooling_params import CLASSIFY, EMBED, SCORE, PoolingParams
-from hetero_llm.engine.input_processor import Prompt
-from hetero_llm.engine.pooling_inputs import PoolingInputs
-from hetero_llm.engine.score_pairs import pair_up, score_of_vectors
+from hetero_llm.engine.inputs.input_processor import Prompt
+from hetero_llm.engine.pooling.pooling_inputs import PoolingInputs
+from hetero_llm.engine.pooling.score_pairs import pair_up, score_of_vectors
 from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.errors import ApiError, invalid, unsupported
 from hetero_llm.server.pooling_protocol import (

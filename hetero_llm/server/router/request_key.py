@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hetero_llm.engine.replica_choice import PIECE_BYTES, piece_hashes
+from hetero_llm.engine.processes.replica_choice import PIECE_BYTES, piece_hashes
 
 SESSION_HEADER = b"x-session-id"
 _MOST_SESSION = 512

@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from hetero_llm.engine.replica_choice import Assignment, ReplicaChooser
+from hetero_llm.engine.processes.replica_choice import Assignment, ReplicaChooser
 from hetero_llm.server.errors import ApiError, busy
 from hetero_llm.server.router.client_connection import ClientConnection, ClientRequest
 from hetero_llm.server.router.http_heads import (

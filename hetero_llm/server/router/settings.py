@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from hetero_llm.core.errors import ConfigError
-from hetero_llm.engine.replica_choice import ChoiceWeights
+from hetero_llm.engine.processes.replica_choice import ChoiceWeights
 
 _PORTS = {"http": 80, "https": 443}
 

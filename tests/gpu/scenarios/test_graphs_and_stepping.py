@@ -13,7 +13,7 @@ from hetero_llm import LLM, SamplingParams
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.demo_models import heldout_prompts
 from hetero_llm.engine.engine import Engine
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
 from tests.gpu.scenarios.serving import GREEDY, equal, generate, ragged, runner_of, start, tokens_of
 
 LONG = replace(GREEDY, max_tokens=40)

@@ -12,7 +12,7 @@ import torch
 
 from hetero_llm import SamplingParams
 from hetero_llm.core.errors import EngineDeadError
-from hetero_llm.engine.build_experts import expert_modules
+from hetero_llm.engine.builders.build_experts import expert_modules
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.expert_moves import StreamCopies
 from hetero_llm.gpu.model_runner import GpuModelRunner

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hetero_llm import LLM
 from hetero_llm.core.step import SchedulerOutput
-from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.gpu.slot_loads import Copies, CudaLoadStream, SlotLoads
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.kv_cache import KVCacheShape

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from hetero_llm.core.errors import ModelLoadError
-from hetero_llm.engine.tokenizer import load_tokenizer
+from hetero_llm.engine.text.tokenizer import load_tokenizer
 from hetero_llm.models.gguf.tokenizer import read_gguf_tokenizer
 from tests.helpers.gguf_files import ARRAY, FLOAT32, STRING, GgufWriter, Typed
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import hetero_llm
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.protocol import UNAVAILABLE, ChatRequest
 from hetero_llm.server.settings import ServerSettings
 from tests.server.fake_engine import CONTEXT, FakeEngine

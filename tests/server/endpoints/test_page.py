@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import hetero_llm
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server import machine as machine_module
 from hetero_llm.server.endpoints import page as page_module
 from hetero_llm.server.endpoints.page import PAGE_FILES

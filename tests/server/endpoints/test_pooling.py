@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hetero_llm.engine.async_engine import AsyncLLMEngine
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.settings import Limits, ServerSettings
 from tests.pooling.tiny_pooling import make_pooling_checkpoint, reference, text_of
 from tests.server.fake_engine import FakeEngine

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.settings import ServerSettings
 from tests.server.endpoints.golden_files import check_golden, named_events
 from tests.server.fake_engine import EOS, FakeEngine

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.regions.formats import HARMONY, TOOL_FORMATS, named_format
 from hetero_llm.server.regions.region_parser import RegionParser
 from hetero_llm.server.regions.tool_grammar import (

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_llm.engine.replica_choice import PIECE_BYTES
+from hetero_llm.engine.processes.replica_choice import PIECE_BYTES
 from hetero_llm.server.router.request_key import RequestKey, read_key
 
 TEXT = "def add(a, b): return a + b\n" * 60

@@ -18,7 +18,7 @@ from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.step import LAST_SAMPLED, ModelRunnerOutput, SchedulerOutput
 from hetero_llm.cpu import native
-from hetero_llm.engine.build_device_draft import count_blocks, draft_limits
+from hetero_llm.engine.builders.build_device_draft import count_blocks, draft_limits
 from hetero_llm.engine.factory import build_engine
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.kv_cache import KVCacheShape

@@ -1,0 +1,1 @@
+"""Make the parts of an engine: models, runners, drafters, tiers. `engine/factory.py` joins them."""

@@ -1,0 +1,338 @@
+"""Starts the rank processes of an engine, and gives each rank its part in the collectives.
+
+What a rank process runs is in `rank_process.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.core.model_runner import ModelRunner
+from hetero_llm.distributed.agreement import GroupAgreement
+from hetero_llm.distributed.parallel_runner import ParallelRunner
+from hetero_llm.distributed.plain_form import PlainForm, types_within
+from hetero_llm.distributed.process_group import (
+    abort_group,
+    check_no_group,
+    close_group,
+    open_group,
+)
+from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses, RankProgram
+from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
+from hetero_llm.models.collectives import Rank
+from hetero_llm.utils import topology
+from hetero_llm.utils.env import child_environment, group_environment
+from hetero_llm.utils.log_sink import kind_of_root
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from hetero_llm.gpu.collectives import PeerCollectives
+    from hetero_llm.lora.rank_adapters import ParallelAdapters
+    from hetero_llm.lora.store import AdapterStore
+
+logger = logging.getLogger(__name__)
+
+MODULE = "hetero_llm.engine.processes.rank_process"
+
+IMPORTED, LOADED = "imported", "loaded"
+"""Points of a rank's start, which the engine waits for: the rank is about to join the group; it has
+its weights."""
+
+_FIELD = "tensor_parallel_size"
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """What a rank process builds; resolved by the engine, so that all ranks build alike.
+
+    Attributes:
+        config: its model is a folder of this machine.
+        scheduler: limits of steps.
+        dtype: name of the model's type.
+        device: "cpu" or "cuda"; rank r uses the GPU of index r.
+        row_bytes: of a row of hidden states in the model's type.
+        drafts: steps may have draft trees.
+        threads: of torch, on the CPU.
+        log_level, log_format: of the engine's log.
+    """
+
+    config: EngineConfig
+    scheduler: SchedulerConfig
+    dtype: str
+    device: str
+    row_bytes: int
+    drafts: bool
+    threads: int
+    log_level: int
+    log_format: str
+
+
+_FORM = PlainForm(*types_within(RankSettings))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRanks:
+    """The other ranks of an engine, and its own share.
+
+    Attributes:
+        processes: a null object where there are none.
+        share: of rank 0.
+    """
+
+    processes: RankProcesses | NoRanks
+    share: RankShare
+
+    def parallel(self, runner: ModelRunner[Any]) -> ModelRunner[Any]:
+        """The runner that the engine calls: that of rank 0, or one that announces steps, too."""
+        if isinstance(self.processes, NoRanks):
+            return runner
+        self.processes.begin_serving()
+        self.share.serves()
+        return ParallelRunner(runner, self.processes, self.share.gave_up)
+
+    def adapters(self, store: AdapterStore | None) -> AdapterStore | ParallelAdapters | None:
+        """What the engine opens adapters with: the store of rank 0, or all ranks' stores."""
+        if store is None or isinstance(self.processes, NoRanks):
+            return store
+        from hetero_llm.lora.rank_adapters import ParallelAdapters
+
+        return ParallelAdapters(store, self.processes)
+
+    def wait_loaded(self) -> None:
+        """Waits until the other ranks have their weights.
+
+        Raises:
+            HeteroLLMError: a rank has failed.
+        """
+        if isinstance(self.processes, RankProcesses):
+            self.processes.wait_for(LOADED)
+
+
+def check_parallel(config: EngineConfig, device: torch.device) -> None:
+    """Checks that the engine can have its ranks, before anything is started.
+
+    Raises:
+        ConfigError: there are fewer GPUs, or another argument cannot be combined with ranks.
+    """
+    size = config.parallel.tensor_parallel_size
+    if size == 1:
+        return
+    check_no_group(size)
+    if device.type == "cuda":
+        import torch
+
+        count = torch.cuda.device_count()
+        if count < size:
+            reason = f"needs as many GPUs, and this process sees {count}"
+            raise ConfigError(_FIELD, size, reason)
+    reason = f"cannot be combined with {_FIELD} ({size}) yet: leave one of them out"
+    offload = config.offload is not None
+    refused: tuple[tuple[str, Any, bool], ...] = (
+        ("enable_prefix_cache_offload", True, offload),
+        ("enable_prompt_adapter", True, config.prompt_adapters.enabled),
+        ("cpu_offload_gb", config.load.cpu_offload_gb, bool(config.load.cpu_offload_gb)),
+        ("cpu_backend", config.cpu.backend, config.cpu.backend == "ipex"),
+    )
+    for name, value, is_given in refused:
+        if is_given:
+            raise ConfigError(name, value, reason)
+    if device.type == "cpu" and config.cpu.weight_dtype != "auto":
+        reason = f"needs the native backend, which does not share layers ({_FIELD}={size})"
+        raise ConfigError("cpu_weight_dtype", config.cpu.weight_dtype, reason)
+
+
+def for_ranks(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """The configuration of each rank's part: on a CPU torch runs it, with a share of the cores."""
+    size = config.parallel.tensor_parallel_size
+    if size == 1 or device.type != "cpu":
+        return config
+    if config.cpu.backend == "native":
+        logger.info("%s=%d: torch serves, the native executor does not share layers", _FIELD, size)
+    threads = config.cpu.threads or len(topology.compute_cpus(reserve=0))
+    return replace(
+        config, cpu=replace(config.cpu, backend="torch", threads=max(1, threads // size))
+    )
+
+
+def start_ranks(config: EngineConfig, device: torch.device) -> RankProcesses | NoRanks:
+    """Starts the processes, which begin to import what they need.
+
+    Args:
+        device: of the model.
+
+    Raises:
+        ConfigError: they cannot be started.
+    """
+    size = config.parallel.tensor_parallel_size
+    if size == 1:
+        return NoRanks()
+    # -P: a module of the working folder must not shadow one of Python's own. Threads that spin
+    # would take the cores of other ranks.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | child_environment()
+    program = RankProgram((sys.executable, "-P", "-m", MODULE), environment)
+    abort = abort_group if device.type == "cuda" else _nothing_to_abort
+    processes = RankProcesses(size, program, abort)
+    pids = [os.getpid(), *processes.pids]
+    words = ", ".join(f"{rank} is process {pid}" for rank, pid in enumerate(pids))
+    logger.info("tensor parallel on %d ranks: %s", size, words)
+    return processes
+
+
+def join_ranks(
+    processes: RankProcesses | NoRanks,
+    config: EngineConfig,
+    *,
+    folder: Path,
+    scheduler: SchedulerConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    row_bytes: int,
+    drafts: bool,
+) -> EngineRanks:
+    """Gives the processes their settings and joins their group, as rank 0.
+
+    Args:
+        config: result of `for_ranks`.
+        folder: of the model.
+        row_bytes: see `RankSettings`.
+
+    Raises:
+        HeteroLLMError: a rank has failed.
+    """
+    if isinstance(processes, NoRanks):
+        return EngineRanks(processes, ALONE_SHARE)
+    settings = RankSettings(
+        config=_on_this_machine(config, folder),
+        scheduler=scheduler,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+        row_bytes=row_bytes,
+        drafts=drafts,
+        threads=config.cpu.threads or 1,
+        log_level=logging.getLogger("hetero_llm").getEffectiveLevel(),
+        log_format=kind_of_root(),
+    )
+    try:
+        processes.send_settings(_FORM.write(settings))
+    except TypeError as error:
+        reason = f"an argument cannot be sent to other processes: {error}"
+        raise ConfigError(_FIELD, processes.size, reason) from error
+    processes.wait_for(IMPORTED)
+    share = join_group(
+        Rank(0, processes.size), processes.store, device,
+        row_bytes=row_bytes, peer_memory=config.parallel.peer_memory,
+    )  # fmt: skip
+    processes.joined(share.leave, share.abort)
+    return EngineRanks(processes, share)
+
+
+def join_group(
+    rank: Rank, store: int, device: torch.device, *, row_bytes: int, peer_memory: bool
+) -> RankShare:
+    """Joins the group of all ranks.
+
+    On GPUs that reach each other's memory, collectives go through it; else through NCCL.
+
+    Args:
+        store: see `open_group`.
+        device: of this rank; a GPU becomes the current one.
+        row_bytes: see `RankSettings`.
+        peer_memory: see `ParallelConfig`.
+
+    Raises:
+        ConfigError: see `open_group`.
+    """
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.set_device(rank.index)
+        device = torch.device("cuda", rank.index)
+    group = open_group(rank, store, device)
+    agreement = GroupAgreement(rank.size)
+    peers = None
+    if device.type == "cuda" and peer_memory:
+        peers = _peer_collectives(group, device, row_bytes)
+    if peers is None:
+        from hetero_llm.distributed.group_collectives import GroupCollectives
+
+        collectives = GroupCollectives(rank)
+        return RankShare(
+            collectives,
+            agreement,
+            in_graphs=collectives.in_graphs,
+            abort=abort_group if device.type == "cuda" else _nothing_to_abort,
+            leave=close_group,
+        )
+    from hetero_llm.gpu.collectives import SERVING_SECONDS
+
+    def abort() -> None:
+        peers.abort()
+        abort_group()
+
+    def leave() -> None:
+        peers.close()
+        close_group()
+
+    return RankShare(
+        peers,
+        agreement,
+        in_graphs=peers.in_graphs,
+        serves=partial(peers.set_patience, SERVING_SECONDS),
+        gave_up=lambda: peers.gave_up,
+        abort=abort,
+        leave=leave,
+    )
+
+
+def _peer_collectives(
+    group: ProcessGroup, device: torch.device, row_bytes: int
+) -> PeerCollectives | None:
+    """Collectives through memory that the GPUs of all ranks map; None if they cannot, alike on all
+    ranks."""
+    from hetero_llm.gpu.collectives import open_peer_collectives
+    from hetero_llm.gpu.peer_memory import GroupExchange, PeersUnreachable
+
+    try:
+        with group_environment():
+            return open_peer_collectives(row_bytes, device, GroupExchange(group))
+    except PeersUnreachable as error:
+        logger.warning("%s; NCCL serves", error)
+        return None
+
+
+def _nothing_to_abort() -> None:
+    """Gloo's collectives end when the connection to a dead rank does."""
+
+
+def read_settings(data: bytes) -> RankSettings:
+    """The settings that `join_ranks` has sent."""
+    settings: RankSettings = _FORM.read(data)
+    return settings
+
+
+def _on_this_machine(config: EngineConfig, folder: Path) -> EngineConfig:
+    """The configuration with the model's folder in place of its name, and without what rank 0 alone
+    does: it has compared the model's manifest, and has the drafts."""
+    load = config.load
+    same = load.tokenizer == load.model and load.tokenizer_revision == load.revision
+    return replace(
+        config,
+        load=replace(
+            load,
+            model=str(folder),
+            revision=None,
+            tokenizer=str(folder) if same else load.tokenizer,
+            tokenizer_revision=None if same else load.tokenizer_revision,
+            model_sha256=None,
+        ),
+    )

@@ -1,0 +1,1 @@
+"""The step loop and the inputs of embedding and scoring models."""

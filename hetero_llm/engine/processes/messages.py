@@ -1,0 +1,544 @@
+"""Messages between the API process and the engine process: typed structs in msgpack.
+
+No message can carry code: each object is decoded into the declared type of its field, or refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hetero_llm.core.errors import (
+    AdapterError,
+    ConfigError,
+    EngineDeadError,
+    HeteroLLMError,
+    ModelLoadError,
+    PoolingError,
+    PromptError,
+    RequestError,
+    SamplingError,
+    SnapshotError,
+    shown,
+)
+from hetero_llm.core.grammar import Grammar
+from hetero_llm.core.histogram import Histogram
+from hetero_llm.core.images import PromptImage, PromptImages
+from hetero_llm.core.lora import AdapterRef, LoRARequest
+from hetero_llm.core.outputs import CompletionOutput, RequestMetrics, TokenLogprobs
+from hetero_llm.core.pooling import Finish, PoolingInput, PoolingRequest, PoolingResult
+from hetero_llm.core.request import Request
+from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """Base of all messages."""
+
+
+class Error(msgspec.Struct, array_like=True):
+    """A typed error of core/errors.py; `is_shown`: `value` is the text that messages show."""
+
+    kind: str
+    text: str
+    field: str = ""
+    value: str | int | float | bool | None = None
+    is_shown: bool = False
+    reason: str = ""
+
+
+# -- to the engine process ------------------------------------------------------------------
+
+
+class Start(Message):
+    """The first message: engine arguments as `resolve_engine_args` takes them, one of
+    `log_sink.FORMATS`, and which replica of the model this process is."""
+
+    args: dict[str, Any]
+    log_level: int
+    log_format: str = "text"
+    replica: int = 0
+
+
+class Array(msgspec.Struct, array_like=True):
+    """A numpy array; `dtype` is one of `_ARRAY_DTYPES`."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+class Image(msgspec.Struct, array_like=True):
+    """See `PromptImage`."""
+
+    start: int
+    count: int
+    grid: tuple[int, int] | None
+    arrays: dict[str, Array]
+
+
+class Adapter(msgspec.Struct, array_like=True):
+    """An `AdapterRef` and the fields of its `LoRARequest`."""
+
+    name: str
+    number: int
+    path: str
+    base_model_name: str | None
+    content_hash: str
+    rank: int
+
+
+# large: one field for each fact about a request.
+class AddRequest(Message):
+    """A checked `Request`, of whose fields it has the names; see `request_to_wire`.
+
+    `key` names the request between the two processes: it is used once, unlike users' ids.
+    `packed_prompt` holds the prompt's token ids, int32. `images` are prepared. `grammar` stands for
+    the parameters' constraint, which does not travel; empty: there is none.
+    """
+
+    key: str
+    packed_prompt: bytes
+    params: dict[str, Any]
+    seed: int
+    max_total_tokens: int
+    root_hash: bytes
+    end_ids: list[int] = []
+    eos_ids: list[int] = []
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int = 0
+    bad_word_ids: list[list[int]] = []
+    images: list[Image] = []
+    images_key: str = ""
+    grammar: str = ""
+    grammar_begins_after: list[int] = []
+    grammar_may_begin_with: int | None = None
+    adapter: Adapter | None = None
+    num_virtual_tokens: int = 0
+
+
+class AddPooling(Message):
+    """A checked `PoolingRequest`. `lengths`: tokens of each input; `tokens`: those of all, int32;
+    `types`: their segments, uint8, empty if all are 0."""
+
+    key: str
+    lengths: list[int]
+    tokens: bytes
+    types: bytes = b""
+    dimensions: int = 0
+    normalize: bool = False
+    activation: str = ""
+
+
+class Abort(Message):
+    key: str
+
+
+class Call(Message):
+    """Calls one of `engine_process.CALLS`; the reply is a `CallResult` of the same number."""
+
+    number: int
+    name: str
+    arguments: list[Any]
+
+
+class Shutdown(Message):
+    pass
+
+
+# -- from the engine process ----------------------------------------------------------------
+
+
+class Ready(Message):
+    """The engine is built; see `EngineInfo`."""
+
+    max_model_len: int
+    num_blocks: int
+    device: str
+    dtype: str
+    backend: str
+    seconds: dict[str, float]
+    offload: str = ""
+
+
+class StartFailed(Message):
+    error: Error
+
+
+class Output(msgspec.Struct, array_like=True):
+    """A `RequestOutput` without what the API process knows. `prompt_logprobs` come once, with the
+    first output, `metrics` with the first and the last one."""
+
+    key: str
+    finished: bool
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+
+
+class StepOutputs(Message):
+    """The outputs of one step."""
+
+    outputs: list[Output]
+
+
+class Pooled(msgspec.Struct, array_like=True):
+    """See `PoolingResult`; `values` are those of all inputs, float32, `size` of each."""
+
+    key: str
+    values: bytes
+    size: int
+    scheduled: float
+    error: str | None = None
+
+
+class PooledOutputs(Message):
+    """The requests to a pooling model that one step has finished."""
+
+    outputs: list[Pooled]
+
+
+class RequestFailed(Message):
+    """The request was not started."""
+
+    key: str
+    error: Error
+
+
+class Heartbeat(Message):
+    metrics: dict[str, float]
+    histograms: dict[str, Histogram] = {}
+
+
+class CallResult(Message):
+    number: int
+    result: Any = None
+    error: Error | None = None
+
+
+class Dead(Message):
+    """A step failed; the process ends."""
+
+    text: str
+
+
+def _plain(value: Any) -> Any:
+    """Converts mappings, numpy's numbers and subclasses of plain types into plain data."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, str):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot travel to another process")
+
+
+ToEngine = Start | AddRequest | AddPooling | Abort | Call | Shutdown
+FromEngine = (
+    Ready
+    | StartFailed
+    | StepOutputs
+    | PooledOutputs
+    | RequestFailed
+    | Heartbeat
+    | CallResult
+    | Dead
+)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    return _to_engine.decode(data)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    return _from_engine.decode(data)
+
+
+# -- requests -------------------------------------------------------------------------------
+
+_DEFAULTS = SamplingParams()
+_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_MOST = (1 << 64) - 1  # msgpack's largest integer
+
+
+def request_to_wire(key: str, request: Request) -> AddRequest:
+    """The message that starts a request which the `InputProcessor` has checked. Cumulative outputs
+    travel as deltas.
+
+    Raises:
+        SamplingError: as `params_to_wire`.
+    """
+    kind = request.params.output_kind
+    if kind is RequestOutputKind.CUMULATIVE:
+        kind = RequestOutputKind.DELTA
+    images = request.images
+    return AddRequest(
+        key,
+        request.packed_prompt,
+        params_to_wire(request.params, kind),
+        request.seed,
+        request.max_total_tokens,
+        request.root_hash,
+        list(request.end_ids),
+        list(request.eos_ids),
+        request.num_logprobs,
+        request.num_prompt_logprobs,
+        [list(word) for word in request.bad_word_ids],
+        images_to_wire(images),
+        "" if images is None else images.key,
+        "" if request.grammar is None else request.grammar.text,
+        [] if request.grammar is None else list(request.grammar.begins_after),
+        None if request.grammar is None else request.grammar.may_begin_with,
+        None if request.adapter is None else adapter_to_wire(request.adapter),
+        request.num_virtual_tokens,
+    )
+
+
+def request_from_wire(message: AddRequest) -> Request:
+    """The request, without its text. What the sender has checked is not checked again, but for
+    what the types themselves refuse.
+
+    Raises:
+        SamplingError, AdapterError: as `SamplingParams` and `LoRARequest` do.
+        ValueError: as `images_from_wire`.
+    """
+    return Request(
+        request_id=message.key,
+        prompt=None,
+        prompt_token_ids=np.frombuffer(message.packed_prompt, "<i4").tolist(),
+        params=params_from_wire(message.params),
+        seed=message.seed,
+        end_ids=frozenset(message.end_ids),
+        eos_ids=frozenset(message.eos_ids),
+        max_total_tokens=message.max_total_tokens,
+        root_hash=message.root_hash,
+        metrics=RequestMetrics(time.monotonic()),
+        num_logprobs=message.num_logprobs,
+        num_prompt_logprobs=message.num_prompt_logprobs,
+        bad_word_ids=tuple(map(tuple, message.bad_word_ids)),
+        images=images_from_wire(message.images, message.images_key),
+        grammar=_grammar_of(message),
+        adapter=None if message.adapter is None else adapter_from_wire(message.adapter),
+        packed_prompt=message.packed_prompt,
+        num_virtual_tokens=message.num_virtual_tokens,
+    )
+
+
+def adapter_to_wire(adapter: AdapterRef) -> Adapter:
+    named = adapter.request
+    return Adapter(
+        named.lora_name, named.lora_int_id, named.lora_path, named.base_model_name,
+        adapter.content_hash, adapter.rank,
+    )  # fmt: skip
+
+
+def adapter_from_wire(adapter: Adapter) -> AdapterRef:
+    """Raises AdapterError: as `LoRARequest`."""
+    named = LoRARequest(
+        adapter.name, adapter.number, adapter.path, base_model_name=adapter.base_model_name
+    )
+    return AdapterRef(named, adapter.content_hash, adapter.rank)
+
+
+def _grammar_of(message: AddRequest) -> Grammar | None:
+    if not message.grammar:
+        return None
+    after = tuple(message.grammar_begins_after)
+    return Grammar(message.grammar, after, message.grammar_may_begin_with)
+
+
+def params_to_wire(params: SamplingParams, kind: RequestOutputKind) -> dict[str, Any]:
+    """The fields that are not at their default, and `kind` as the output kind. A constraint on the
+    output is left out: its grammar travels with the request.
+
+    Raises:
+        SamplingError: a field cannot travel: a Python function, or a number of over 64 bits.
+    """
+    if params.logits_processors:
+        raise SamplingError(
+            "logits_processors",
+            params.logits_processors,
+            "Python functions cannot go to the engine's process; use LLM, which has none",
+        )
+    fields: dict[str, Any] = {}
+    for name in _FIELDS:
+        value = getattr(params, name)
+        if value == getattr(_DEFAULTS, name) or name == "structured_outputs":
+            continue
+        if isinstance(value, int) and value > _MOST:
+            raise SamplingError(name, value, f"must be at most {_MOST}")
+        fields[name] = value
+    fields["output_kind"] = kind.value
+    return fields
+
+
+def params_from_wire(fields: dict[str, Any]) -> SamplingParams:
+    """Raises SamplingError: as `SamplingParams` does."""
+    return SamplingParams(**{**fields, "output_kind": RequestOutputKind(fields["output_kind"])})
+
+
+# -- pooling --------------------------------------------------------------------------------
+
+
+def pooling_to_wire(request: PoolingRequest) -> AddPooling:
+    inputs = request.inputs
+    types = b""
+    if any(one.types is not None for one in inputs):
+        types = b"".join(
+            bytes(len(one)) if one.types is None else one.types.tobytes() for one in inputs
+        )
+    return AddPooling(
+        request.key,
+        [len(one) for one in inputs],
+        b"".join(one.token_ids.astype("<i4").tobytes() for one in inputs),
+        types,
+        request.finish.dimensions,
+        request.finish.normalize,
+        request.finish.activation,
+    )
+
+
+def pooling_from_wire(message: AddPooling) -> PoolingRequest:
+    """The arrays are views of the message's bytes.
+
+    Raises:
+        ValueError: the bytes are not those of the inputs' lengths.
+    """
+    lengths, types = message.lengths, None
+    tokens = np.frombuffer(message.tokens, "<i4")
+    if message.types:
+        types = np.frombuffer(message.types, np.uint8)
+    sizes = {sum(lengths), len(tokens), len(tokens if types is None else types)}
+    if not lengths or min(lengths) < 1 or len(sizes) != 1:
+        raise ValueError(f"{len(tokens)} tokens of {len(lengths)} inputs")
+    ends = np.cumsum(lengths).tolist()
+    parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    inputs = [PoolingInput(tokens[part], None if types is None else types[part]) for part in parts]
+    finish = Finish(message.dimensions, message.normalize, message.activation)
+    return PoolingRequest(message.key, inputs, finish)
+
+
+def pooled_to_wire(result: PoolingResult) -> Pooled:
+    data = b"" if result.error else b"".join(one.tobytes() for one in result.values)
+    return Pooled(result.key, data, len(result.values[0]), result.scheduled, result.error)
+
+
+def pooled_from_wire(pooled: Pooled) -> PoolingResult:
+    """The arrays are views of the message's bytes."""
+    values = list(np.frombuffer(pooled.values, "<f4").reshape(-1, pooled.size))
+    return PoolingResult(pooled.key, values, pooled.scheduled, pooled.error)
+
+
+# -- images ---------------------------------------------------------------------------------
+
+_ARRAY_DTYPES = ("<f4", "<i8")
+_MOST_IMAGE_BYTES = 1 << 30
+"""Of one request; `engine.inputs.images` has the same limit."""
+
+
+def images_to_wire(images: PromptImages | None) -> list[Image]:
+    """Copies the arrays' bytes."""
+    if images is None:
+        return []
+    return [
+        Image(
+            one.start,
+            one.count,
+            one.grid,
+            {
+                name: Array(array.dtype.str, list(array.shape), array.tobytes())
+                for name, array in one.arrays.items()
+            },
+        )
+        for one in images.items
+    ]
+
+
+def images_from_wire(images: Sequence[Image], key: str) -> PromptImages | None:
+    """The arrays are views of the message's bytes.
+
+    Raises:
+        ValueError: an array has a type, or all have a size, that no image has.
+    """
+    if not images:
+        return None
+    size = sum(len(array.data) for image in images for array in image.arrays.values())
+    if size > _MOST_IMAGE_BYTES:
+        raise ValueError(f"images of {size} bytes")
+    items = (
+        PromptImage(
+            image.start,
+            image.count,
+            image.grid,
+            {name: _array(array) for name, array in image.arrays.items()},
+        )
+        for image in images
+    )
+    return PromptImages(tuple(items), key)
+
+
+def _array(array: Array) -> np.ndarray:
+    if array.dtype not in _ARRAY_DTYPES:
+        raise ValueError(f"an array of {array.dtype!r}")
+    return np.frombuffer(array.data, array.dtype).reshape(array.shape)
+
+
+# -- errors ---------------------------------------------------------------------------------
+
+_WITH_FIELD: dict[str, type[RequestError] | type[ConfigError]] = {
+    kind.__name__: kind
+    for kind in (RequestError, PromptError, SamplingError, PoolingError, AdapterError, ConfigError)
+}
+_LONGEST_VALUE = 256
+
+
+class _Shown(str):
+    """A value that was converted into text by `shown` on the other side."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def error_to_wire(error: BaseException) -> Error:
+    """Keeps the error's class, field and reason; its value if plain and short, else as text."""
+    kind = type(error).__name__
+    if isinstance(error, (RequestError, ConfigError)):
+        value = error.value
+        plain = value is None or isinstance(value, (bool, float))
+        plain |= isinstance(value, int) and -(_MOST >> 1) <= value <= _MOST
+        plain |= isinstance(value, str) and len(value) <= _LONGEST_VALUE and value.isprintable()
+        kept = value if plain else shown(value)
+        return Error(kind, str(error), error.field, kept, not plain, error.reason)
+    if isinstance(error, SnapshotError):
+        return Error(kind, str(error), error.path, reason=error.reason)
+    return Error(kind, str(error))
+
+
+def error_from_wire(error: Error) -> HeteroLLMError:
+    """The same error, or a `HeteroLLMError` that names the class of a foreign one."""
+    if error.kind in _WITH_FIELD:
+        value = _Shown(error.value) if error.is_shown else error.value
+        return _WITH_FIELD[error.kind](error.field, value, error.reason)
+    if error.kind == SnapshotError.__name__:
+        return SnapshotError(error.field, error.reason)
+    if error.kind == ModelLoadError.__name__:
+        return ModelLoadError(error.text)
+    if error.kind == EngineDeadError.__name__:
+        return EngineDeadError(error.text)
+    return HeteroLLMError(f"{error.kind} in the engine's process: {error.text}")

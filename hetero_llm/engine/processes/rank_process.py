@@ -1,0 +1,276 @@
+"""A rank of a tensor-parallel model: `python -m hetero_llm.engine.processes.rank_process`.
+
+It builds its part of the model as the engine's process builds rank 0, and then makes the same calls
+of its runner in the same order, step after step. It sends nothing back.
+
+Signals that a terminal or a service manager sends to a whole process group are ignored: the engine
+ends its ranks. When the engine has gone, a thread outside of Python ends this process at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from hetero_llm.bridge.ipc.broadcast import ChannelClosedError
+from hetero_llm.core.errors import HeteroLLMError, RankDeadError
+from hetero_llm.core.model_runner import ModelRunner
+from hetero_llm.distributed.control_socket import ControlSocket, RankFailed, RankReached
+from hetero_llm.distributed.parallel_runner import GAVE_UP
+from hetero_llm.distributed.rank_processes import RankArguments
+from hetero_llm.distributed.rank_share import RankShare
+from hetero_llm.distributed.step_channel import StepReader
+from hetero_llm.distributed.step_codec import (
+    StepMessage,
+    message_kind,
+    step_from_words,
+    value_from_words,
+)
+from hetero_llm.engine.builders.build_ranks import (
+    IMPORTED,
+    LOADED,
+    RankSettings,
+    join_group,
+    read_settings,
+)
+from hetero_llm.utils.gc_control import collect_if_due, prompt_wakeups, serve_promptly
+from hetero_llm.utils.log_sink import LineFormatter, Sink
+
+if TYPE_CHECKING:
+    from hetero_llm.engine.builders.build_adapters import ServedAdapters
+    from hetero_llm.lora.rank_adapters import NoRankAdapters, RankAdapters
+    from hetero_llm.models.layers import CausalLM
+    from hetero_llm.structured_output.compiler import GrammarCompiler
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+_PR_SET_PDEATHSIG = 1
+_WAIT_US = 1_000_000  # of a read of the channel, before the next one
+_SPIN_US = {"cpu": 0, "cuda": 2000}
+"""How long a rank spins for its next message: beside a GPU it has a core to itself, and a step
+follows the one before within milliseconds."""
+
+
+class RankLoop:
+    """Makes the calls that the engine announces.
+
+    Args:
+        steps: the channel.
+        runner: of this rank.
+        grammars: compiles grammars ahead of the steps that need them; None without a tokenizer.
+        adapters: in the host memory of this rank.
+        gave_up: see `RankShare`.
+    """
+
+    def __init__(
+        self,
+        steps: StepReader,
+        runner: ModelRunner[Any],
+        grammars: GrammarCompiler | None,
+        adapters: RankAdapters | NoRankAdapters,
+        gave_up: Callable[[], bool],
+    ) -> None:
+        self._adapters = adapters
+        self._gave_up = gave_up
+        self._steps = steps
+        self._runner = runner
+        self._grammars = grammars
+        self._launched: deque[Any] = deque()
+
+    def run(self) -> None:
+        """Runs until the engine closes the channel."""
+        with suppress(ChannelClosedError):
+            while True:
+                self.run_once(_WAIT_US)
+
+    def run_once(self, timeout_us: int) -> None:
+        """Waits for one message and does what it says; nothing if none comes in time.
+
+        Raises:
+            ChannelClosedError: none will come.
+            RankDeadError: another rank did not come to a collective.
+            AdapterError: this rank cannot read an adapter that rank 0 has read.
+        """
+        words = self._steps.read(timeout_us)
+        if words is None:
+            return
+        kind = message_kind(words)
+        if kind == StepMessage.LAUNCH:
+            step = step_from_words(words)
+            self._adapters.begin(step)
+            self._launched.append(self._runner.launch(step))
+            collect_if_due(calm=not step.has_chunks)
+        elif kind == StepMessage.FINISH:
+            self._runner.finish(self._launched.popleft())
+            if self._gave_up():
+                raise RankDeadError(GAVE_UP)
+            self._adapters.end()
+        elif kind == StepMessage.ADAPTER:
+            self._adapters.open(value_from_words(words))
+        elif kind == StepMessage.FORGET_ADAPTER:
+            self._adapters.forget(value_from_words(words))
+        else:
+            assert kind == StepMessage.GRAMMAR and self._grammars is not None, kind
+            arguments = (value_from_words(words),)
+            threading.Thread(target=self._grammars.prepare, args=arguments, daemon=True).start()
+
+
+def main(words: list[str]) -> int:
+    """Runs a rank; the words are those of `RankArguments`. Returns the exit code."""
+    arguments = RankArguments.of(words)
+    for fd in (arguments.control, arguments.channel, arguments.store):
+        os.set_inheritable(fd, False)
+    steps = StepReader(str(arguments.channel), arguments.rank)
+    steps.live(arguments.parent)
+    if arguments.dies_with_thread and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is the engine's, for its results
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # for a rank that hangs
+    serve_promptly()
+    _set_title(arguments.rank)
+    control = ControlSocket(socket.socket(fileno=arguments.control))
+    try:
+        import torch  # noqa: F401  # while the engine resolves its arguments
+
+        settings = read_settings(control.receive_bytes())
+    except EOFError:
+        return EXIT_FAILED
+    _open_log(arguments.rank, settings)
+    try:
+        with prompt_wakeups():
+            _run(arguments, settings, control, steps)
+    except Exception as error:
+        if not isinstance(error, HeteroLLMError):
+            logger.exception("the rank has failed")
+        with suppress(OSError):
+            control.send(RankFailed.of(error))
+        return EXIT_FAILED
+    return 0
+
+
+def _run(
+    arguments: RankArguments, settings: RankSettings, control: ControlSocket, steps: StepReader
+) -> None:
+    import torch
+
+    from hetero_llm.models.collectives import Rank
+
+    torch.set_num_threads(settings.threads)
+    control.send(RankReached(IMPORTED))
+    rank = Rank(arguments.rank, arguments.size)
+    device = torch.device(settings.device)
+    share = join_group(
+        rank, arguments.store, device,
+        row_bytes=settings.row_bytes, peer_memory=settings.config.parallel.peer_memory,
+    )  # fmt: skip
+    runner, grammars, adapters = _build(settings, share, control)
+    gc.collect()
+    gc.freeze()  # later collections skip all objects that were loaded
+    steps.set_spin(_SPIN_US[settings.device])
+    share.serves()
+    RankLoop(steps, runner, grammars, adapters, share.gave_up).run()
+
+
+def _build(
+    settings: RankSettings, share: RankShare, control: ControlSocket
+) -> tuple[ModelRunner[Any], GrammarCompiler | None, RankAdapters | NoRankAdapters]:
+    """The rank's runner, built as the engine builds that of rank 0, with what its steps need."""
+    import dataclasses
+
+    import torch
+    from tqdm import tqdm
+
+    from hetero_llm.engine.builders.build_adapters import (
+        apply_adapters,
+        device_adapters,
+        prepare_adapters,
+    )
+    from hetero_llm.engine.builders.build_model import backend_name, find_served_model, load_weights
+    from hetero_llm.engine.builders.build_runner import build_runner
+    from hetero_llm.engine.resolve import open_tokenizer
+    from hetero_llm.engine.text.tokenizer import open_grammars
+    from hetero_llm.lora.rank_adapters import NoRankAdapters, RankAdapters
+    from hetero_llm.models.sharding import sharded_config
+
+    tqdm.monitor_interval = 0  # else each progress bar leaves a thread behind
+    config = settings.config
+    device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
+    folder, model_config = find_served_model(config, device)
+    model_config = dataclasses.replace(model_config, max_model_len=settings.scheduler.max_model_len)
+    backend = backend_name(config, device, native=False)
+    served: list[ServedAdapters | None] = []
+
+    def loaded(model: CausalLM) -> None:
+        served.append(
+            prepare_adapters(
+                config.lora, model, model_config, dtype,
+                backend=backend, download_dir=config.load.download_dir,
+            )
+        )  # fmt: skip
+
+    model = load_weights(
+        config, folder, model_config,
+        dtype=dtype, device=device, show_progress=False, backend=backend, loaded=loaded,
+        share=share,
+    )  # fmt: skip
+    adapters = served[0]
+    control.send(RankReached(LOADED))
+    runner = build_runner(
+        config, settings.scheduler, model,
+        model_config=sharded_config(model_config, share.collectives.rank),
+        dtype=dtype, device=device, drafts=settings.drafts, native=None,
+        adapters=device_adapters(adapters, model, config, device), share=share,
+    ).runner  # fmt: skip
+    if adapters is not None and device.type == "cpu":
+        apply_adapters(runner, adapters.store, config, device)
+    tokenizer = open_tokenizer(config, folder)
+    grammars = open_grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
+    if grammars is not None:
+        runner.set_open_matcher(grammars.open)
+        grammars.warm_up_beside()
+    return (
+        runner,
+        grammars,
+        NoRankAdapters() if adapters is None else RankAdapters(adapters.store),
+    )
+
+
+def _open_log(rank: int, settings: RankSettings) -> None:
+    """Logs to standard error as the engine does; each line begins with the rank."""
+    root = logging.getLogger()
+    root.handlers[:] = [
+        Sink(sys.stderr.fileno(), LineFormatter(settings.log_format, f"rank {rank}"))
+    ]
+    root.setLevel(max(settings.log_level, logging.WARNING))
+    logging.getLogger("hetero_llm").setLevel(settings.log_level)
+    logging.captureWarnings(True)
+
+
+def _set_title(rank: int) -> None:
+    try:
+        from setproctitle import setproctitle
+    except ImportError:
+        return
+    setproctitle(f"hetero-llm: rank {rank}")
+
+
+if __name__ == "__main__":
+    exit_code = main(sys.argv[1:])
+    logging.shutdown()
+    # The kernel frees everything faster than the interpreter does, device memory included.
+    os._exit(exit_code)

@@ -1,0 +1,197 @@
+"""Experts on the host, from the arguments to a runner: which are chosen, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_llm.config.args import resolve_engine_args
+from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.cpu import native
+from hetero_llm.engine.builders.build_experts import (
+    ExpertMemory,
+    choose_experts,
+    expert_modules,
+    host_experts,
+    open_experts,
+)
+from hetero_llm.gpu.fused import speed_up
+from hetero_llm.models.loader import expert_sizes, load_model
+from hetero_llm.models.read_config import load_model_config
+from hetero_llm.utils import topology
+from tests.models.tiny import make_tiny_checkpoint
+from tests.scenarios.test_hybrid_experts import plain_tokens, run_steps
+
+GIB = 1 << 30
+LIMITS = SchedulerConfig(
+    max_num_seqs=2,
+    max_num_batched_tokens=32,
+    max_model_len=64,
+    enable_chunked_prefill=True,
+    block_size=16,
+)
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("moe"), "qwen3_moe", "full", layers=2)
+
+
+def config_of(checkpoint: Path, **changes: Any) -> EngineConfig:
+    args = {"model": str(checkpoint), "max_model_len": 64, "max_num_seqs": 2, **changes}
+    return EngineConfig.from_args(resolve_engine_args(args))
+
+
+def sizes_of(checkpoint: Path) -> Any:
+    return expert_sizes(checkpoint, load_model_config(checkpoint), dtype=torch.float32)
+
+
+@dataclasses.dataclass
+class Machine:
+    """A GPU and a host as large as a test needs."""
+
+    gpu: int
+    host: int = 64 * GIB
+
+    def choose(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (self.gpu, self.gpu))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(topology, "usable_memory_bytes", lambda: self.host)
+        config = config_of(checkpoint, gpu_memory_utilization=1.0, **changes)
+        model_config = load_model_config(checkpoint)
+        return choose_experts(
+            config, checkpoint, model_config, LIMITS, dtype=torch.float32, device=CUDA
+        )
+
+
+def test_sizes_of_a_checkpoint(checkpoint: Path) -> None:
+    config = load_model_config(checkpoint)
+    model = load_model(checkpoint, config, dtype=torch.float32, device=CPU, show_progress=False)
+    modules, sizes = expert_modules(model), sizes_of(checkpoint)
+    each = 4 * (modules[0].gate_up[0].numel() + modules[0].down[0].numel())
+    assert (sizes.num_layers, sizes.num_experts) == (len(modules), modules[0].down.shape[0])
+    assert sizes.expert_bytes == each
+    everything = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    assert sizes.other_bytes == everything - len(modules) * sizes.num_experts * each
+
+
+def test_what_fits_stays_on_the_gpu(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Machine(8 * GIB).choose(checkpoint, monkeypatch) is None
+    assert Machine(8 * GIB).choose(checkpoint, monkeypatch, moe_cpu_experts="off") is None
+
+
+def test_a_bank_of_the_size_that_is_asked_for(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = sizes_of(checkpoint).expert_bytes
+    asked = 3.5 * each / GIB
+    choice = Machine(8 * GIB).choose(checkpoint, monkeypatch, moe_expert_memory=asked)
+    assert choice.plan.mode == "inclusive" and choice.plan.slots == 3
+    none = Machine(8 * GIB).choose(checkpoint, monkeypatch, moe_cpu_experts="all")
+    assert none.plan.slots == 0
+
+
+def test_what_neither_holds_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = sizes_of(checkpoint)
+    half = sizes.num_layers * sizes.num_experts * sizes.expert_bytes // 2
+    with pytest.raises(ConfigError, match="not available yet; take a checkpoint"):
+        Machine(8 * GIB, host=int(half * 1.4)).choose(
+            checkpoint, monkeypatch, moe_expert_memory=half / GIB
+        )
+    with pytest.raises(ConfigError, match="too little before the first expert"):
+        Machine(1 * GIB).choose(checkpoint, monkeypatch)
+
+
+def test_what_it_cannot_be_combined_with(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("batch_invariant", True),
+        ("cpu_offload_gb", 1.0),
+        ("enable_prompt_adapter", True),
+        ("tensor_parallel_size", 2),
+    ):
+        more = {"max_prompt_adapter_token": 8} if name == "enable_prompt_adapter" else {}
+        with pytest.raises(ConfigError, match="cannot be combined") as error:
+            Machine(8 * GIB).choose(
+                checkpoint, monkeypatch, moe_cpu_experts="all", **{name: value}, **more
+            )
+        assert error.value.field == name
+
+
+def test_arguments_without_effect_are_a_warning(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    dense = make_tiny_checkpoint(tmp_path, "llama", layers=1)
+    with caplog.at_level(logging.WARNING):
+        assert Machine(8 * GIB).choose(dense, monkeypatch, moe_cpu_experts="all") is None
+    assert "the model has no experts" in caplog.text
+    config = config_of(checkpoint, moe_cpu_experts="all")
+    model_config = load_model_config(checkpoint)
+    with caplog.at_level(logging.WARNING):
+        chosen = choose_experts(
+            config, checkpoint, model_config, LIMITS, dtype=torch.float32, device=CPU
+        )
+    assert chosen is None and "computed by the CPU" in caplog.text
+
+
+def test_memory_lives_as_long_as_a_view() -> None:
+    memory = ExpertMemory(libcuda=None)
+    whole = memory((3, 40, 64), torch.bfloat16).fill_(2)
+    part = whole[1:]
+    assert memory.num_bytes == whole.nbytes and whole.data_ptr() % 4096 == 0
+    del whole
+    gc.collect()
+    assert bool((part == 2).all())
+
+
+@pytest.mark.skipif(native.load() is None, reason="no compiled library")
+def test_tokens_with_threads_of_the_library(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole way but CUDA: three experts in the bank, all others in the threads. Afterwards the
+    scores are on disk, and the next engine's bank begins with the experts in demand."""
+    config = load_model_config(checkpoint)
+    profile = tmp_path / "scores"
+    asked = 3.5 * sizes_of(checkpoint).expert_bytes / GIB
+    wanted = plain_tokens(checkpoint, CPU, 2)
+    for run in range(2):
+        choice = Machine(8 * GIB).choose(
+            checkpoint, monkeypatch, moe_expert_memory=asked, moe_expert_profile=str(profile)
+        )
+        model = load_model(
+            checkpoint, config, dtype=torch.float32, device=CPU, show_progress=False,
+            expert_memory=ExpertMemory(libcuda=None),
+        )  # fmt: skip
+        speed_up(model)
+        settings = config_of(checkpoint)
+        experts = open_experts(choice, settings, model, LIMITS, dtype=torch.float32, device=CPU)
+        assert experts.bank.num_slots == 3 and int((experts.bank.table >= 0).sum()) == 3
+        if run == 1:
+            scores = experts.moves.placement.scores.slowest  # type: ignore[attr-defined]
+            assert scores.any()
+        assert run_steps(model, config, experts, CPU, 2) == wanted
+        counts = experts.bank.hits.cpu().numpy()
+        experts.moves.placement.observe(counts, steps=3, seconds=1.0)
+        del experts, model
+        gc.collect()
+        assert profile.exists()
+
+
+def test_experts_share_the_models_memory(checkpoint: Path) -> None:
+    config = load_model_config(checkpoint)
+    model = load_model(
+        checkpoint, config, dtype=torch.float32, device=CPU, show_progress=False,
+        expert_memory=ExpertMemory(libcuda=None),
+    )  # fmt: skip
+    host = host_experts(expert_modules(model))
+    for layer, module in zip(host.layers, expert_modules(model), strict=True):
+        assert layer.gate_up.data.data_ptr() == module.gate_up.data_ptr()
+        assert layer.down.data.data_ptr() == module.down.data_ptr()

@@ -1,0 +1,128 @@
+"""What cannot be combined with ranks is refused before any process starts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from hetero_llm import LLM
+from hetero_llm.config.args import resolve_engine_args
+from hetero_llm.config.engine_config import EngineConfig
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.distributed.plain_form import PlainForm, types_within
+from hetero_llm.distributed.rank_processes import NoRanks
+from hetero_llm.engine.builders.build_ranks import (
+    RankSettings,
+    check_parallel,
+    for_ranks,
+    join_ranks,
+    read_settings,
+    start_ranks,
+)
+from hetero_llm.engine.resolve import limit_steps
+from hetero_llm.utils import topology
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def config(**given: Any) -> EngineConfig:
+    return EngineConfig.from_args(
+        resolve_engine_args({"model": "m", "tensor_parallel_size": 2, **given})
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "message"),
+    [
+        ({"enable_prefix_cache_offload": True, "cpu_prefill_memory_utilization": 0.1}, CPU,
+         "enable_prefix_cache_offload=True"),
+        ({"enable_prompt_adapter": True, "max_prompt_adapter_token": 8}, CPU,
+         "enable_prompt_adapter=True"),
+        ({"cpu_offload_gb": 1.0}, CPU, "cpu_offload_gb=1.0"),
+        ({"cpu_backend": "ipex"}, CPU, "cpu_backend='ipex'"),
+    ],
+)  # fmt: skip
+def test_refused_together(given: dict[str, Any], device: torch.device, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_parallel(config(**given), device)
+    assert str(caught.value) == (
+        f"{message}: cannot be combined with tensor_parallel_size (2) yet: leave one of them out"
+    )
+    alone = {**given, "tensor_parallel_size": 1}
+    check_parallel(config(**alone), device)
+
+
+def test_native_weights_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^cpu_weight_dtype='int8': needs the native backend"):
+        check_parallel(config(cpu_weight_dtype="int8"), CPU)
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError) as caught:
+        check_parallel(config(), GPU)
+    assert str(caught.value) == (
+        "tensor_parallel_size=2: needs as many GPUs, and this process sees 1"
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_parallel(config(), GPU)
+
+
+def test_each_rank_has_its_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(topology, "compute_cpus", lambda reserve: tuple(range(8)))
+    with caplog.at_level(logging.INFO):
+        assert for_ranks(config(), CPU).cpu.threads == 4
+        assert for_ranks(config(tensor_parallel_size=16), CPU).cpu.threads == 1
+    assert len(caplog.messages) == 2 and "torch serves" in caplog.text
+    found = for_ranks(config(cpu_threads=6, cpu_backend="torch"), CPU)
+    assert (found.cpu.threads, found.cpu.backend) == (3, "torch")
+    for same, device in ((config(), GPU), (config(tensor_parallel_size=1), CPU)):
+        assert for_ranks(same, device) is same
+
+
+def test_settings_as_bytes() -> None:
+    made = config(use_lookahead=True, num_speculative_tokens=4, hf_overrides={"a": 1})
+    settings = RankSettings(
+        made,
+        limit_steps(made, 128, "cpu", serving=False),
+        "float32",
+        "cpu",
+        64,
+        True,
+        2,
+        20,
+        "text",
+    )
+    data = PlainForm(*types_within(RankSettings)).write(settings)
+    assert read_settings(data) == settings
+
+
+def test_one_rank_starts_nothing(tmp_path: Path) -> None:
+    alone = config(tensor_parallel_size=1)
+    before = psutil.Process().children()
+    processes = start_ranks(alone, CPU)
+    ranks = join_ranks(
+        processes, alone, folder=tmp_path, scheduler=limit_steps(alone, 8, "cpu", serving=False),
+        dtype=torch.float32, device=CPU, row_bytes=64, drafts=False,
+    )  # fmt: skip
+    assert isinstance(processes, NoRanks) and psutil.Process().children() == before
+    assert ranks.share.collectives.rank.size == ranks.share.agreement.size == 1
+    runner: Any = object()
+    ranks.wait_loaded()
+    assert ranks.parallel(runner) is runner
+
+
+def test_a_model_that_cannot_be_cut_is_refused_before_any_process_starts(
+    tiny_folder: Path,
+) -> None:
+    before = psutil.Process().children()
+    with pytest.raises(ConfigError, match="^tensor_parallel_size=3: "):
+        LLM(str(tiny_folder), device="cpu", dtype="float32", tensor_parallel_size=3)
+    assert psutil.Process().children() == before

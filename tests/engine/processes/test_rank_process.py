@@ -1,0 +1,134 @@
+"""A rank's loop makes the calls that the engine announces, in their order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero_llm.bridge.ipc.broadcast import ChannelClosedError
+from hetero_llm.core.errors import RankDeadError
+from hetero_llm.core.grammar import Grammar
+from hetero_llm.core.lora import LoRARequest
+from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
+from hetero_llm.distributed.step_channel import StepReader, StepWriter
+from hetero_llm.distributed.step_codec import StepMessage
+from hetero_llm.engine.processes.rank_process import RankLoop
+from hetero_llm.lora.rank_adapters import NoRankAdapters
+
+NO_COPIES = np.zeros((2, 0), np.int32)
+
+
+def step(number: int) -> SchedulerOutput:
+    one = np.array([number], np.int32)
+    return SchedulerOutput(one, one, one, one, one, (), (), np.zeros((3, 0), np.int32), NO_COPIES)
+
+
+class Runner:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def launch(self, step: SchedulerOutput) -> int:
+        self.calls.append(f"launch {step.token_ids[0]}")
+        return int(step.token_ids[0])
+
+    def set_open_matcher(self, open_matcher: Any) -> None:
+        raise AssertionError
+
+    def finish(self, pending: int) -> ModelRunnerOutput:
+        self.calls.append(f"finish {pending}")
+        return ModelRunnerOutput([], None, {}, {})
+
+
+class Compiler:
+    def __init__(self) -> None:
+        self.prepared: list[Grammar] = []
+
+    def prepare(self, grammar: Grammar) -> None:
+        self.prepared.append(grammar)
+
+
+class Adapters:
+    """Notes calls among those of the runner."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def begin(self, step: SchedulerOutput) -> None:
+        self.calls.append("begin")
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+    def open(self, request: LoRARequest) -> None:
+        self.calls.append(f"open {request.lora_name}")
+
+    def forget(self, name: str) -> None:
+        self.calls.append(f"forget {name}")
+
+
+def never() -> None:
+    raise AssertionError("there is room")
+
+
+@pytest.fixture
+def writer() -> Iterator[StepWriter]:
+    made = StepWriter(2)
+    yield made
+    made.close()
+
+
+def test_calls_in_the_order_of_the_engine(writer: StepWriter) -> None:
+    """With two steps in flight, as on a GPU."""
+    reader = StepReader(str(os.dup(writer.channel.fd)), 1)
+    runner, compiler = Runner(), Compiler()
+    loop = RankLoop(reader, runner, compiler, NoRankAdapters(), lambda: False)  # type: ignore[arg-type]
+    loop.run_once(0)  # nothing has come
+    writer.launch(step(1), never)
+    writer.launch(step(2), never)
+    writer.finish(never)
+    writer.send(StepMessage.GRAMMAR, Grammar("text"), never)
+    writer.launch(step(3), never)
+    writer.finish(never)
+    writer.finish(never)
+    writer.end()
+    loop.run()
+    assert runner.calls == [
+        "launch 1", "launch 2", "finish 1", "launch 3", "finish 2", "finish 3",
+    ]  # fmt: skip
+    while not compiler.prepared:  # in a thread of its own
+        pass
+    assert compiler.prepared == [Grammar("text")]
+    with pytest.raises(ChannelClosedError):
+        loop.run_once(0)
+    reader.close()
+
+
+def test_adapters_are_read_before_their_step_and_kept_until_it_has_ended(
+    writer: StepWriter,
+) -> None:
+    reader = StepReader(str(os.dup(writer.channel.fd)), 1)
+    runner = Runner()
+    loop = RankLoop(reader, runner, None, Adapters(runner.calls), lambda: False)  # type: ignore[arg-type]
+    writer.send(StepMessage.ADAPTER, LoRARequest("one", 1, "/folder"), never)
+    writer.launch(step(1), never)
+    writer.finish(never)
+    writer.send(StepMessage.FORGET_ADAPTER, "one", never)
+    writer.end()
+    loop.run()
+    assert runner.calls == ["open one", "begin", "launch 1", "finish 1", "end", "forget one"]
+    reader.close()
+
+
+def test_a_collective_that_gave_up_ends_the_rank(writer: StepWriter) -> None:
+    reader = StepReader(str(os.dup(writer.channel.fd)), 1)
+    loop = RankLoop(reader, Runner(), None, NoRankAdapters(), lambda: True)
+    writer.launch(step(1), never)
+    writer.finish(never)
+    loop.run_once(0)
+    with pytest.raises(RankDeadError, match="did not come to it in time"):
+        loop.run_once(0)
+    reader.close()
