@@ -62,7 +62,8 @@ from hetero_llm.bridge.expert_mailbox import ExpertMailbox, open_mailbox
 from hetero_llm.bridge.host_experts import HostExperts, HostLayer, HostMatrices
 from hetero_llm.cpu import native
 from hetero_llm.cpu.expert_team import ExpertTeam
-from hetero_llm.engine.builders.build_experts import ExpertMemory, join_experts
+from hetero_llm.engine.builders.build_experts import join_experts
+from hetero_llm.engine.builders.expert_store import ExpertMemory
 from hetero_llm.expert_offload.placement import ExpertPlacement, PromotionBudget
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.expert_moves import FixedPlacement, Placement

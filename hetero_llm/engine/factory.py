@@ -37,7 +37,13 @@ from hetero_llm.engine.builders.build_draft_worker import (
     prepare_draft_model,
 )
 from hetero_llm.engine.builders.build_drafter import make_drafter
-from hetero_llm.engine.builders.build_experts import ExpertMemory, choose_experts, open_experts
+from hetero_llm.engine.builders.build_experts import (
+    ExpertChoice,
+    OpenMemory,
+    choose_experts,
+    open_experts,
+    open_memory,
+)
 from hetero_llm.engine.builders.build_host_tier import (
     HostMemory,
     HostPlatform,
@@ -66,6 +72,7 @@ from hetero_llm.engine.builders.build_runner import (
     check_context,
     runs_on_torch,
 )
+from hetero_llm.engine.builders.expert_store import ExpertMemory
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.inputs.default_sampling import default_sampling
 from hetero_llm.engine.inputs.images import ImageInputs, open_images
@@ -306,6 +313,7 @@ def _join(
     chosen = choose_experts(
         config, inputs.folder, model_config, inputs.scheduler, dtype=dtype, device=device
     )
+    opened = None if chosen is None else _expert_memory(chosen, dtype, device)
     model = load_weights(
         config,
         inputs.folder,
@@ -322,14 +330,16 @@ def _join(
             )
         ),
         share=ranks.share,
-        expert_memory=None if chosen is None else _expert_memory(device),
+        expert_memory=None if opened is None else opened.memory,
     )
     ranks.wait_loaded()
     adapters = None if served[0] is None else served[0].store
     num_parameters = model.parameters_per_token()  # before an executor takes the weights over
     experts = None
-    if chosen is not None:
-        experts = open_experts(chosen, config, model, inputs.scheduler, dtype=dtype, device=device)
+    if chosen is not None and opened is not None:
+        experts = open_experts(
+            *(chosen, config, model, inputs.scheduler), opened=opened, dtype=dtype, device=device
+        )
     device_draft = None if drafter is not None else _load_device_draft(config, inputs, backend)
     own_config = sharded_config(model_config, ranks.share.collectives.rank)
     shape = cache_shape(config, own_config, dtype, device)
@@ -594,10 +604,11 @@ def _check_offload(config: EngineConfig, device: torch.device) -> None:
         )
 
 
-def _expert_memory(device: torch.device) -> ExpertMemory:
+def _expert_memory(chosen: ExpertChoice, dtype: torch.dtype, device: torch.device) -> OpenMemory:
     from hetero_llm.utils.numa import numa_node
 
-    return ExpertMemory(node=numa_node(device.index or 0))
+    memory = ExpertMemory(node=numa_node(device.index or 0))
+    return open_memory(chosen, memory, dtype=dtype, device=device)
 
 
 def _check_no_adapters(config: EngineConfig) -> None:

@@ -188,3 +188,40 @@ def test_a_team_that_is_gone_ends_the_step_with_an_error(
         pending = runner.launch(steps(0)[0])
         with pytest.raises(RuntimeError, match="CPU threads that compute experts"):
             runner.finish(pending)
+
+
+def test_tokens_while_experts_change_sides_in_every_step(
+    checkpoint: Path, device: torch.device
+) -> None:
+    """Host memory holds what the bank does not. Slots and places hold no numbers while a copy
+    writes them, and two steps are under way at a time."""
+    count = 9
+    wanted = plain_tokens(checkpoint, device, count)
+    made: list[DelayedCopies] = []
+
+    def delayed(bank: ExpertBank) -> DelayedCopies:
+        def poison_place(place: int) -> None:
+            for part in (bank.host.layers[0].gate_up, bank.host.layers[0].down):
+                part.data[place].fill_(float("nan"))
+
+        made.append(
+            DelayedCopies(lambda slot: poison(bank, slot), steps=1, poison_place=poison_place)
+        )
+        return made[0]
+
+    with open_hybrid(
+        checkpoint, device, residency=0.5, most_rows=STREAMS, copies=delayed, spares=2,
+        placement=lambda table: EveryStep(table, owners_stay=True),
+    ) as hybrid:  # fmt: skip
+        runner, found = runner_of(hybrid, device), []
+        work = steps(count)
+        under_way = [runner.launch(work[0])]
+        for step in work[1:]:
+            under_way.append(runner.launch(step))
+            found.append(runner.finish(under_way.pop(0)).token_ids)
+            made[0].advance()
+            assert hybrid.host.places is not None
+            hybrid.host.places.check_integrity()
+        found.append(runner.finish(under_way.pop(0)).token_ids)
+        assert found == wanted
+        assert hybrid.experts.moves.num_promoted >= 2

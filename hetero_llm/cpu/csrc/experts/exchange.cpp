@@ -107,8 +107,8 @@ Exchange::~Exchange() = default;
 
 Matrix Exchange::matrix_at(const int64_t* at, const Form& form) const {
     const int64_t zeros = form.zeros == Zeros::kPoints ? at[2] : at[3];
-    return {(const char*)at[0], (const char*)at[1], (const char*)zeros, (const float*)at[4],
-            (const char*)at[5]};
+    return {(const char*)__atomic_load_n(at, __ATOMIC_RELAXED), (const char*)at[1],
+            (const char*)zeros, (const float*)at[4], (const char*)at[5]};
 }
 
 Refusal Exchange::open(int64_t layer, int64_t tokens) {
@@ -150,6 +150,10 @@ Refusal Exchange::open(int64_t layer, int64_t tokens) {
         if (rows == 0) continue;
         const int64_t* at = s_.addresses + (layer * s_.experts + e) * 2 * kAddresses;
         Part part{matrix_at(at, s_.gate_up), matrix_at(at + kAddresses, s_.down), first, rows, -1};
+        if (!part.gate_up.data || !part.down.data) {
+            parts_.clear();
+            return Refusal::kNotHeld;
+        }
         if (tile_tokens_ > 0 && rows >= tile_tokens_) {
             part.block = block;
             for (int64_t r = 0; r < rows; ++r) {
