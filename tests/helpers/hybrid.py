@@ -242,7 +242,7 @@ def open_hybrid(
         bank,
         exchange,
         moves,
-        ExpertStreams(bank, moves.placement.table, DirectLane()),
+        ExpertStreams(bank, moves.placement.table, DirectLane(), most_rows=most_rows),
         activation=modules[0].activation.name,
         most_rows=most_rows,
         wake=lambda: None,

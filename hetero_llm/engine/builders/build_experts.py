@@ -40,6 +40,7 @@ from hetero_llm.expert_offload.profile import (
     model_fingerprint,
     save_profile,
 )
+from hetero_llm.expert_offload.step_costs import fit_lane_costs
 from hetero_llm.models.config_reader import read_json
 from hetero_llm.utils import topology
 
@@ -294,11 +295,20 @@ def open_experts(
     if device.type == "cuda":
         candidates = [count for count in _CANDIDATES if count in rows] or [rows[0]]
         link, threads = experts.measure_most_rows(candidates)
+        on_host = int((placement.table < 0).sum(1).max())
+        if on_host:
+            costs = fit_lane_costs(
+                threads, on_host=on_host, num_experts=host.num_experts, experts_per_token=k,
+                link_seconds=link, slowdown=experts.slowdown,
+            )  # fmt: skip
+            experts.share_long_steps(costs)
         times = ", ".join(f"{n}: {1e3 * s:.2f}" for n, s in threads.items())
         logger.info(
             "experts: %d of %d on the GPU, %d threads for the others; steps of up to %d tokens ask "
-            "them (ms a layer by tokens: %s), longer ones stream (%.2f ms a layer)",
+            "them (ms a layer by tokens: %s), longer ones stream (%.2f ms a layer; beside it the "
+            "threads need %.2f times as long)",
             *(slots, shape[0] * shape[1], team.threads, experts.most_rows, times, 1e3 * link),
+            experts.slowdown,
         )  # fmt: skip
     if choice.profile is not None:
         weakref.finalize(experts, _save, choice.profile, placement, choice.model)
@@ -335,7 +345,10 @@ def join_experts(
     )
     moves = ExpertMoves(bank, placement, StreamCopies(device) if on_stream else CopiesAtOnce())
     streams = ExpertStreams(
-        bank, placement.table, StreamLane(device) if on_stream else DirectLane()
+        bank,
+        placement.table,
+        StreamLane(device) if on_stream else DirectLane(),
+        most_rows=len(mailbox.ids),
     )
     experts = HybridExperts(
         bank, exchange, moves, streams,
@@ -368,10 +381,6 @@ def _save(path: str, placement: ExpertPlacement, model: str) -> None:
         save_profile(path, scores, model=model)
     except ProfileError as error:
         logger.warning("scores of experts are not kept: %s", error)
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
 
 
 def expert_modules(model: nn.Module) -> list[Experts]:
