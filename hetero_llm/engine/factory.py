@@ -551,9 +551,12 @@ def _set_step_times(drafter: Drafter | None, runner: Any, experts: HybridExperts
     """
     profile = getattr(runner, "profile", None)
     if profile and experts is not None and experts.measured is not None:
-        link, threads = experts.measured
+        found = experts.measured
         profile = with_host_experts(
-            profile, threads, num_layers=experts.bank.host.num_layers, streamed_seconds=link
+            profile,
+            found.threads,
+            num_layers=experts.bank.host.num_layers,
+            streamed_seconds=found.link,
         )
     if profile and isinstance(drafter, CostAware):
         drafter.set_step_times(profile)

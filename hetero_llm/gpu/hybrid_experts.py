@@ -136,6 +136,21 @@ class Started:
     streamed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class LaneTimes:
+    """What `HybridExperts.measure_most_rows` has measured.
+
+    Attributes:
+        link: seconds of bringing the host's experts of a layer to the GPU.
+        threads: seconds of the threads for them, by number of tokens.
+        slowdown: how many times as long the threads need while the link reads host memory, too.
+    """
+
+    link: float
+    threads: dict[int, float]
+    slowdown: float
+
+
 class HybridExperts:
     """See the module. One thread launches, finishes and reads.
 
@@ -153,7 +168,6 @@ class HybridExperts:
         most_rows: may be lowered before steps are captured; `measure_most_rows`.
         bank, exchange, moves, wake: see Args.
         measured: of `measure_most_rows`; None before.
-        slowdown: likewise, of the threads while the link is busy.
     """
 
     def __init__(
@@ -173,8 +187,7 @@ class HybridExperts:
         self.moves = moves
         self.most_rows = most_rows
         self.exchange = exchange
-        self.measured: tuple[float, dict[int, float]] | None = None
-        self.slowdown = 1.0
+        self.measured: LaneTimes | None = None
         self._streams = streams
         self._errors = exchange.errors.numpy()
         self._hits = HitReader(bank.hits)
@@ -313,16 +326,13 @@ class HybridExperts:
     # -- measuring ------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def measure_most_rows(self, candidates: Sequence[int]) -> tuple[float, dict[int, float]]:
+    def measure_most_rows(self, candidates: Sequence[int]) -> LaneTimes:
         """Sets `most_rows` to the largest number of tokens for which CPU threads compute a layer's
         experts on the host in less time than the link needs to bring them. On a CUDA device, before
         the first step.
 
         Args:
             candidates: ascending, none above what `most_rows` is now.
-
-        Returns:
-            Seconds of the link for a layer, and of the threads by number of tokens.
         """
         assert self._streams is not None and candidates[-1] <= self.most_rows
         bank, device = self.bank, self.bank.device
@@ -352,10 +362,10 @@ class HybridExperts:
             if threads[rows] > link:
                 break
             most = rows
-        self.slowdown = self._time_beside(layer, ask(most)) / threads[most]
+        slowdown = self._time_beside(layer, ask(most)) / threads[most]
         self.most_rows = min(most, limit)
         bank.hits.zero_()
-        self.measured = link, threads
+        self.measured = LaneTimes(link, threads, slowdown)
         return self.measured
 
     def _time_beside(self, layer: int, run: Callable[[], None]) -> float:

@@ -43,6 +43,7 @@ from hetero_llm.expert_offload.profile import (
 from hetero_llm.expert_offload.step_costs import fit_lane_costs
 from hetero_llm.models.config_reader import read_json
 from hetero_llm.utils import topology
+from hetero_llm.utils.affinity import ThreadsElsewhere
 
 if TYPE_CHECKING:
     import torch
@@ -294,21 +295,21 @@ def open_experts(
     )
     if device.type == "cuda":
         candidates = [count for count in _CANDIDATES if count in rows] or [rows[0]]
-        link, threads = experts.measure_most_rows(candidates)
+        found = experts.measure_most_rows(candidates)
         on_host = int((placement.table < 0).sum(1).max())
         if on_host:
             costs = fit_lane_costs(
-                threads, on_host=on_host, num_experts=host.num_experts, experts_per_token=k,
-                link_seconds=link, slowdown=experts.slowdown,
+                found.threads, on_host=on_host, num_experts=host.num_experts,
+                experts_per_token=k, link_seconds=found.link, slowdown=found.slowdown,
             )  # fmt: skip
             experts.share_long_steps(costs)
-        times = ", ".join(f"{n}: {1e3 * s:.2f}" for n, s in threads.items())
+        times = ", ".join(f"{n}: {1e3 * s:.2f}" for n, s in found.threads.items())
         logger.info(
             "experts: %d of %d on the GPU, %d threads for the others; steps of up to %d tokens ask "
             "them (ms a layer by tokens: %s), longer ones stream (%.2f ms a layer; beside it the "
             "threads need %.2f times as long)",
-            *(slots, shape[0] * shape[1], team.threads, experts.most_rows, times, 1e3 * link),
-            experts.slowdown,
+            *(slots, shape[0] * shape[1], team.threads, experts.most_rows, times),
+            *(1e3 * found.link, found.slowdown),
         )  # fmt: skip
     if choice.profile is not None:
         weakref.finalize(experts, _save, choice.profile, placement, choice.model)
@@ -372,7 +373,12 @@ def _open_team(config: EngineConfig, host: HostExperts, mailbox: ExpertMailbox) 
     free = topology.compute_cpus(reserve=0) if plan is None else plan.engine
     taken = free[:1] if plan is None else (free[0], plan.copy)
     cpus = tuple(cpu for cpu in free if cpu not in taken) or free[:1]
-    return ExpertTeam(host, mailbox, library, threads=len(cpus), cpus=cpus)
+    team = ExpertTeam(host, mailbox, library, threads=len(cpus), cpus=cpus)
+    # Python's and CUDA's threads would wake up where the team spins.
+    elsewhere = ThreadsElsewhere(cpus)
+    weakref.finalize(team, elsewhere.restore)
+    logger.info("experts: CPUs %s are the threads' own", ", ".join(map(str, sorted(cpus))))
+    return team
 
 
 def _save(path: str, placement: ExpertPlacement, model: str) -> None:

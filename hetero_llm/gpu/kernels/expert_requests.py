@@ -67,6 +67,7 @@ _TILE = 1024
 _NUMBER, _ASKED, _ARRIVED, _GAVE_UP = (tl.constexpr(i) for i in range(4))
 _SEQUENCE, _LAYER, _TOKENS = (tl.constexpr(i) for i in (SEQUENCE, LAYER, TOKENS))
 _ANSWERED, _STOPPED = tl.constexpr(ANSWERED), tl.constexpr(STOPPED)
+assert (ANSWERED, STOPPED) == (0, 1)  # the two halves of one read
 _ON_DEVICE, _ON_HOST, _NOWHERE = (tl.constexpr(i) for i in (ON_DEVICE, ON_HOST, NOWHERE))
 
 
@@ -106,7 +107,8 @@ class Places:
 @triton.jit
 def _release(pointer, value, RELEASE: tl.constexpr):
     """Writes a word; whatever this program's threads wrote before their last barrier is visible to
-    any thread of the system that reads it as an acquire."""
+    any thread of the system that reads it as an acquire. A fence and a relaxed store are a release;
+    `st.release` would fence once more, which takes a trip over the link."""
     if RELEASE:
         tl.inline_asm_elementwise(
             """
@@ -116,7 +118,7 @@ def _release(pointer, value, RELEASE: tl.constexpr):
                 mov.u32 thread, %tid.x;
                 setp.eq.u32 one, thread, 0;
                 @one fence.acq_rel.sys;
-                @one st.release.sys.global.b32 [$1], $2;
+                @one st.relaxed.sys.global.b32 [$1], $2;
                 mov.b32 $0, 0;
             }
             """,
@@ -131,19 +133,21 @@ def _release(pointer, value, RELEASE: tl.constexpr):
 
 
 @triton.jit
-def _acquire(pointer, ACQUIRE: tl.constexpr):
-    """Reads a word of host memory; writes ahead of a release of its value are visible after it."""
+def _look(words, ACQUIRE: tl.constexpr):
+    """ANSWERED and, in the upper half, STOPPED, which lie side by side: one trip over the link.
+    Writes of the host ahead of its release of ANSWERED are visible afterwards."""
     if ACQUIRE:
         return tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.b32 $0, [$1];",
-            "=r,l",
-            [pointer.to(tl.int64)],
-            dtype=tl.int32,
+            "ld.acquire.sys.global.b64 $0, [$1];",
+            "=l,l",
+            [words.to(tl.int64)],
+            dtype=tl.int64,
             is_pure=False,
             pack=1,
         )
     else:
-        return tl.load(pointer, volatile=True)
+        answered = tl.load(words + _ANSWERED, volatile=True).to(tl.int64) & 0xFFFFFFFF
+        return answered | (tl.load(words + _STOPPED, volatile=True).to(tl.int64) << 32)
 
 
 @triton.jit
@@ -159,6 +163,7 @@ def _pause(SLEEP: tl.constexpr):
         )
 
 
+# large: its arguments are half of it.
 @triton.jit(do_not_specialize=["num_rows", "layer"])
 def post_kernel(
     x,  # [num_rows, hidden], x_stride apart
@@ -251,12 +256,13 @@ def post_kernel(
 def _wait_for_answer(words, number, looks, most_looks, ON_GPU: tl.constexpr):
     """Whether exchange `number` was answered before the readings came to `most_looks`; `looks`: how
     many are counted already. Numbers wrap, so their difference decides."""
-    behind = _acquire(words + _ANSWERED, ON_GPU) - number
+    found = _look(words, ON_GPU)
+    behind = found.to(tl.int32) - number
     while (behind < 0) & (looks < most_looks):
-        stopped = tl.load(words + _STOPPED, volatile=True)
-        looks = tl.where(stopped != 0, most_looks, looks + 1)
+        looks = tl.where((found >> 32) != 0, most_looks, looks + 1)
         _pause(ON_GPU)
-        behind = _acquire(words + _ANSWERED, ON_GPU) - number
+        found = _look(words, ON_GPU)
+        behind = found.to(tl.int32) - number
     return behind >= 0
 
 
