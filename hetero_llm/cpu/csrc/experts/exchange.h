@@ -94,7 +94,8 @@ class Exchange {
     std::vector<int32_t> input_place_, inner_place_, input_tile_place_, inner_tile_place_;
 
     // Of a request.
-    std::vector<Part> parts_;
+    std::vector<Part> parts_;       // experts ascending
+    std::vector<int32_t> by_rows_;  // parts, those of most tokens first
     std::vector<int32_t> starts_, tokens_, wanted_;  // wanted: tokens with experts on the host
     std::vector<float> weights_;                     // of pairs
     std::vector<int64_t> packed_pairs_;              // pairs that tiles serve
