@@ -29,8 +29,8 @@ less a graph of the same layers without a request, for each exchange. The proces
 keep off the team's cores, and the team is woken ahead of each graph, as in the engine.
 
 Table 3, 8 layers whose experts are all in the bank over the same without a bank: `bank_ms` (post
-and wait_add, nothing asked), `plain_ms` (align and combine), `ratio`. No engine has such a bank: where
-all experts fit, `plan_experts` makes none, and the layers are the plain ones.
+and wait_add, nothing asked), `plain_ms` (align and combine), `ratio`. No engine has such a bank:
+where all experts fit, `plan_experts` makes none, and the layers are the plain ones.
 
 Table 4, how much a batch can gain: `bound`, tokens/s of the largest batch over those of one
 sequence by `model_ms`, and `gain`, as measured.
