@@ -43,6 +43,7 @@ from hetero_llm.engine.builders.build_experts import (
     choose_experts,
     open_experts,
     open_memory,
+    own_cores,
 )
 from hetero_llm.engine.builders.build_host_tier import (
     HostMemory,
@@ -372,6 +373,8 @@ def _join(
             config.speculation, model_config, max_model_len, tokenizer, proposer
         )
     _set_step_times(drafter, runner, experts)
+    if experts is not None:
+        own_cores(experts, config)
     times = step_times(model_config, num_parameters)
     tier = None if host is None else host.join(built.cache, times)
     offload = None if tier is None or host is None else host

@@ -360,8 +360,6 @@ def join_experts(
 
 
 def _open_team(config: EngineConfig, host: HostExperts, mailbox: ExpertMailbox) -> ExpertTeam:
-    """Threads on all cores but the first, on which the engine's loop is likely to run, and those of
-    a draft worker and of the KV copy thread."""
     from hetero_llm.cpu import native
     from hetero_llm.cpu.expert_team import ExpertTeam
 
@@ -369,16 +367,27 @@ def _open_team(config: EngineConfig, host: HostExperts, mailbox: ExpertMailbox) 
     if library is None:
         reason = "the library of CPU kernels is not available: see the log"
         raise ConfigError(FIELD, config.experts.cpu_experts, reason)
+    cpus = _team_cpus(config)
+    return ExpertTeam(host, mailbox, library, threads=len(cpus), cpus=cpus)
+
+
+def _team_cpus(config: EngineConfig) -> tuple[int, ...]:
+    """All cores but the first, which the engine's loop has, and those of a draft worker and of the
+    KV copy thread."""
     plan = plan_cores(config, target_on_cpu=False)
     free = topology.compute_cpus(reserve=0) if plan is None else plan.engine
     taken = free[:1] if plan is None else (free[0], plan.copy)
-    cpus = tuple(cpu for cpu in free if cpu not in taken) or free[:1]
-    team = ExpertTeam(host, mailbox, library, threads=len(cpus), cpus=cpus)
-    # Python's and CUDA's threads would wake up where the team spins.
+    return tuple(cpu for cpu in free if cpu not in taken) or free[:1]
+
+
+def own_cores(experts: HybridExperts, config: EngineConfig) -> None:
+    """Lets all other threads of the process leave the cores of the experts' threads, for as long as
+    `experts` lives: Python's and CUDA's would wake up where the team spins. Called when the engine
+    is built; what compiles kernels before may use all cores."""
+    cpus = _team_cpus(config)
     elsewhere = ThreadsElsewhere(cpus)
-    weakref.finalize(team, elsewhere.restore)
+    weakref.finalize(experts, elsewhere.restore)
     logger.info("experts: CPUs %s are the threads' own", ", ".join(map(str, sorted(cpus))))
-    return team
 
 
 def _save(path: str, placement: ExpertPlacement, model: str) -> None:
