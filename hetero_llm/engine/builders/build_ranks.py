@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_llm.bridge.kv_offload.transfer_reports import board_bytes
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.model_runner import ModelRunner
@@ -26,7 +28,8 @@ from hetero_llm.distributed.process_group import (
     open_group,
 )
 from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses, RankProgram
-from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
+from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare, never
+from hetero_llm.engine.builders.build_host_tier import HostShare
 from hetero_llm.models.collectives import Rank
 from hetero_llm.utils import topology
 from hetero_llm.utils.env import child_environment, group_environment
@@ -64,6 +67,7 @@ class RankSettings:
         drafts: steps may have draft trees.
         threads: of torch, on the CPU.
         log_level, log_format: of the engine's log.
+        board: see `build_host_tier.HostShare`.
     """
 
     config: EngineConfig
@@ -75,6 +79,7 @@ class RankSettings:
     threads: int
     log_level: int
     log_format: str
+    board: int = -1
 
 
 _FORM = PlainForm(*types_within(RankSettings))
@@ -92,13 +97,25 @@ class EngineRanks:
     processes: RankProcesses | NoRanks
     share: RankShare
 
-    def parallel(self, runner: ModelRunner[Any]) -> ModelRunner[Any]:
-        """The runner that the engine calls: that of rank 0, or one that announces steps, too."""
+    def host_share(self) -> HostShare:
+        """Rank 0's share of what all ranks keep in host memory."""
+        if isinstance(self.processes, NoRanks):
+            return HostShare()
+        return HostShare(self.share, self.processes, self.processes.shared)
+
+    def parallel(
+        self, runner: ModelRunner[Any], timed_out: Callable[[], bool] = never
+    ) -> ModelRunner[Any]:
+        """The runner that the engine calls: that of rank 0, or one that announces steps, too.
+
+        Args:
+            timed_out: see `ParallelRunner`.
+        """
         if isinstance(self.processes, NoRanks):
             return runner
         self.processes.begin_serving()
         self.share.serves()
-        return ParallelRunner(runner, self.processes, self.share.gave_up)
+        return ParallelRunner(runner, self.processes, self.share.gave_up, timed_out)
 
     def adapters(self, store: AdapterStore | None) -> AdapterStore | ParallelAdapters | None:
         """What the engine opens adapters with: the store of rank 0, or all ranks' stores."""
@@ -136,9 +153,7 @@ def check_parallel(config: EngineConfig, device: torch.device) -> None:
             reason = f"needs as many GPUs, and this process sees {count}"
             raise ConfigError(_FIELD, size, reason)
     reason = f"cannot be combined with {_FIELD} ({size}) yet: leave one of them out"
-    offload = config.offload is not None
     refused: tuple[tuple[str, Any, bool], ...] = (
-        ("enable_prefix_cache_offload", True, offload),
         ("enable_prompt_adapter", True, config.prompt_adapters.enabled),
         ("cpu_offload_gb", config.load.cpu_offload_gb, bool(config.load.cpu_offload_gb)),
         ("cpu_backend", config.cpu.backend, config.cpu.backend == "ipex"),
@@ -179,7 +194,8 @@ def start_ranks(config: EngineConfig, device: torch.device) -> RankProcesses | N
     # -P: a module of the working folder must not shadow one of Python's own. Threads that spin
     # would take the cores of other ranks.
     environment = {"OMP_WAIT_POLICY": "PASSIVE"} | child_environment()
-    program = RankProgram((sys.executable, "-P", "-m", MODULE), environment)
+    shared = 0 if config.offload is None else board_bytes(size)
+    program = RankProgram((sys.executable, "-P", "-m", MODULE), environment, shared)
     abort = abort_group if device.type == "cuda" else _nothing_to_abort
     processes = RankProcesses(size, program, abort)
     pids = [os.getpid(), *processes.pids]
@@ -221,6 +237,7 @@ def join_ranks(
         threads=config.cpu.threads or 1,
         log_level=logging.getLogger("hetero_llm").getEffectiveLevel(),
         log_format=kind_of_root(),
+        board=processes.shared,
     )
     try:
         processes.send_settings(_FORM.write(settings))

@@ -39,8 +39,6 @@ def config(**given: Any) -> EngineConfig:
 @pytest.mark.parametrize(
     ("given", "device", "message"),
     [
-        ({"enable_prefix_cache_offload": True, "cpu_prefill_memory_utilization": 0.1}, CPU,
-         "enable_prefix_cache_offload=True"),
         ({"enable_prompt_adapter": True, "max_prompt_adapter_token": 8}, CPU,
          "enable_prompt_adapter=True"),
         ({"cpu_offload_gb": 1.0}, CPU, "cpu_offload_gb=1.0"),
