@@ -1,7 +1,7 @@
 """A rank process whose device is played on host memory by a fake driver, for tests on a CPU.
 
-OFFLOAD_RANK_DRIVER: the driver's library. OFFLOAD_RANK_FAULT: what goes wrong in this rank, see
-`_FAULTS`; nothing unless given.
+OFFLOAD_RANK_DRIVER: the driver's library. OFFLOAD_RANK_FAULT: what goes wrong in this rank, one of
+`_FAULTS`.
 """
 
 from __future__ import annotations
@@ -18,47 +18,67 @@ from tests.bridge.kv_offload.conftest import FakeCuda
 from tests.helpers.polled_gates import PolledGates
 
 
-def _fail_copies(driver: FakeCuda, gates: PolledGates) -> None:
-    """Some copies fail, loads and stores."""
-    driver.fail(b"cuMemcpyHtoDAsync_v2", 400, 40, 1)
-    driver.fail(b"cuMemcpyBatchAsync", 40, 12, 1)
-    driver.fail(b"cuMemcpyDtoHAsync_v2", 30, 10, 1)
+_COPIES_IN = (
+    b"cuMemcpyBatchAsync", b"cuMemcpy2DAsync", b"cuMemcpyHtoDAsync", b"cuLaunchKernel",
+)  # fmt: skip
+_DELAY_US = 300
 
 
-def _time_out(driver: FakeCuda, gates: PolledGates) -> None:
-    """Each step with loads reports that it has given up; what it computed was right."""
+class Impatient(PolledGates):
+    """Steps do not wait at all, and say so: what they compute may be wrong."""
 
-    class Impatient(PolledGates):
-        def take_error(self, turn: int) -> bool:
-            return True
-
-    gates.__class__ = Impatient
+    def wait(self, layer: int) -> None:
+        self.times_out |= not all(self.landed(flag, layer) for flag in self.armed)
 
 
-def _poison_loads(driver: FakeCuda, gates: PolledGates) -> None:
-    """Loads bring other host blocks and say that all is well."""
+def _fail_copies(driver: FakeCuda) -> PolledGates:
+    """Every third load fails on its way, and every fourth store."""
+    load, store = NativeCopier.load, NativeCopier.store
+    counts = [0, 0]
+
+    def bad_load(self: NativeCopier, *arguments: Any) -> None:
+        counts[0] += 1
+        if counts[0] % 3 == 0:
+            for name in _COPIES_IN:
+                driver.fail(name, 1, 1, 1)
+        load(self, *arguments)
+
+    def bad_store(self: NativeCopier, *arguments: Any) -> None:
+        counts[1] += 1
+        if counts[1] % 4 == 0:
+            driver.fail(b"cuMemcpyDtoHAsync", 0, 1, 1)
+        store(self, *arguments)
+
+    NativeCopier.load = bad_load  # type: ignore[method-assign]
+    NativeCopier.store = bad_store  # type: ignore[method-assign]
+    return Impatient()
+
+
+def _poison_loads(driver: FakeCuda) -> PolledGates:
+    """Loads bring other host blocks than those asked for and say that all is well."""
     load = NativeCopier.load
 
     def wrong(
-        self: NativeCopier, transfer_id: int, host_blocks: Any, blocks: Any, after_step: int,
-        compute: float | None,
-    ) -> None:  # fmt: skip
-        load(self, transfer_id, (host_blocks + 1) % self.num_host_blocks, blocks, after_step, compute)
+        self: NativeCopier, transfer_id: int, host_blocks: Any, *arguments: Any
+    ) -> None:
+        load(self, transfer_id, (host_blocks + 1) % self.num_host_blocks, *arguments)
 
     NativeCopier.load = wrong  # type: ignore[method-assign]
+    return PolledGates()
 
 
-_FAULTS = {"copies": _fail_copies, "timeout": _time_out, "poison": _poison_loads}
+_FAULTS = {
+    "": lambda driver: PolledGates(),
+    "failures": _fail_copies,
+    "poison": _poison_loads,
+}
 
 
 def main() -> int:
     driver = FakeCuda(os.environ["OFFLOAD_RANK_DRIVER"])  # type: ignore[arg-type]
-    driver.reset(0, 0)
+    driver.reset(0, _DELAY_US)
     compute = driver.new_stream()
-    gates = PolledGates()
-    fault = os.environ.get("OFFLOAD_RANK_FAULT")
-    if fault:
-        _FAULTS[fault](driver, gates)
+    gates = _FAULTS[os.environ["OFFLOAD_RANK_FAULT"]](driver)
     platform = HostPlatform(driver.path, lambda: compute, lambda: gates)
     rank_process.host_platform = lambda config, device, rank: platform  # type: ignore[assignment]
     return rank_process.main(sys.argv[1:])

@@ -18,8 +18,9 @@ class PolledGates:
 
     Attributes:
         flag_of: see `runner.layer_ready`.
+        armed: flags that the present step waits for.
         num_waits: flags that were not yet set when they were looked at.
-        times_out: the next step with loads reports that it has given up; it waits nevertheless.
+        times_out: a step has given up; see `take_error`.
         turn: names the step armed last.
     """
 
@@ -29,7 +30,7 @@ class PolledGates:
         self.times_out = False
         self.turn = 0
         self._flags = np.zeros(NUM_FLAGS, np.int32)
-        self._armed: list[LayerReadyFlag] = []
+        self.armed: list[LayerReadyFlag] = []
 
     @property
     def flags_address(self) -> int:
@@ -37,12 +38,12 @@ class PolledGates:
 
     def arm(self, transfer_ids: Sequence[int]) -> None:
         flags = [self.flag_of(transfer_id) for transfer_id in transfer_ids]
-        self._armed = [flag for flag in flags if flag is not None]
+        self.armed = [flag for flag in flags if flag is not None]
 
     def wait(self, layer: int) -> None:
         deadline = time.monotonic() + _PATIENCE_S
-        for flag in self._armed:
-            while not self._landed(flag, layer):
+        for flag in self.armed:
+            while not self.landed(flag, layer):
                 self.num_waits += 1
                 assert time.monotonic() < deadline, "a flag that is never set"
                 time.sleep(0)
@@ -51,5 +52,6 @@ class PolledGates:
         found, self.times_out = self.times_out, False
         return found
 
-    def _landed(self, flag: LayerReadyFlag, layer: int) -> bool:
+    def landed(self, flag: LayerReadyFlag, layer: int) -> bool:
+        """Whether a layer of a load is there."""
         return int(self._flags[flag.place]) - (flag.base + layer + 1) >= 0

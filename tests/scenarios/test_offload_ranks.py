@@ -91,10 +91,33 @@ def compare(engine: Engine, plain: Engine, seed: int, count: int = 16) -> int:
 
 
 def test_tokens_are_those_of_one_process(start: Any, plain: Engine) -> None:
-    engine = start()
-    assert sum(compare(engine, plain, seed) for seed in range(2)) > 200
+    """With drafts of the lookahead cache; the same traffic again, so that some are accepted."""
+    engine = start(use_lookahead=True, num_speculative_tokens=4)
+    assert sum(compare(engine, plain, seed) for seed in (2, 2, 3)) > 250
     traffic.check_over(engine)
     metrics = engine.metrics()
     assert metrics["kv_offload_loads"] > 3 and metrics["kv_offload_stores"] > 3
     assert not metrics["kv_offload_failed_loads"] and not metrics["kv_offload_broken"]
     assert metrics["kv_offload_host_evictions"] > 0
+    assert metrics["spec_decode_num_accepted_tokens"] > 10
+    # Bytes of both ranks: an aborted load may have brought some of its own.
+    assert metrics["kv_offload_bytes_d2h"] == metrics["kv_offload_stored_blocks"] * BLOCK_BYTES
+
+
+def test_what_fails_in_another_rank_changes_no_token(start: Any, plain: Engine) -> None:
+    """Copies of rank 1 fail, and its steps do not wait for loads but say that they gave them up:
+    rank 0 drops the tokens of such steps."""
+    engine = start("failures")
+    assert sum(compare(engine, plain, seed) for seed in (4, 5, 6)) > 200
+    traffic.check_over(engine)
+    metrics = engine.metrics()
+    assert metrics["kv_offload_failed_loads"] > 0 and metrics["kv_offload_failed_stores"] > 0
+    assert metrics["kv_offload_loads"] > 0 and not metrics["kv_offload_broken"]
+
+
+def test_wrong_bytes_in_another_rank_are_seen(start: Any, plain: Engine) -> None:
+    """The negative control: loads of rank 1 bring other blocks than those asked for."""
+    engine = start("poison")
+    with pytest.raises(traffic.WrongTokens):
+        for seed in range(6, 12):
+            compare(engine, plain, seed)
