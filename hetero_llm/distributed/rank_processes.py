@@ -135,6 +135,7 @@ class _Holder:
             popen.wait()
 
 
+# large: start, steps, watch and end of the same processes
 class RankProcesses:
     """Ranks 1 to size - 1 of one engine. One thread at a time.
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.images import PromptImages
@@ -16,9 +17,12 @@ from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.distributed.step_codec import (
     FINISH_MESSAGE,
     StepMessage,
+    TransferOrder,
     message_kind,
     step_from_words,
     step_to_bytes,
+    transfer_from_words,
+    transfer_to_bytes,
     value_from_words,
     value_to_bytes,
     why_not_sent,
@@ -94,3 +98,29 @@ def test_messages_with_one_value(grammar: Grammar) -> None:
 
 def test_the_message_that_finishes_a_step() -> None:
     assert message_kind(words_of(FINISH_MESSAGE)) == StepMessage.FINISH
+
+
+BLOCKS = st.lists(st.tuples(*[st.integers(0, 2**40)] * 2), max_size=5)
+
+
+@given(
+    st.sampled_from([StepMessage.LOAD_BLOCKS, StepMessage.STORE_BLOCKS, StepMessage.ABORT_LOAD]),
+    BLOCKS, st.integers(1, 2**62), st.integers(0, 2**62), st.none() | st.floats(0, 10),
+)  # fmt: skip
+def test_orders_of_copies(
+    kind: StepMessage,
+    pairs: list[tuple[int, int]],
+    transfer_id: int,
+    after_step: int,
+    compute: float | None,
+) -> None:
+    host_blocks, blocks = np.array(pairs, np.int64).reshape(-1, 2).T
+    order = TransferOrder(transfer_id, host_blocks, blocks, after_step, compute)
+    words = words_of(transfer_to_bytes(kind, order))
+    assert message_kind(words) == kind
+    read = transfer_from_words(words)
+    np.testing.assert_array_equal(read.host_blocks, host_blocks)
+    np.testing.assert_array_equal(read.blocks, blocks)
+    assert read.host_blocks.dtype == read.blocks.dtype == np.int64
+    assert (read.transfer_id, read.after_step) == (transfer_id, after_step)
+    assert read.compute == compute

@@ -6,10 +6,13 @@ OFFLOAD_RANK_DRIVER: the driver's library. OFFLOAD_RANK_FAULT: what goes wrong i
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
 from typing import Any
+
+import numpy as np
 
 from hetero_llm.bridge.kv_offload.copier import NativeCopier
 from hetero_llm.engine.builders.build_host_tier import HostPlatform
@@ -17,11 +20,10 @@ from hetero_llm.engine.processes import rank_process
 from tests.bridge.kv_offload.conftest import FakeCuda
 from tests.helpers.polled_gates import PolledGates
 
-
 _COPIES_IN = (
     b"cuMemcpyBatchAsync", b"cuMemcpy2DAsync", b"cuMemcpyHtoDAsync", b"cuLaunchKernel",
 )  # fmt: skip
-_DELAY_US = 300
+_DELAY_US = 2000
 
 
 class Impatient(PolledGates):
@@ -32,16 +34,24 @@ class Impatient(PolledGates):
 
 
 def _fail_copies(driver: FakeCuda) -> PolledGates:
-    """Every third load fails on its way, and every fourth store."""
+    """Every third load fails on its way, and every fourth store. Blocks hold noise before they are
+    loaded, so that a step that reads them too early computes something else."""
     load, store = NativeCopier.load, NativeCopier.store
     counts = [0, 0]
 
-    def bad_load(self: NativeCopier, *arguments: Any) -> None:
+    def bad_load(
+        self: NativeCopier, transfer_id: int, host_blocks: Any, blocks: Any, *arguments: Any
+    ) -> None:
+        size = self.device.num_blocks * self.device.block_bytes
+        memory = np.ctypeslib.as_array(
+            (ctypes.c_float * (size // 4)).from_address(self.device.address)
+        )
+        memory.reshape(self.device.num_blocks, -1)[blocks] = 3.0
         counts[0] += 1
         if counts[0] % 3 == 0:
             for name in _COPIES_IN:
                 driver.fail(name, 1, 1, 1)
-        load(self, *arguments)
+        load(self, transfer_id, host_blocks, blocks, *arguments)
 
     def bad_store(self: NativeCopier, *arguments: Any) -> None:
         counts[1] += 1
@@ -58,9 +68,7 @@ def _poison_loads(driver: FakeCuda) -> PolledGates:
     """Loads bring other host blocks than those asked for and say that all is well."""
     load = NativeCopier.load
 
-    def wrong(
-        self: NativeCopier, transfer_id: int, host_blocks: Any, *arguments: Any
-    ) -> None:
+    def wrong(self: NativeCopier, transfer_id: int, host_blocks: Any, *arguments: Any) -> None:
         load(self, transfer_id, (host_blocks + 1) % self.num_host_blocks, *arguments)
 
     NativeCopier.load = wrong  # type: ignore[method-assign]

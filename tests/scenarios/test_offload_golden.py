@@ -22,6 +22,7 @@ from tests.bridge.kv_offload.conftest import FakeCuda, fake, fake_cuda_library  
 from tests.helpers import offload_traffic as traffic
 from tests.helpers.polled_gates import PolledGates
 
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return traffic.tiny_folder(tmp_path_factory.mktemp("tiny") / "llama")

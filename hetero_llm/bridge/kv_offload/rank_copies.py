@@ -62,7 +62,6 @@ class _Open:
     seconds: float = 0.0
 
 
-# large: `Copier` has 13 methods
 class RanksCopier:
     """`Copier` of all ranks, in rank 0. Rates and times left are those of rank 0.
 
