@@ -1,7 +1,7 @@
-"""A rank process whose device is played on host memory by a fake driver, for tests on a CPU.
+"""A rank process of which a test wants something: a device that is played on host memory, faults.
 
-OFFLOAD_RANK_DRIVER: the driver's library. OFFLOAD_RANK_FAULT: what goes wrong in this rank, one of
-`_FAULTS`.
+OFFLOAD_RANK_DRIVER: the library of a fake driver; without it the rank has the machine's device.
+OFFLOAD_RANK_FAULT: what goes wrong in this rank, one of `_FAULTS`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import ctypes
 import logging
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,7 +66,7 @@ def _fail_copies(driver: FakeCuda) -> PolledGates:
     return Impatient()
 
 
-def _poison_loads(driver: FakeCuda) -> PolledGates:
+def _poison_loads(driver: FakeCuda | None) -> PolledGates:
     """Loads bring other host blocks than those asked for and say that all is well."""
     load = NativeCopier.load
 
@@ -75,7 +77,7 @@ def _poison_loads(driver: FakeCuda) -> PolledGates:
     return PolledGates()
 
 
-_FAULTS = {
+_FAULTS: dict[str, Callable[[Any], PolledGates]] = {
     "": lambda driver: PolledGates(),
     "failures": _fail_copies,
     "poison": _poison_loads,
@@ -83,10 +85,15 @@ _FAULTS = {
 
 
 def main() -> int:
-    driver = FakeCuda(os.environ["OFFLOAD_RANK_DRIVER"])  # type: ignore[arg-type]
+    fault = _FAULTS[os.environ.get("OFFLOAD_RANK_FAULT", "")]
+    path = os.environ.get("OFFLOAD_RANK_DRIVER")
+    if path is None:
+        fault(None)
+        return rank_process.main(sys.argv[1:])
+    driver = FakeCuda(Path(path))
     driver.reset(0, _DELAY_US)
     compute = driver.new_stream()
-    gates = _FAULTS[os.environ["OFFLOAD_RANK_FAULT"]](driver)
+    gates = fault(driver)
     platform = HostPlatform(driver.path, lambda: compute, lambda: gates)
     rank_process.host_platform = lambda config, device, rank: platform  # type: ignore[assignment]
     return rank_process.main(sys.argv[1:])
