@@ -16,6 +16,11 @@ is padded to the smallest bucket that holds it:
   "waiting verify with adapters" for adapters (a step that reads such KV has no drafts). No other
   graph waits, so a step that has to wait does not replay "decode".
 
+With several GPUs the host launches the kernels of up to some 3,000 tokens, sums included, for
+longer than they run (40 ms for 1,024 tokens, which take less than 15), so there "model" is captured
+up to 2,048 tokens, too. Contexts beyond 4,096 keys are left to the library's attention, which is
+faster and not captured.
+
 Larger steps, and with `enforce_eager` all steps, issue the same kernels uncaptured.
 """
 
@@ -48,6 +53,8 @@ GraphKey = tuple[str, int]
 """Kind and bucket of a step's graph."""
 
 MAX_GRAPH_TOKENS = 512
+_PROMPT_BUCKETS = (640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+_PROMPT_CONTEXT = 4096
 _SHORT_CONTEXT = 384
 _WAITING = "waiting "
 _WITH_ADAPTERS = "{} with adapters"
@@ -61,11 +68,18 @@ class StepBuckets(NamedTuple):
         tokens: of "model" and "verify" graphs.
         decode: of "decode" and "head" graphs, in which it is the number of sampled tokens.
         waiting: of "waiting ..." graphs.
+        prompts: of "model" graphs of more tokens; none where launches take no longer than kernels.
     """
 
     tokens: tuple[int, ...]
     decode: tuple[int, ...]
     waiting: tuple[int, ...]
+    prompts: tuple[int, ...]
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a captured step."""
+        return (*self.tokens, *self.prompts)[-1]
 
 
 class DraftedSizes(NamedTuple):
@@ -85,11 +99,18 @@ class DraftedSizes(NamedTuple):
     num_keys: int
 
 
-def step_buckets(max_num_seqs: int, max_tokens: int) -> StepBuckets:
-    """The buckets of a runner whose steps have at most `max_tokens` tokens."""
+def step_buckets(max_num_seqs: int, max_tokens: int, *, prompts: bool = False) -> StepBuckets:
+    """The buckets of a runner whose steps have at most `max_tokens` tokens.
+
+    Args:
+        prompts: steps of more than `MAX_GRAPH_TOKENS` tokens are captured, too.
+    """
     tokens = token_buckets(min(MAX_GRAPH_TOKENS, max_tokens))
     decode = token_buckets(min(MAX_GRAPH_TOKENS, max_num_seqs))
-    return StepBuckets(tokens, decode, waiting_buckets(tokens))
+    larger: tuple[int, ...] = ()
+    if prompts and max_tokens > MAX_GRAPH_TOKENS:
+        larger = _up_to(_PROMPT_BUCKETS, max_tokens)
+    return StepBuckets(tokens, decode, waiting_buckets(tokens), larger)
 
 
 def token_buckets(limit: int) -> tuple[int, ...]:
@@ -101,8 +122,12 @@ def token_buckets(limit: int) -> tuple[int, ...]:
     """
     buckets = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
     buckets += [320, 384, MAX_GRAPH_TOKENS]
-    enough = next((i for i, bucket in enumerate(buckets) if bucket >= limit), len(buckets) - 1)
-    return tuple(buckets[: enough + 1])
+    return _up_to(buckets, limit)
+
+
+def _up_to(buckets: Sequence[int], limit: int) -> tuple[int, ...]:
+    """The buckets below `limit` and the first one that holds it, if one does."""
+    return tuple(buckets[: bisect_left(buckets, limit) + 1])
 
 
 def waiting_buckets(buckets: tuple[int, ...]) -> tuple[int, ...]:
@@ -264,10 +289,12 @@ class StepGraphs:
         """
         buckets = self._buckets
         num_samples = int(step.num_samples.sum())
-        if num_tokens > buckets.tokens[-1] or num_samples > buckets.decode[-1]:
+        waits = bool(step.kv_loads) or adapted is AdapterUse.LOADING
+        if num_tokens > buckets.tokens[-1] and (waits or not self._holds_prompts(step, num_tokens)):
+            return None
+        if num_samples > buckets.decode[-1]:
             return None
         single = len(step.request_slots) == num_tokens
-        waits = bool(step.kv_loads) or adapted is AdapterUse.LOADING
         if single and plain and not waits and bool((step.num_samples == 1).all()):
             bucket = _smallest(buckets.decode, num_tokens)
             if bucket is not None:
@@ -276,7 +303,8 @@ class StepGraphs:
                 self._fill_and_replay(step, key, adapted=adapted)
                 return "decode"
         kind = "waiting model" if waits else "model"
-        bucket = _smallest(buckets.waiting if waits else buckets.tokens, num_tokens)
+        held = buckets.waiting if waits else (*buckets.tokens, *buckets.prompts)
+        bucket = _smallest(held, num_tokens)
         assert bucket is not None
         self._fill_and_replay(step, (kind, bucket), adapted=adapted)
         if not plain:
@@ -286,6 +314,11 @@ class StepGraphs:
             assert head is not None
             self.captured.replay(("head", head))
         return "head"
+
+    def _holds_prompts(self, step: SchedulerOutput, num_tokens: int) -> bool:
+        """Whether a graph for prompts serves this step of more than `MAX_GRAPH_TOKENS` tokens."""
+        longest = int((step.num_computed_tokens + step.num_scheduled_tokens).max())
+        return num_tokens <= self._buckets.most_tokens and longest <= _PROMPT_CONTEXT
 
     def replay_verify(
         self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool, adapted: AdapterUse
@@ -333,7 +366,7 @@ class StepGraphs:
                 buffer = self._buffers.decode(bucket, tile, cut=not short)
                 attention = StepAttention(self._context, buffer.inputs, tile, any_cut=not short)
                 self._capture_step((kind, bucket), buffer, attention, self._device_step.decode)
-        for bucket in reversed(buckets.tokens):
+        for bucket in reversed((*buckets.tokens, *buckets.prompts)):
             self._capture_model("model", bucket, None)
         waiting = reversed(buckets.waiting)
         for bucket in waiting if layer_ready is not None or self._adapter_loads else ():
