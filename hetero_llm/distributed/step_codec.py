@@ -29,6 +29,7 @@ import numpy as np
 
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.grammar import Grammar
+from hetero_llm.core.images import PromptImage, PromptImages
 from hetero_llm.core.lora import AdapterLoad, AdapterRef, LoRARequest
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.core.step import AdmittedSequence, PromptLogprobSpan, SchedulerOutput
@@ -78,24 +79,17 @@ _HEAD_WORDS = 8
 _TRANSFER = struct.Struct("<qqd")
 _FORM = PlainForm(
     AdmittedSequence, SamplingParams, RequestOutputKind, Grammar, PromptLogprobSpan, AdapterLoad,
-    AdapterRef, LoRARequest,
+    AdapterRef, LoRARequest, PromptImages, PromptImage,
 )  # fmt: skip
 
 FINISH_MESSAGE = _HEAD.pack(StepMessage.FINISH, *[0] * 7)
-
-
-def why_not_sent(state: AdmittedSequence) -> str | None:
-    """The field of an admitted sequence that stays in its process; None: there is none."""
-    if state.params.logits_processors:
-        return "logits_processors"
-    return "images" if state.images is not None else None
 
 
 def step_to_bytes(step: SchedulerOutput) -> bytes:
     """The message LAUNCH of a step. Its arrays are int32.
 
     Raises:
-        TypeError: the step has something that is not sent: see `why_not_sent`.
+        TypeError: a sequence has logits processors, which stay in their process.
         AssertionError: an array is of another type.
     """
     drafts = step.drafts
@@ -224,10 +218,9 @@ def _extras(step: SchedulerOutput) -> bytes:
 def _sendable(state: AdmittedSequence) -> AdmittedSequence:
     """The sequence without what only the engine's process reads: of a constraint the runners follow
     the grammar."""
-    field = why_not_sent(state)
-    if field is not None:
-        raise TypeError(f"{field} of a sequence are not sent to other ranks")
     params = state.params
+    if params.logits_processors:
+        raise TypeError("logits_processors of a sequence are not sent to other ranks")
     if params.structured_outputs is None and params.guided_decoding is None:
         return state
     params = params.clone()

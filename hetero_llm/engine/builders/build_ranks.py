@@ -154,7 +154,6 @@ def check_parallel(config: EngineConfig, device: torch.device) -> None:
             raise ConfigError(_FIELD, size, reason)
     reason = f"cannot be combined with {_FIELD} ({size}) yet: leave one of them out"
     refused: tuple[tuple[str, Any, bool], ...] = (
-        ("enable_prompt_adapter", True, config.prompt_adapters.enabled),
         ("cpu_offload_gb", config.load.cpu_offload_gb, bool(config.load.cpu_offload_gb)),
         ("cpu_backend", config.cpu.backend, config.cpu.backend == "ipex"),
     )

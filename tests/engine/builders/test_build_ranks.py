@@ -39,8 +39,6 @@ def config(**given: Any) -> EngineConfig:
 @pytest.mark.parametrize(
     ("given", "device", "message"),
     [
-        ({"enable_prompt_adapter": True, "max_prompt_adapter_token": 8}, CPU,
-         "enable_prompt_adapter=True"),
         ({"cpu_offload_gb": 1.0}, CPU, "cpu_offload_gb=1.0"),
         ({"cpu_backend": "ipex"}, CPU, "cpu_backend='ipex'"),
     ],
