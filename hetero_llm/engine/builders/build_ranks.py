@@ -152,14 +152,9 @@ def check_parallel(config: EngineConfig, device: torch.device) -> None:
         if count < size:
             reason = f"needs as many GPUs, and this process sees {count}"
             raise ConfigError(_FIELD, size, reason)
-    reason = f"cannot be combined with {_FIELD} ({size}) yet: leave one of them out"
-    refused: tuple[tuple[str, Any, bool], ...] = (
-        ("cpu_offload_gb", config.load.cpu_offload_gb, bool(config.load.cpu_offload_gb)),
-        ("cpu_backend", config.cpu.backend, config.cpu.backend == "ipex"),
-    )
-    for name, value, is_given in refused:
-        if is_given:
-            raise ConfigError(name, value, reason)
+    if config.cpu.backend == "ipex":
+        reason = f"cannot be combined with {_FIELD} ({size}) yet: leave one of them out"
+        raise ConfigError("cpu_backend", config.cpu.backend, reason)
     if device.type == "cpu" and config.cpu.weight_dtype != "auto":
         reason = f"needs the native backend, which does not share layers ({_FIELD}={size})"
         raise ConfigError("cpu_weight_dtype", config.cpu.weight_dtype, reason)
