@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ import torch
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.gpu.adapters import AdapterUse
 from hetero_llm.gpu.attention_context import AttentionContext
+from hetero_llm.gpu.compile_ahead import compile_ahead
 from hetero_llm.gpu.device_step import DeviceStep
 from hetero_llm.gpu.fill_step import StepFiller
 from hetero_llm.gpu.kernels.launch import num_multiprocessors
@@ -47,6 +49,8 @@ from hetero_llm.gpu.paged_attention import StepAttention
 from hetero_llm.gpu.step_buffer import StepBuffer, StepBuffers, StepLayout
 from hetero_llm.models.layers import Attend
 from hetero_llm.runner.layer_ready import LayerReadyAttention, LayerReadyFlags
+
+logger = logging.getLogger(__name__)
 
 K = TypeVar("K")
 GraphKey = tuple[str, int]
@@ -271,6 +275,7 @@ class StepGraphs:
         self._adapters = adapters
         self._adapter_loads = adapter_loads
         self._filled: dict[GraphKey, StepBuffer] = {}
+        self._bodies: list[tuple[GraphKey, Callable[[], None]]] = []  # not captured yet
         self._capture(drafts, layer_ready)
 
     def replay_step(
@@ -365,22 +370,28 @@ class StepGraphs:
                 tile = self._context.decode_tile(bucket, short=short)
                 buffer = self._buffers.decode(bucket, tile, cut=not short)
                 attention = StepAttention(self._context, buffer.inputs, tile, any_cut=not short)
-                self._capture_step((kind, bucket), buffer, attention, self._device_step.decode)
+                self._add_step((kind, bucket), buffer, attention, self._device_step.decode)
         for bucket in reversed((*buckets.tokens, *buckets.prompts)):
-            self._capture_model("model", bucket, None)
+            self._add_model("model", bucket, None)
         waiting = reversed(buckets.waiting)
         for bucket in waiting if layer_ready is not None or self._adapter_loads else ():
-            self._capture_model("waiting model", bucket, layer_ready)
+            self._add_model("waiting model", bucket, layer_ready)
         inputs = self._filled["model", buckets.tokens[-1]].inputs  # whose part is the same in all
         hidden = self._device_step.hidden
         for bucket in reversed(buckets.decode):
             body = partial(self._device_step.sample, inputs, hidden, bucket)
-            self.captured.capture(("head", bucket), body)
+            self._bodies.append((("head", bucket), body))
         for bucket in reversed(buckets.tokens if drafts else ()):
-            self._capture_verify("verify", bucket, short=False)
-            self._capture_verify("short verify", bucket, short=True)
+            self._add_verify("verify", bucket, short=False)
+            self._add_verify("short verify", bucket, short=True)
         for bucket in reversed(buckets.waiting if drafts and self._adapter_loads else ()):
-            self._capture_verify("waiting verify", bucket, short=False)
+            self._add_verify("waiting verify", bucket, short=False)
+        compiled = compile_ahead([body for _, body in self._bodies])
+        if compiled:
+            logger.info("compiled %d GPU kernels", compiled)
+        for key, body in self._bodies:
+            self.captured.capture(key, body)
+        self._bodies.clear()
         if drafts:
             keys = [("decode", 1), *(("verify", b) for b in buckets.tokens if b > 1)]
             seconds = replay_seconds(self.captured, keys)
@@ -388,24 +399,24 @@ class StepGraphs:
         self._device_step.reset_turns()
         torch.cuda.synchronize()
 
-    def _capture_model(self, kind: str, bucket: int, layer_ready: LayerReadyFlags | None) -> None:
+    def _add_model(self, kind: str, bucket: int, layer_ready: LayerReadyFlags | None) -> None:
         tile = self._context.chunk_tile(bucket)
         buffer = self._buffers.model(bucket, tile)
         attention: Attend = StepAttention(self._context, buffer.inputs, tile, any_cut=True)
         if layer_ready is not None:
             attention = LayerReadyAttention(attention, layer_ready)
-        self._capture_step((kind, bucket), buffer, attention, self._device_step.model)
+        self._add_step((kind, bucket), buffer, attention, self._device_step.model)
 
-    def _capture_verify(self, kind: str, bucket: int, *, short: bool) -> None:
+    def _add_verify(self, kind: str, bucket: int, *, short: bool) -> None:
         tile = self._context.tree_tile(bucket, short=short)
         buffer = self._buffers.verify(bucket, tile, cut=not short)
         attention = StepAttention(self._context, buffer.inputs, tile, any_cut=not short)
         layout = buffer.layout
         verified = self._device_step.verified.part(layout.groups, layout.samples)
         body = partial(self._device_step.verify, verified=verified)
-        self._capture_step((kind, bucket), buffer, attention, body)
+        self._add_step((kind, bucket), buffer, attention, body)
 
-    def _capture_step(
+    def _add_step(
         self,
         key: GraphKey,
         buffer: StepBuffer,
@@ -418,12 +429,12 @@ class StepGraphs:
         waits = kind.startswith(_WAITING)
         if not waits or isinstance(attention, LayerReadyAttention):
             plain = partial(body, buffer, attention, adapted=AdapterUse.NONE)
-            self.captured.capture(key, plain)
+            self._bodies.append((key, plain))
         if self._adapters:
             loads = waits and self._adapter_loads
             use = AdapterUse.LOADING if loads else AdapterUse.RESIDENT
             adapted = partial(body, buffer, attention, adapted=use)
-            self.captured.capture((_WITH_ADAPTERS.format(kind), bucket), adapted)
+            self._bodies.append(((_WITH_ADAPTERS.format(kind), bucket), adapted))
 
 
 def _smallest(buckets: tuple[int, ...], count: int) -> int | None:
