@@ -135,10 +135,10 @@ def test_steps_that_wait_draw_what_the_reference_draws(folder: Path, given: dict
         traffic.check_over(llm.engine)
 
 
-def test_copies_that_fail_in_another_rank_change_no_token(
+def test_failing_copies_change_no_token(
     folder: Path, expected: dict[int, dict[str, list[int]]]
 ) -> None:
-    """As rank 0 gets to know of them: a failed load of any rank fails for all."""
+    """Some loads bring other blocks on both ranks and are reported as failed, as are stores."""
     with two_ranks(folder, batch_invariant=True, apc_offload_gpu_evictor_limit=0) as llm:
         copier = traffic.spoil(llm.engine, 1, 0.3)
         compare(llm.engine, expected)
