@@ -19,11 +19,10 @@ from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.models.collectives import Collectives
 from hetero_llm.runner.split_step import RowPlaces, SplitStep, split
 
-LEAST_TOKENS = {"cpu": 64, "cuda": 2048}
-"""Tokens of chunks in a step from which on it is split, by the kind of device. On a GPU a split
-step runs without a graph, and each layer gathers once and stores once more: about 40 us, of which
-the half of 2048 tokens of a model of 8 billion parameters saves 0.8 ms (estimates; see
-docs/design/parallel.md)."""
+LEAST_TOKENS = {"cpu": 64, "cuda": 2049}
+"""Tokens of chunks in a step from which on it is split, by the kind of device. A split step runs
+without a CUDA graph, and launching one takes the host as long as 2,000 tokens of a model of 8
+billion parameters take the GPU: what `gpu.graph_set` captures is not split."""
 
 
 class StepPart(Protocol):

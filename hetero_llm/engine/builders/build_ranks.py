@@ -29,7 +29,7 @@ from hetero_llm.distributed.process_group import (
 from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses, RankProgram
 from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
 from hetero_llm.models.collectives import ONE_RANK, Collectives, Rank
-from hetero_llm.models.configs.transformers import TransformersConfig
+from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 from hetero_llm.utils import topology
 from hetero_llm.utils.env import child_environment, group_environment
 from hetero_llm.utils.log_sink import kind_of_root
@@ -179,8 +179,8 @@ def _check_split_steps(config: EngineConfig, device: torch.device) -> None:
 def check_sequence_ranks(model_config: ModelConfig, parallel: ParallelConfig) -> None:
     """Raises ConfigError: the tokens of a prompt of this model cannot be shared by ranks."""
     size = parallel.sequence_parallel_size
-    if size > 1 and isinstance(model_config, TransformersConfig):
-        reason = f"{model_config.class_name} runs by transformers' own code, which ranks do not run"
+    if size > 1 and isinstance(model_config, ImageModelConfig):
+        reason = f"{model_config.class_name} takes images, which are not sent to other ranks"
         raise ConfigError("sequence_parallel_size", size, reason)
 
 
