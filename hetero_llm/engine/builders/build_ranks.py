@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_llm.bridge.kv_offload.transfer_reports import board_bytes
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.config.parallel_config import ParallelConfig
 from hetero_llm.core.errors import ConfigError
@@ -27,7 +29,8 @@ from hetero_llm.distributed.process_group import (
     open_group,
 )
 from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses, RankProgram
-from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
+from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare, never
+from hetero_llm.engine.builders.build_host_tier import HostShare
 from hetero_llm.models.collectives import ONE_RANK, Collectives, Rank
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 from hetero_llm.utils import topology
@@ -65,6 +68,7 @@ class RankSettings:
         drafts: steps may have draft trees.
         threads: of torch, on the CPU.
         log_level, log_format: of the engine's log.
+        board: see `build_host_tier.HostShare`.
     """
 
     config: EngineConfig
@@ -76,6 +80,7 @@ class RankSettings:
     threads: int
     log_level: int
     log_format: str
+    board: int = -1
 
 
 _FORM = PlainForm(*types_within(RankSettings))
@@ -93,13 +98,25 @@ class EngineRanks:
     processes: RankProcesses | NoRanks
     share: RankShare
 
-    def parallel(self, runner: ModelRunner[Any]) -> ModelRunner[Any]:
-        """The runner that the engine calls: that of rank 0, or one that announces steps, too."""
+    def host_share(self) -> HostShare:
+        """Rank 0's share of what all ranks keep in host memory."""
+        if isinstance(self.processes, NoRanks):
+            return HostShare()
+        return HostShare(self.share, self.processes, self.processes.shared)
+
+    def parallel(
+        self, runner: ModelRunner[Any], timed_out: Callable[[], bool] = never
+    ) -> ModelRunner[Any]:
+        """The runner that the engine calls: that of rank 0, or one that announces steps, too.
+
+        Args:
+            timed_out: see `ParallelRunner`.
+        """
         if isinstance(self.processes, NoRanks):
             return runner
         self.processes.begin_serving()
         self.share.serves()
-        return ParallelRunner(runner, self.processes, self.share.gave_up)
+        return ParallelRunner(runner, self.processes, self.share.gave_up, timed_out)
 
     def adapters(self, store: AdapterStore | None) -> AdapterStore | ParallelAdapters | None:
         """What the engine opens adapters with: the store of rank 0, or all ranks' stores."""
@@ -138,18 +155,11 @@ def check_parallel(config: EngineConfig, device: torch.device) -> None:
             needed = "as many" if size == parallel.num_ranks else _product(parallel)
             reason = f"needs {needed} GPUs, and this process sees {count}"
             raise ConfigError(field, size, reason)
-    _check_split_steps(config, device)
-    reason = f"cannot be combined with {field} ({size}) yet: leave one of them out"
-    offload = config.offload is not None
-    refused: tuple[tuple[str, Any, bool], ...] = (
-        ("enable_prefix_cache_offload", True, offload),
-        ("enable_prompt_adapter", True, config.prompt_adapters.enabled),
-        ("cpu_offload_gb", config.load.cpu_offload_gb, bool(config.load.cpu_offload_gb)),
-        ("cpu_backend", config.cpu.backend, config.cpu.backend == "ipex"),
-    )
-    for name, value, is_given in refused:
-        if is_given:
-            raise ConfigError(name, value, reason)
+    if config.cpu.backend == "ipex":
+        reason = f"cannot be combined with {field} ({size}) yet: leave one of them out"
+        raise ConfigError("cpu_backend", config.cpu.backend, reason)
+    if parallel.sequence_parallel_size > 1:
+        _check_sequence_parallel(config, device)
     if device.type == "cpu" and config.cpu.weight_dtype != "auto":
         reason = f"needs the native backend, which does not share layers ({field}={size})"
         raise ConfigError("cpu_weight_dtype", config.cpu.weight_dtype, reason)
@@ -162,15 +172,22 @@ def _product(parallel: ParallelConfig) -> str:
     )
 
 
-def _check_split_steps(config: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError: no step is long enough for several ranks to share its tokens."""
+def _check_sequence_parallel(config: EngineConfig, device: torch.device) -> None:
+    """Raises ConfigError: ranks that share tokens do not do so with another argument."""
     size, tokens = config.parallel.sequence_parallel_size, config.max_num_batched_tokens
-    if size == 1 or tokens is None:
-        return
+    reason = f"cannot be combined with sequence_parallel_size ({size}) yet: leave one of them out"
+    refused: tuple[tuple[str, Any, bool], ...] = (
+        ("enable_prefix_cache_offload", True, config.offload is not None),
+        ("enable_prompt_adapter", True, config.prompt_adapters.enabled),
+        ("cpu_offload_gb", config.load.cpu_offload_gb, bool(config.load.cpu_offload_gb)),
+    )
+    for name, value, is_given in refused:
+        if is_given:
+            raise ConfigError(name, value, reason)
     from hetero_llm.runner.sequence_parallel import LEAST_TOKENS
 
     least = LEAST_TOKENS[device.type]
-    if tokens < least:
+    if tokens is not None and tokens < least:
         reason = f"ranks do not share steps of fewer than {least} tokens: raise it, or leave out "
         reason += f"sequence_parallel_size ({size})"
         raise ConfigError("max_num_batched_tokens", tokens, reason)
@@ -213,8 +230,9 @@ def start_ranks(config: EngineConfig, device: torch.device) -> RankProcesses | N
     # -P: a module of the working folder must not shadow one of Python's own. Threads that spin
     # would take the cores of other ranks.
     environment = {"OMP_WAIT_POLICY": "PASSIVE"} | child_environment()
+    shared = 0 if config.offload is None else board_bytes(size)
     command = (sys.executable, "-P", "-m", MODULE)
-    program = RankProgram(command, environment, config.parallel.asked_by)
+    program = RankProgram(command, environment, shared, config.parallel.asked_by)
     abort = abort_group if device.type == "cuda" else _nothing_to_abort
     processes = RankProcesses(size, program, abort)
     pids = [os.getpid(), *processes.pids]
@@ -259,6 +277,7 @@ def join_ranks(
         threads=config.cpu.threads or 1,
         log_level=logging.getLogger("hetero_llm").getEffectiveLevel(),
         log_format=kind_of_root(),
+        board=processes.shared,
     )
     try:
         processes.send_settings(_FORM.write(settings))
