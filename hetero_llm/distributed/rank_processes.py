@@ -54,11 +54,13 @@ class RankProgram:
         command: the rank's own arguments follow it.
         environment: of the processes.
         shared_bytes: of zero-filled memory that all ranks share; 0: none.
+        argument: that asks for ranks, which errors name, and its value; None: the number of ranks.
     """
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
     shared_bytes: int = 0
+    argument: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +169,19 @@ class RankProcesses:
         self._holder = _Holder()
         weakref.finalize(self, self._holder.end)
         self._sockets: list[ControlSocket] = []
+        argument = program.argument or (_FIELD, size)
         try:
             self._writer = StepWriter(size)
             self.store = create_store()
             self.shared = allocate_shared(program.shared_bytes) if program.shared_bytes else -1
         except (RingError, OSError) as error:
-            raise _not_started(size, error) from error
+            raise _not_started(argument, error) from error
         try:
             for rank in range(1, size):
                 self._start(rank, program)
         except OSError as error:
             self._release()
-            raise _not_started(size, error) from error
+            raise _not_started(argument, error) from error
         self._watch = threading.Thread(
             target=_watch, args=(weakref.ref(self), self._ended), name="hetero-llm-ranks",
             daemon=True,
@@ -409,8 +412,8 @@ def _watch(owner: weakref.ref[RankProcesses], ended: threading.Event) -> None:
         del ranks
 
 
-def _not_started(size: int, error: Exception) -> ConfigError:
-    return ConfigError(_FIELD, size, f"its processes cannot be started: {error}")
+def _not_started(argument: tuple[str, int], error: Exception) -> ConfigError:
+    return ConfigError(*argument, f"its processes cannot be started: {error}")
 
 
 def _how_it_ended(code: int) -> str:

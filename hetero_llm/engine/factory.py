@@ -56,6 +56,7 @@ from hetero_llm.engine.builders.build_pooling import BuiltPooling, build_pooling
 from hetero_llm.engine.builders.build_ranks import (
     EngineRanks,
     check_parallel,
+    check_sequence_ranks,
     for_ranks,
     join_ranks,
     start_ranks,
@@ -160,9 +161,8 @@ def build(
     if model is None:
         return build_engine(config, show_progress=show_progress, serving=serving)
     _check_no_adapters(config)
-    if config.parallel.tensor_parallel_size > 1:
-        size = config.parallel.tensor_parallel_size
-        raise ConfigError("tensor_parallel_size", size, "a model that pools runs on one device")
+    if config.parallel.num_ranks > 1:
+        raise ConfigError(*config.parallel.asked_by, "a model that pools runs on one device")
     if config.kv_events is not None:
         reason = "a model that pools has no prefix cache, so it has no events"
         raise ConfigError("kv_events_config", {"enable_kv_cache_events": True}, reason)
@@ -203,6 +203,7 @@ def build_engine(
     _check_offload(config, device)
     folder, model_config = find_served_model(config, device)
     check_ranks(model_config, config.parallel.tensor_parallel_size)
+    check_sequence_ranks(model_config, config.parallel)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     check_draft_length(config.speculation, max_model_len)
     model_config = dataclasses.replace(model_config, max_model_len=max_model_len)
@@ -385,7 +386,7 @@ def _join(
             grammars=inputs.grammars,
             constraints=config.constraints,
             prompt_adapters=open_prompt_adapters(config, model_config),
-            takes_processors=config.parallel.tensor_parallel_size == 1,
+            takes_processors=config.parallel.num_ranks == 1,
         ),
         scheduler,
         ranks.parallel(runner, never if host is None else host.gave_up),

@@ -17,6 +17,7 @@ from hetero_llm import LLM
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine import factory
 from hetero_llm.gpu import memory, weight_offload
 from hetero_llm.gpu.fused import speed_up
@@ -423,6 +424,25 @@ def test_the_profile_step_runs(tiny_folder: Path) -> None:
     )
     output = runner.finish(runner.launch(step))
     assert len(output.token_ids) == CONFIG.max_num_seqs
+
+
+def test_another_step_runs_before_the_profile_step() -> None:
+    """Where ranks share the largest step, the largest one that they do not share may take more."""
+    larger, smaller = memory.largest_step(CONFIG), memory.largest_step(CONFIG)
+    calls: list[object] = []
+
+    class Runner:
+        def launch(self, step: SchedulerOutput) -> SchedulerOutput:
+            calls.append(("launch", step is smaller))
+            return step
+
+        def finish(self, pending: SchedulerOutput) -> ModelRunnerOutput:
+            calls.append(("finish", pending is smaller))
+            return ModelRunnerOutput([], None, {}, {})
+
+    runner = memory.AlsoRuns(Runner(), smaller)
+    runner.finish(runner.launch(larger))
+    assert calls == [(name, first) for first in (True, False) for name in ("launch", "finish")]
 
 
 @pytest.fixture(scope="module")

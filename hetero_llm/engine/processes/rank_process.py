@@ -1,4 +1,4 @@
-"""A rank of a tensor-parallel model: `python -m hetero_llm.engine.processes.rank_process`.
+"""A rank of a model of several processes: `python -m hetero_llm.engine.processes.rank_process`.
 
 It builds its part of the model as the engine's process builds rank 0, and then makes the same calls
 of its runner in the same order, step after step. It sends nothing back.
@@ -211,7 +211,7 @@ def _run(
     device = torch.device(settings.device)
     share = join_group(
         rank, arguments.store, device,
-        row_bytes=settings.row_bytes, peer_memory=settings.config.parallel.peer_memory,
+        row_bytes=settings.row_bytes, parallel=settings.config.parallel,
     )  # fmt: skip
     built = _build(settings, share, control)
     gc.collect()
