@@ -129,15 +129,16 @@ def assert_equals_transformers(family: Family, outputs: list[RequestOutput]) -> 
 
 
 PATHS = ("native", "torch", "row_by_row")
-"""Of attention: decoding rows go through the CPU's own kernel where it can be built, or through
-torch; with batch invariance every row does, alone."""
+"""Of attention: compiled code where it can be built, torch, or with batch invariance torch for each
+row alone."""
 
 
-def take_path(path: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+def take_path(path: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Engine arguments."""
     if path == "torch":
         monkeypatch.setattr("hetero_llm.cpu.paged_attention.native_row_kernel", lambda *_: None)
-    return {"batch_invariant": path == "row_by_row"}
+    backend = {"cpu_backend": "torch"} if path == "torch" else {}
+    return {"batch_invariant": path == "row_by_row", **backend}
 
 
 def test_one_shot(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
