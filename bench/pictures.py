@@ -564,6 +564,7 @@ NOT_DRAWN = {
     "perplexity.c": "a table: docs/quantization.md",
     "lora_decode.c": "a table: docs/lora.md",
     "cpu_offline.L.int4.c": "one ratio, in docs/quantization.md",
+    "guided_pieces.c": "a sentence, in docs/benchmarks.md",
     "guided_requests.demo.c": "four numbers, in docs/benchmarks.md",
     "any_prompt.c": "a table: docs/history/log.md",
     "offload.stores.g": "one number, in docs/benchmarks.md",

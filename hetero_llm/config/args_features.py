@@ -112,8 +112,8 @@ OFFLOAD = grouped(
         "cpu_prefill_memory_utilization",
         _FLOAT,
         0.3,
-        "Share of the host's total memory for offloaded blocks, in (0, 1]; what is not available "
-        "is not taken, and the log says so.",
+        "Share of the host's total memory for offloaded blocks, of all ranks together, in (0, 1]; "
+        "what is not available is not taken, and the log says so.",
         above=0,
         maximum=1,
     ),
@@ -245,12 +245,14 @@ PARALLEL = grouped(
         feature="pipeline parallelism",
         short=("-pp",),
     ),
-    not_yet(
+    effective(
         "sequence_parallel_size",
         _INT,
         1,
-        "GPUs that share each long prompt.",
-        feature="sequence parallelism",
+        "GPUs of this host with the whole model that share the tokens of long prompts, one process "
+        "each; with tensor_parallel_size as many groups of GPUs. docs/parallel.md.",
+        minimum=1,
+        maximum=MAX_RANKS,
     ),
     effective(
         "data_parallel_size",

@@ -7,7 +7,7 @@ over the loopback interface: nothing can be reached from other machines, and not
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -31,13 +31,17 @@ def create_store() -> int:
     return os.memfd_create("hetero-llm-ranks", os.MFD_CLOEXEC)
 
 
-def check_no_group(size: int) -> None:
-    """Raises ConfigError: this process is in a default group, so it can be no rank of `size`."""
+def check_no_group(size: int, argument: str = "tensor_parallel_size") -> None:
+    """Raises ConfigError: this process is in a default group, so it can be no rank of `size`.
+
+    Args:
+        argument: that asks for ranks, which the error names.
+    """
     import torch.distributed as dist
 
     if dist.is_initialized():
         reason = "torch.distributed is in use in this process; leave its group first"
-        raise ConfigError("tensor_parallel_size", size, reason)
+        raise ConfigError(argument, size, reason)
 
 
 @contextmanager
@@ -86,20 +90,43 @@ def open_group(
     return group
 
 
+def group_within(members: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
+    """The group of some of the ranks that has this one. All ranks call it alike; a group of all
+    of them is the default one.
+
+    Args:
+        members: ranks of each group; each rank is in one of them.
+    """
+    import torch.distributed as dist
+
+    world = dist.group.WORLD
+    assert world is not None and sorted(sum(map(list, members), [])) == list(range(world.size()))
+    if len(members) == 1:
+        return world
+    with group_environment():
+        groups = [dist.new_group(list(one)) for one in members]
+    return next(group for group, one in zip(groups, members, strict=True) if rank in one)
+
+
 def close_group() -> None:
-    """Leaves the group; does nothing without one."""
+    """Leaves the group, and those within it; does nothing without one."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def abort_group() -> None:
+def abort_group(within: Sequence[dist.ProcessGroup] = ()) -> None:
     """Ends collectives of NCCL that wait for a dead rank; any thread may call it. Their kernels
-    return then, and leave anything in their results."""
+    return then, and leave anything in their results.
+
+    Args:
+        within: groups of `group_within`, whose collectives are ended, too.
+    """
     import torch
     import torch.distributed as dist
 
-    group = dist.group.WORLD if dist.is_initialized() else None
-    if group is not None:
-        group._get_backend(torch.device("cuda")).abort()
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is not None:
+        for group in dict.fromkeys((world, *within)):
+            group._get_backend(torch.device("cuda")).abort()

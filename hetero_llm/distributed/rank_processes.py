@@ -21,6 +21,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from hetero_llm.bridge.ipc.shared_memory import allocate_shared
 from hetero_llm.core.errors import ConfigError, HeteroLLMError, RankDeadError, RingError
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.lora import LoRARequest
@@ -28,7 +31,7 @@ from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.distributed.control_socket import ControlSocket, RankFailed, RankReached
 from hetero_llm.distributed.process_group import create_store
 from hetero_llm.distributed.step_channel import StepWriter
-from hetero_llm.distributed.step_codec import StepMessage
+from hetero_llm.distributed.step_codec import StepMessage, TransferOrder
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,7 @@ needs no lock of Python's, ten times a second."""
 _LOOK_SECONDS = 0.1  # between two looks of the watch
 _EXPLAIN_SECONDS = 2.0  # in which the watch finds what has ended a collective
 _STOP_SECONDS = 2.0  # that ranks have to end by themselves
+_NO_BLOCKS = np.zeros(0, np.int64)
 _FIELD = "tensor_parallel_size"
 
 
@@ -49,10 +53,14 @@ class RankProgram:
     Attributes:
         command: the rank's own arguments follow it.
         environment: of the processes.
+        shared_bytes: of zero-filled memory that all ranks share; 0: none.
+        argument: that asks for ranks, which errors name, and its value; None: the number of ranks.
     """
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
+    shared_bytes: int = 0
+    argument: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,10 @@ class RankArguments:
     store: int
     parent: int
     dies_with_thread: int
+
+    @property
+    def descriptors(self) -> tuple[int, int, int]:
+        return self.control, self.channel, self.store
 
     def words(self) -> list[str]:
         return [str(getattr(self, name)) for name in self.__slots__]
@@ -125,6 +137,7 @@ class _Holder:
             popen.wait()
 
 
+# large: start, steps, watch and end of the same processes
 class RankProcesses:
     """Ranks 1 to size - 1 of one engine. One thread at a time.
 
@@ -136,6 +149,8 @@ class RankProcesses:
     Attributes:
         size: see Args.
         store: descriptor for `process_group`.
+        shared: descriptor of the memory that all ranks share, the same number in all of them; -1:
+            there is none.
         pids: process ids of ranks 1 to size - 1.
 
     Raises:
@@ -154,17 +169,19 @@ class RankProcesses:
         self._holder = _Holder()
         weakref.finalize(self, self._holder.end)
         self._sockets: list[ControlSocket] = []
+        argument = program.argument or (_FIELD, size)
         try:
             self._writer = StepWriter(size)
             self.store = create_store()
+            self.shared = allocate_shared(program.shared_bytes) if program.shared_bytes else -1
         except (RingError, OSError) as error:
-            raise _not_started(size, error) from error
+            raise _not_started(argument, error) from error
         try:
             for rank in range(1, size):
                 self._start(rank, program)
         except OSError as error:
             self._release()
-            raise _not_started(size, error) from error
+            raise _not_started(argument, error) from error
         self._watch = threading.Thread(
             target=_watch, args=(weakref.ref(self), self._ended), name="hetero-llm-ranks",
             daemon=True,
@@ -192,7 +209,7 @@ class RankProcesses:
                 subprocess.Popen(
                     [*program.command, *given.words()],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=(given.control, given.channel, given.store),
+                    pass_fds=(*given.descriptors, *([self.shared] if self.shared >= 0 else [])),
                     env=dict(program.environment),
                 )
             )
@@ -262,6 +279,35 @@ class RankProcesses:
     def forget_adapter(self, name: str) -> None:
         """Lets the ranks forget the name of an adapter."""
         self._send(StepMessage.FORGET_ADAPTER, name)
+
+    def load_blocks(
+        self,
+        transfer_id: int,
+        host_blocks: np.ndarray,
+        blocks: np.ndarray,
+        after_step: int,
+        compute: float | None,
+    ) -> None:
+        """Lets the ranks load their part of KV blocks; see `TransferOrder`."""
+        order = TransferOrder(transfer_id, host_blocks, blocks, after_step, compute)
+        self._transfer(StepMessage.LOAD_BLOCKS, order)
+
+    def store_blocks(
+        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
+    ) -> None:
+        """Lets the ranks store their part of KV blocks; see `TransferOrder`."""
+        order = TransferOrder(transfer_id, host_blocks, blocks, after_step)
+        self._transfer(StepMessage.STORE_BLOCKS, order)
+
+    def abort_load(self, transfer_id: int) -> None:
+        """Lets the ranks abort a load."""
+        self._transfer(
+            StepMessage.ABORT_LOAD, TransferOrder(transfer_id, _NO_BLOCKS, _NO_BLOCKS, 0)
+        )
+
+    def _transfer(self, kind: StepMessage, order: TransferOrder) -> None:
+        self.check()
+        self._writer.transfer(kind, order, self.check)
 
     def _send(self, kind: StepMessage, value: Grammar | LoRARequest | str) -> None:
         self.check()
@@ -347,6 +393,8 @@ class RankProcesses:
         for control in self._sockets:
             control.close()
         os.close(self.store)
+        if self.shared >= 0:
+            os.close(self.shared)
 
 
 def _watch(owner: weakref.ref[RankProcesses], ended: threading.Event) -> None:
@@ -364,8 +412,8 @@ def _watch(owner: weakref.ref[RankProcesses], ended: threading.Event) -> None:
         del ranks
 
 
-def _not_started(size: int, error: Exception) -> ConfigError:
-    return ConfigError(_FIELD, size, f"its processes cannot be started: {error}")
+def _not_started(argument: tuple[str, int], error: Exception) -> ConfigError:
+    return ConfigError(*argument, f"its processes cannot be started: {error}")
 
 
 def _how_it_ended(code: int) -> str:

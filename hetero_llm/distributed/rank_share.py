@@ -13,16 +13,18 @@ def _nothing() -> None:
     pass
 
 
-def _never() -> bool:
+def never() -> bool:
+    """False: what cannot happen here."""
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
     """Attributes:
-    collectives: of the model.
+    collectives: of the model: between the ranks that share its layers.
     agreement: about what is measured at start.
     in_graphs: whether CUDA graphs may hold the collectives.
+    sequence: between the ranks with the same part of each layer, which share the tokens of a step.
     serves: called when the engine begins to serve: from now on a peer is waited for as long as
         a step may take, and no longer as long as a start.
     gave_up: whether collectives have ended without a peer, and their results are garbage.
@@ -34,9 +36,10 @@ class RankShare:
     agreement: Agreement
     in_graphs: bool = True
     serves: Callable[[], None] = _nothing
-    gave_up: Callable[[], bool] = _never
+    gave_up: Callable[[], bool] = never
     abort: Callable[[], None] = _nothing
     leave: Callable[[], None] = _nothing
+    sequence: Collectives = ONE_RANK
 
 
 ALONE_SHARE = RankShare(ONE_RANK, ALONE)

@@ -913,7 +913,7 @@ def devices_each(resolved: Mapping[str, Any]) -> int:
     Args:
         resolved: the value of every engine argument.
     """
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "sequence_parallel_size")
     return math.prod(int(resolved.get(name) or 1) for name in sizes)
 
 

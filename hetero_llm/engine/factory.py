@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
-from hetero_llm.config.offload_config import no_effect_on_cpu
 from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig
 from hetero_llm.core.drafter import CostAware
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.core.step_times import StepTimes
+from hetero_llm.distributed.rank_share import never
 from hetero_llm.engine.builders.build_adapters import (
     ServedAdapters,
     apply_adapters,
@@ -41,6 +41,7 @@ from hetero_llm.engine.builders.build_experts import ExpertMemory, choose_expert
 from hetero_llm.engine.builders.build_host_tier import (
     HostMemory,
     HostPlatform,
+    host_platform,
     offload_limits,
     open_host_memory,
     step_times,
@@ -55,6 +56,7 @@ from hetero_llm.engine.builders.build_pooling import BuiltPooling, build_pooling
 from hetero_llm.engine.builders.build_ranks import (
     EngineRanks,
     check_parallel,
+    check_sequence_ranks,
     for_ranks,
     join_ranks,
     start_ranks,
@@ -159,9 +161,8 @@ def build(
     if model is None:
         return build_engine(config, show_progress=show_progress, serving=serving)
     _check_no_adapters(config)
-    if config.parallel.tensor_parallel_size > 1:
-        size = config.parallel.tensor_parallel_size
-        raise ConfigError("tensor_parallel_size", size, "a model that pools runs on one device")
+    if config.parallel.num_ranks > 1:
+        raise ConfigError(*config.parallel.asked_by, "a model that pools runs on one device")
     if config.kv_events is not None:
         reason = "a model that pools has no prefix cache, so it has no events"
         raise ConfigError("kv_events_config", {"enable_kv_cache_events": True}, reason)
@@ -202,6 +203,7 @@ def build_engine(
     _check_offload(config, device)
     folder, model_config = find_served_model(config, device)
     check_ranks(model_config, config.parallel.tensor_parallel_size)
+    check_sequence_ranks(model_config, config.parallel)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     check_draft_length(config.speculation, max_model_len)
     model_config = dataclasses.replace(model_config, max_model_len=max_model_len)
@@ -222,7 +224,7 @@ def build_engine(
     config = for_ranks(config, device)
     inputs = _EngineInputs(
         folder, model_config, max_model_len, tokenizer, dtype, device, steps, show_progress,
-        platform or _platform(config, device), images,
+        platform or host_platform(config, device), images,
         open_grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids),
         open_event_stream(
             config.kv_events, replica=config.replica, block_size=config.cache.block_size
@@ -335,8 +337,9 @@ def _join(
     shape = cache_shape(config, own_config, dtype, device)
     events = inputs.events
     host = open_host_memory(
-        config.offload, inputs.platform, shape, inputs.scheduler, events=events.log
-    )
+        config.offload, inputs.platform, shape, inputs.scheduler,
+        events=events.log, own=ranks.host_share(),
+    )  # fmt: skip
     built = build_runner(
         config,
         inputs.scheduler,
@@ -383,10 +386,10 @@ def _join(
             grammars=inputs.grammars,
             constraints=config.constraints,
             prompt_adapters=open_prompt_adapters(config, model_config),
-            takes_processors=config.parallel.tensor_parallel_size == 1,
+            takes_processors=config.parallel.num_ranks == 1,
         ),
         scheduler,
-        ranks.parallel(runner),
+        ranks.parallel(runner, never if host is None else host.gave_up),
         OutputProcessor(tokenizer, scheduler.stop_sequence),
         asynchronous=device.type == "cuda" and not runs_on_torch(config, model_config),
         speculation_log=make_log(config.speculation),
@@ -555,29 +558,6 @@ def free_unreachable(device: str) -> None:
         from hetero_llm.gpu.memory import free_unreachable as free
 
         free()
-
-
-def _platform(config: EngineConfig, device: torch.device) -> HostPlatform | None:
-    """Access to the device for the host tier; None without offload, and on a CPU."""
-    if config.offload is None:
-        return None
-    if device.type == "cpu":
-        logger.warning("%s", no_effect_on_cpu())
-        return None
-    import torch
-
-    from hetero_llm.engine.core_plan import plan_cores
-    from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
-    from hetero_llm.utils.numa import numa_node
-
-    plan = plan_cores(config, target_on_cpu=False)
-    return HostPlatform(
-        libcuda="libcuda.so.1",
-        current_stream=lambda: torch.cuda.current_stream(device).cuda_stream,
-        make_layer_ready=lambda: DeviceLayerReadyFlags(device, lambda transfer_id: None),
-        node=numa_node(device.index or 0),
-        core=None if plan is None else plan.copy,
-    )
 
 
 def _check_offload(config: EngineConfig, device: torch.device) -> None:

@@ -238,6 +238,7 @@ def limit_steps(
         tokens = _DEFAULT_BATCHED_TOKENS[device_type]
         if serving:
             tokens = min(tokens, _TOKENS_WHEN_SERVING)
+        tokens *= config.parallel.sequence_parallel_size  # a step takes as long as on one device
         tokens = max(tokens, config.max_num_seqs)
         if not config.enable_chunked_prefill:
             tokens = max(tokens, max_model_len)

@@ -58,6 +58,7 @@ class AttentionContext:
         dtype: of queries.
 
     Attributes:
+        dtype: see Args.
         windows: the different sliding windows of the layers, None for full attention.
         slopes: [heads] float32 of ALiBi, or None.
         keys, values: of each layer, [blocks, block size, KV heads, head_dim].
@@ -81,7 +82,7 @@ class AttentionContext:
             device = block_tables.device
             self.slopes = torch.tensor(config.alibi_slopes, dtype=torch.float32, device=device)
         self._group = config.num_heads // config.num_kv_heads
-        self._dtype = dtype
+        self.dtype = dtype
         self._workspaces: dict[int, Workspace] = {}
         programs = _PIECES_PER_SM * num_multiprocessors(block_tables.device)
         self.max_pieces = max(1, programs // config.num_kv_heads)
@@ -123,7 +124,7 @@ class AttentionContext:
         if least > rows:
             rows = least
             keys, warps, stages, programs = _WIDE_TILES.get(rows, (keys, warps, stages, programs))
-        row_bytes = triton.next_power_of_2(self.config.head_dim) * self._dtype.itemsize
+        row_bytes = triton.next_power_of_2(self.config.head_dim) * self.dtype.itemsize
         keys = max(16, keys * 256 // max(row_bytes, 256))
         return TileShape(rows, keys, warps, stages, programs)
 

@@ -51,7 +51,10 @@ _MOST_LOOKS = 2**31 - 1
 _ONE_SHOT_BYTES_OF_TWO = 16 << 20
 _ONE_SHOT_BYTES = 2 << 20  # over the number of ranks
 _TWO_SHOT_BYTES = 16 << 20
-_GATHERED_BYTES = 4 << 20  # of each rank
+GATHERED_BYTES, GATHERED_BYTES_OF_ROWS = 4 << 20, 16 << 20
+"""Of a rank's columns, most that a launch gathers: of the logits of few tokens, and of the keys and
+values of many."""
+
 _FEW_ROWS = 64  # one program each
 
 
@@ -65,14 +68,14 @@ class _Sizes:
     tiles: int
 
     @staticmethod
-    def of(size: int, row_bytes: int) -> _Sizes:
+    def of(size: int, row_bytes: int, gathered_bytes: int) -> _Sizes:
         row_bytes = -(-row_bytes // 128) * 128
         one_shot = _ONE_SHOT_BYTES_OF_TWO if size == 2 else _ONE_SHOT_BYTES // size
         return _Sizes(
             row_bytes,
             max(one_shot // row_bytes, 1),
             max(_TWO_SHOT_BYTES // (TILE_BYTES * size), 1),
-            _GATHERED_BYTES // TILE_BYTES,
+            gathered_bytes // TILE_BYTES,
         )
 
     def buffers(self) -> tuple[tuple[int, int], ...]:
@@ -92,6 +95,7 @@ class PeerCollectives:
     Args:
         memory: At least `_Sizes.num_bytes`, all `NOT_YET_BITS`.
         row_bytes: Of the rows that are summed most: the hidden size in the model's type.
+        gathered_bytes: Of a rank's columns, most that a launch gathers.
 
     Attributes:
         rank: Of this process.
@@ -101,11 +105,17 @@ class PeerCollectives:
     in_graphs = True
 
     def __init__(
-        self, memory: PeerMemory, exchange: Exchange, device: torch.device, *, row_bytes: int
+        self,
+        memory: PeerMemory,
+        exchange: Exchange,
+        device: torch.device,
+        *,
+        row_bytes: int,
+        gathered_bytes: int = GATHERED_BYTES,
     ) -> None:
         self.rank = Rank(exchange.rank, exchange.size)
         self._memory, self._exchange = memory, exchange
-        sizes = _Sizes.of(self.rank.size, row_bytes)
+        sizes = _Sizes.of(self.rank.size, row_bytes, gathered_bytes)
         buffers, first = [], 0
         for pieces, piece_bytes in sizes.buffers():
             end = first + ReceiveBuffer.num_bytes(self.rank.size, pieces, piece_bytes) // 2
@@ -228,21 +238,24 @@ def open_peer_collectives(
     device: torch.device,
     exchange: Exchange,
     *,
+    gathered_bytes: int = GATHERED_BYTES,
     makers: Sequence[tuple[str, Maker]] | None = None,
 ) -> PeerCollectives:
     """Maps memory on all ranks and makes their collectives. All ranks call it.
 
     Args:
-        row_bytes: As `PeerCollectives`.
+        row_bytes, gathered_bytes: As `PeerCollectives`.
         device: Of this rank, the current CUDA device.
         makers: As `make_peer_memory`.
 
     Raises:
         PeersUnreachable: On all ranks; other collectives have to serve.
     """
-    num_bytes = _Sizes.of(exchange.size, row_bytes).num_bytes(exchange.size)
+    num_bytes = _Sizes.of(exchange.size, row_bytes, gathered_bytes).num_bytes(exchange.size)
     memory = make_peer_memory(num_bytes, device, exchange, fill=NOT_YET_BITS, makers=makers)
-    collectives = PeerCollectives(memory, exchange, device, row_bytes=row_bytes)
+    collectives = PeerCollectives(
+        memory, exchange, device, row_bytes=row_bytes, gathered_bytes=gathered_bytes
+    )
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     exchange.gather(None)  # no rank sends before all are ready

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,24 @@ class StepRunner(Protocol[P]):
     def launch(self, step: SchedulerOutput) -> P: ...
 
     def finish(self, pending: P) -> ModelRunnerOutput: ...
+
+
+class AlsoRuns(Generic[P]):
+    """A `StepRunner` that runs another step before the one that it is given.
+
+    Args:
+        step: that other one, whose KV blocks are among those of the given one.
+    """
+
+    def __init__(self, runner: StepRunner[P], step: SchedulerOutput) -> None:
+        self._runner, self._step = runner, step
+
+    def launch(self, step: SchedulerOutput) -> P:
+        self._runner.finish(self._runner.launch(self._step))
+        return self._runner.launch(step)
+
+    def finish(self, pending: P) -> ModelRunnerOutput:
+        return self._runner.finish(pending)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ from hetero_llm.gpu.kernels.tree_verify import VerifiedTrees
 from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
 from hetero_llm.gpu.paged_attention import LibraryPlanner, LibraryRows, StepAttention
 from hetero_llm.gpu.sampled_rows import SampledRowsPlanner
+from hetero_llm.gpu.shared_kv import NoStepSharer, SharedKV, SharedRows, StepSharer
 from hetero_llm.gpu.step_buffer import LEAST_WRITES, StepBuffers
 from hetero_llm.gpu.token_masks import DeviceTokenMasks, StepMasks
 from hetero_llm.models.config import ModelConfig
@@ -57,6 +58,12 @@ from hetero_llm.runner.model_runner import (
     plain_output,
     sample_step,
 )
+from hetero_llm.runner.sequence_parallel import (
+    NO_SEQUENCE_PARALLEL,
+    NoSequenceParallel,
+    SequenceParallel,
+)
+from hetero_llm.runner.split_step import SplitStep
 from hetero_llm.runner.upload import upload
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import Sampler
@@ -134,6 +141,7 @@ class GpuModelRunner:
         adapters: of the model's products; None: it has none.
         experts: of the model's mixtures, some of them on the host; None: all are on the device.
         most_looks: see `kernels.sample.MaskPlaces`.
+        sequence: which steps other ranks share.
 
     Attributes:
         model, cache, layer_ready: see Args.
@@ -161,6 +169,7 @@ class GpuModelRunner:
         adapters: GpuAdapters | None = None,
         experts: HybridExperts | None = None,
         most_looks: int = MOST_LOOKS,
+        sequence: SequenceParallel | NoSequenceParallel = NO_SEQUENCE_PARALLEL,
     ) -> None:
         check_supported(config)
         device, dtype = cache.data.device, next(model.parameters()).dtype
@@ -186,6 +195,9 @@ class GpuModelRunner:
         self._context = AttentionContext(config, cache, block_tables, dtype)
         self._library = LibraryPlanner(self._context, dtype)
         self._sampled_rows = SampledRowsPlanner(self._context, max_num_seqs)
+        self._sharer: StepSharer | NoStepSharer = NoStepSharer()
+        if isinstance(sequence, SequenceParallel):
+            self._sharer = StepSharer(self._context, sequence, max_tokens=max_num_batched_tokens)
         self._buffers = StepBuffers(
             self._context,
             max_num_seqs=max_num_seqs,
@@ -327,6 +339,9 @@ class GpuModelRunner:
         elif adapted is AdapterUse.LOADING and self.layer_ready is not None:
             self.layer_ready.arm(())  # graphs that wait for adapters wait for KV, too
         self._apply_changes(step)
+        part = self._sharer.split(step)
+        if part is not None:
+            return self._launch_shared(step, part, adapted=adapted)
         if step.drafts is not None:
             return self._launch_drafted(step, step.drafts, adapted=adapted)
         num_tokens = int(step.num_scheduled_tokens.sum())
@@ -423,6 +438,34 @@ class GpuModelRunner:
             launched.drafted = self._drafted_step(step, drafts, hidden[: sizes.num_tokens])
         return self._completed(launched, masks, adapted)
 
+    def _launch_shared(
+        self, step: SchedulerOutput, part: SplitStep, *, adapted: AdapterUse
+    ) -> LaunchedStep:
+        """A step of which this rank computes a part. All ranks sample all of its samples: by the
+        torch sampler, since the step input buffer has those of the part."""
+        assert isinstance(self._sharer, StepSharer)
+        drafts, tables = step.drafts, self.filler.block_tables
+        samples = drafts is None and not step.prompt_logprob_spans
+        masks = self._plan_masks(step, plain=False)
+        rows = self._sharer.send(step, part, tables, samples=samples)
+        if drafts is not None:
+            sizes = drafted_sizes(rows.own)
+            verified = self._device_step.verified.part(sizes.num_groups, sizes.num_samples)
+            hidden = self._verify_uncaptured(
+                rows.own, verified, plain=False, adapted=adapted, kv=rows.kv
+            )
+            launched = self._copy_results(step, self._device_step.tokens[:0])
+            launched.drafted = self._drafted_step(step, drafts, rows.gather(hidden))
+        else:
+            hidden, sampled_rows = self._run_uncaptured(
+                rows.own, int(rows.own.num_scheduled_tokens.sum()),
+                plain=False, adapted=adapted, shared=rows,
+            )  # fmt: skip
+            if samples and not sampled_rows:
+                hidden = rows.own_samples(hidden)
+            launched = self._sample_by_torch(step, rows.gather(hidden), sampled_rows=samples)
+        return self._completed(launched, masks, adapted)
+
     def _replay_verify(
         self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool, adapted: AdapterUse
     ) -> LaunchedStep | None:
@@ -462,20 +505,30 @@ class GpuModelRunner:
     # -- steps without a graph --------------------------------------------------------------
 
     def _run_uncaptured(
-        self, step: SchedulerOutput, num_tokens: int, *, plain: bool, adapted: AdapterUse
+        self,
+        step: SchedulerOutput,
+        num_tokens: int,
+        *,
+        plain: bool,
+        adapted: AdapterUse,
+        shared: SharedRows | None = None,
     ) -> tuple[torch.Tensor, bool]:
         """Issues the kernels of a step without drafts. If plain, it samples, too.
+
+        Args:
+            shared: of which the step is this rank's part; None: it is a whole one.
 
         Returns:
             [T, hidden] and False, or, where the last layer leaves out what nothing reads, [N,
             hidden] of the rows of the N samples and True.
         """
-        single = len(step.request_slots) == num_tokens
+        single = shared is None and len(step.request_slots) == num_tokens
         library: tuple[LibraryRows, ...] = ()
         planned = sampled = None
         if not single:
             # Adapters are added to the rows of the step, so all layers have to have those.
-            if self.model.selects_rows and not step.prompt_logprob_spans and not adapted:
+            all_rows = bool(step.prompt_logprob_spans) if shared is None else not shared.of_samples
+            if self.model.selects_rows and not all_rows and not adapted:
                 sampled = self._sampled_rows.plan(step)
             library, planned = self._library.plan(
                 step.request_slots,
@@ -499,6 +552,7 @@ class GpuModelRunner:
             library=library,
             planned=planned is None or bool(planned.any()),
             sampled=sampled,
+            kv=None if shared is None else shared.kv,
         )
         if step.kv_loads:
             assert self.layer_ready is not None
@@ -512,17 +566,24 @@ class GpuModelRunner:
         return hidden, sampled is not None
 
     def _verify_uncaptured(
-        self, step: SchedulerOutput, verified: VerifiedTrees, *, plain: bool, adapted: AdapterUse
+        self,
+        step: SchedulerOutput,
+        verified: VerifiedTrees,
+        *,
+        plain: bool,
+        adapted: AdapterUse,
+        kv: SharedKV | None = None,
     ) -> torch.Tensor:
         """Issues the kernels of a step with drafts: [T, hidden]. If plain, it samples and writes
-        `verified`, whose size is that of the step, too."""
+        `verified`, whose size is that of the step, too. `kv`: see `StepAttention`."""
         short = is_short(step.num_computed_tokens + step.num_scheduled_tokens, self._context)
         tile = self._context.tree_tile(int(step.num_scheduled_tokens.sum()), short=short)
         groups = len(verified.counts)
         samples = len(verified.packed) - groups
         buffer = self._buffers.exact(step, tile, samples=samples, groups=groups, cut=not short)
-        any_cut = self.filler.fill(step, buffer)
-        attention = StepAttention(self._context, buffer.inputs, tile, any_cut=any_cut)
+        every = np.ones(len(step.request_slots), np.bool_)  # a part may have more than slots
+        any_cut = self.filler.fill(step, buffer, every)
+        attention = StepAttention(self._context, buffer.inputs, tile, any_cut=any_cut, kv=kv)
         hidden = self._device_step.run_model(buffer, attention, adapted=adapted)
         if plain:
             self._device_step.verify_trees(buffer.inputs, hidden, verified)

@@ -24,6 +24,7 @@ from hetero_llm.gpu.library_attention import (
     cudnn_works,
     flash_works,
 )
+from hetero_llm.gpu.shared_kv import CacheKV, SharedKV
 from hetero_llm.gpu.step_buffer import StepInputs
 from hetero_llm.gpu.uploads import Uploads
 from hetero_llm.models.layers import RotaryHeads
@@ -83,6 +84,7 @@ class StepAttention:
         library: tuple[LibraryRows, ...] = (),
         planned: bool = True,
         sampled: SampledRows | None = None,
+        kv: SharedKV | None = None,
     ) -> None:
         """
         Args:
@@ -91,6 +93,7 @@ class StepAttention:
             library: tokens that the work list leaves out.
             planned: the work list has items.
             sampled: rows for which the last layer's attention returns results; None: all.
+            kv: where keys and values go; None: into the cache.
         """
         self._any_cut = any_cut
         self._context = context
@@ -100,6 +103,7 @@ class StepAttention:
         self._library = library
         self._planned = planned
         self._sampled = sampled
+        self._kv = kv or CacheKV(context, inputs.slot_mapping)
         tree = inputs.tree
         ancestors = None if tree is None else tree.ancestors
         self._masks = RowMasks(inputs.limits, inputs.positions, ancestors)
@@ -117,10 +121,10 @@ class StepAttention:
         *,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        keys, values = self._context.keys[layer], self._context.values[layer]
-        inverses = self._context.inverses[layer]
-        store(k, v, self._inputs.slot_mapping, keys, values, inverses=inverses)
-        return self._attend(layer, q, keys, values, sinks)
+        to = self._kv.target(layer)
+        store(k, v, to.slot_mapping, to.keys, to.values, inverses=to.inverses)
+        self._kv.stored(layer)
+        return self._attend(layer, q, sinks)
 
     def rotary(
         self,
@@ -131,36 +135,30 @@ class StepAttention:
         *,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        keys, values = self._context.keys[layer], self._context.values[layer]
-        norm = heads.qk_norm
+        to, norm = self._kv.target(layer), heads.qk_norm
         q = rope_store(
             qkv,
             self._inputs.positions,
-            self._inputs.slot_mapping,
+            to.slot_mapping,
             rows.table,
             None if norm is None else norm.q_weight,
             None if norm is None else norm.k_weight,
             0.0 if norm is None else norm.eps,
-            keys,
-            values,
+            to.keys,
+            to.values,
             heads.num_heads,
-            inverses=self._context.inverses[layer],
+            inverses=to.inverses,
         )
-        return self._attend(layer, q, keys, values, sinks)
+        self._kv.stored(layer)
+        return self._attend(layer, q, sinks)
 
     def select(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         if self._sampled is None or layer != self._sampled.layer:
             return x
         return x.index_select(0, self._sampled.rows)
 
-    def _attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        keys, values = self._context.keys[layer], self._context.values[layer]
         config = self._context.config
         window = config.sliding_windows[layer]
         scale, kv_scales = config.attn_scale, self._context.kv_scales[layer]
@@ -277,8 +275,9 @@ class LibraryPlanner:
         """
         counts = num_scheduled_tokens
         first_rows = np.cumsum(counts) - counts
-        ragged = np.full(len(counts), self._flash) & (counts >= _RAGGED_TOKENS)
-        alone = int((counts >= _RAGGED_TOKENS).sum()) == 1
+        chunks = counts >= _RAGGED_TOKENS
+        ragged = np.full(len(counts), self._flash) & chunks
+        alone = len(np.unique(request_slots[chunks])) == 1  # in one piece or in two
         long = np.zeros(len(counts), bool)
         if self._cudnn and not self._has_windows:
             long = counts >= (_LONG_TOKENS_ALONE if alone else _LONG_TOKENS)

@@ -14,6 +14,7 @@ attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +28,15 @@ from hetero_llm.models.rotary import StepRotary
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.scored_attention import Reach, ScoredAttention, Scoring
 from hetero_llm.spec_decode.verify import TreeTokens
+
+GatherKV = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of the tokens that attend, [R, N, D] each, to those that are stored, [T, N, D]:
+see `sequence_parallel.StepPart`."""
+
+
+def as_they_are(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `GatherKV` of a step whose tokens all attend here."""
+    return k, v
 
 
 class RowKernel(Protocol):
@@ -146,16 +156,18 @@ class TorchPagedAttention:
         kv_indices: np.ndarray,
         blocks: np.ndarray,
         trees: TreeTokens | None = None,
+        gather_kv: GatherKV = as_they_are,
     ) -> PlannedAttention:
         """Prepares one step.
 
         Args:
-            num_computed_tokens: [S] tokens in the cache before the step.
-            num_scheduled_tokens: [S] tokens of the step.
+            num_computed_tokens: [S] tokens in the cache before the sequence's own that attend.
+            num_scheduled_tokens: [S] tokens that attend.
             block_tables: [S, columns] block ids.
             kv_indices: [T] index of each token's K and V within its sequence.
             blocks: [T] block that each token's K and V are stored to.
-            trees: the step's draft trees; None: it has none.
+            trees: the draft trees that attend; None: there are none.
+            gather_kv: makes the K and V that are stored.
         """
         shape = self._cache.shape
         device = self._cache.data.device
@@ -170,6 +182,7 @@ class TorchPagedAttention:
             self._row_by_row,
             self._row_kernel,
             self._scored,
+            gather_kv,
         )
 
     def _groups(
@@ -290,7 +303,9 @@ class PlannedAttention:
         row_by_row: bool,
         row_kernel: RowKernel | None,
         scored: ScoredAttention | None,
+        gather_kv: GatherKV,
     ) -> None:
+        self._gather_kv = gather_kv
         self._row_kernel = row_kernel
         self._scored = scored
         self._config = config
@@ -308,14 +323,8 @@ class PlannedAttention:
         *,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Stores K and V of this layer, then attends: q [T, H, D], k and v [T, N, D]."""
-        if self._row_kernel is not None:
-            self._row_kernel.store(layer, self._token_rows, k, v)
-        else:
-            size = self._cache.shape.block_size
-            rows = self._token_rows + layer * 2 * size
-            self._cache.tokens.index_copy_(0, rows, k.reshape(len(k), -1))
-            self._cache.tokens.index_copy_(0, rows + size, v.reshape(len(v), -1))
+        """Stores K and V of this layer, then attends: q [R, H, D], k and v [R, N, D]."""
+        self._store(layer, *self._gather_kv(k, v))
         window = self._config.sliding_windows[layer]
         if len(self._groups) == 1:
             return self._attend(self._groups[0], layer, window, q, k, v, sinks)
@@ -324,6 +333,16 @@ class PlannedAttention:
             own = group.tokens
             out[own] = self._attend(group, layer, window, q[own], k[own], v[own], sinks)
         return out
+
+    def _store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """k and v: [T, N, D]."""
+        if self._row_kernel is not None:
+            self._row_kernel.store(layer, self._token_rows, k, v)
+            return
+        size = self._cache.shape.block_size
+        rows = self._token_rows + layer * 2 * size
+        self._cache.tokens.index_copy_(0, rows, k.reshape(len(k), -1))
+        self._cache.tokens.index_copy_(0, rows + size, v.reshape(len(v), -1))
 
     def rotary(
         self,

@@ -33,6 +33,11 @@ from hetero_llm.runner.attention import RowKernel, TorchPagedAttention
 from hetero_llm.runner.image_rows import SlotImages
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.layer_ready import LayerReadyAttention, LayerReadyFlags
+from hetero_llm.runner.sequence_parallel import (
+    NO_SEQUENCE_PARALLEL,
+    NoSequenceParallel,
+    SequenceParallel,
+)
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.runner.virtual_tokens import VirtualTokens
 from hetero_llm.sampling.sampler import LogprobTensors, Sampler, SampleResult, token_logprobs
@@ -93,6 +98,7 @@ class TorchModelRunner:
         typical: see `runner.verify`; to be set before the first step.
         layer_ready: the flags at which steps with `kv_loads` wait; to be set before the first one.
         adapters: of the steps' requests; to be set before the first step.
+        sequence: which steps other ranks share; to be set before the first step.
     """
 
     def __init__(
@@ -111,6 +117,7 @@ class TorchModelRunner:
         self.typical: TypicalAcceptance | None = None
         self.layer_ready: LayerReadyFlags | None = None
         self.adapters: StepAdapters | NoStepAdapters = NoStepAdapters()
+        self.sequence: SequenceParallel | NoSequenceParallel = NO_SEQUENCE_PARALLEL
         self.model = model
         self.cache = cache
         self._device = device
@@ -140,23 +147,28 @@ class TorchModelRunner:
         if step.kv_loads:
             arm_layer_ready(self.layer_ready, step)
         self._apply_changes(step)
-        self.adapters.begin(step)
+        part = self.sequence.part(step, self._device)
+        own = part.own
+        self.adapters.begin(own)
         if self._sampler.has_history:
             observe_inputs(self._sampler, step)
         trees = tree_tokens(step, step.drafts)
-        sequence_of = np.repeat(np.arange(len(step.request_slots)), step.num_scheduled_tokens)
+        own_trees = trees if own is step else tree_tokens(own, own.drafts)
         size = self.cache.shape.block_size
-        tables = self._block_tables[step.request_slots]
+        slots = np.repeat(step.request_slots, step.num_scheduled_tokens)
         indices = trees.kv_indices
-        blocks = tables[sequence_of, indices // size]
+        blocks = self._block_tables[slots, indices // size]
         attend: Attend = self._attention.plan(
-            step.num_computed_tokens, step.num_scheduled_tokens, tables, indices, blocks, trees
-        )
+            own.num_computed_tokens, own.num_scheduled_tokens,
+            self._block_tables[own.request_slots], indices, blocks, own_trees, part.gather_kv,
+        )  # fmt: skip
         if step.kv_loads:
             assert self.layer_ready is not None
             attend = LayerReadyAttention(attend, self.layer_ready)
-        token_ids = self._input_tokens(trees.token_ids, step.request_slots[sequence_of])
-        hidden = self._forward(step, token_ids, trees.positions, attend)
+        token_ids = self._input_tokens(
+            own_trees.token_ids, np.repeat(own.request_slots, own.num_scheduled_tokens)
+        )
+        hidden = part.gather_hidden(self._forward(own, token_ids, own_trees.positions, attend))
         if step.drafts is not None:
             return drafted_step(
                 self.model,

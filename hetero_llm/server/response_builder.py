@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -27,7 +27,12 @@ from hetero_llm.server.request_parsing import CheckedRequest
 B = TypeVar("B", bound=Generation)
 Delta = tuple[int, RequestOutput, CompletionOutput]
 """New tokens of a sequence: the index of its prompt, the output they came in, and themselves."""
-Send = Callable[[msgspec.Struct], Awaitable[None]]
+
+
+class Send(Protocol):
+    """Sends events, those of one call in one write."""
+
+    def __call__(self, *payloads: msgspec.Struct) -> Awaitable[None]: ...
 
 
 class ResponseBuilder(ABC, Generic[B]):
@@ -76,15 +81,16 @@ class ChunkBuilder(ResponseBuilder[B]):
         found = deltas(self._outputs(), self._settings.stream_interval)
         async with aclosing(found):
             async for index, output, one in found:
+                chunks: list[msgspec.Struct] = []
                 if not opened:
                     opened = True
-                    for chunk in self._opening_chunks(usage.of_chunk(self._counter)):
-                        await send(chunk)
+                    chunks += self._opening_chunks(usage.of_chunk(self._counter))
                 self._counter.note(index, output, [one])
                 choice = self._chunk_choice(index, output, one)
-                if choice is None:
-                    continue
-                await send(self._chunk([choice], usage.of_chunk(self._counter)))
+                if choice is not None:
+                    chunks.append(self._chunk([choice], usage.of_chunk(self._counter)))
+                if chunks:
+                    await send(*chunks)
         if usage.last:
             await send(self._chunk([], self._counter.usage()))
 

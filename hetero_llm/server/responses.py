@@ -275,9 +275,12 @@ class EventStream:
         traceback; such a circle would keep the whole request until a garbage collection."""
         self._task = None
 
-    async def send(self, payload: Any) -> None:
-        """Writes a payload as one event; waits while the client's buffers are full."""
-        await self._write(self._framing.frame(payload))
+    async def send(self, *payloads: Any) -> None:
+        """Writes each payload as an event, all of them at once; waits while the client's buffers
+        are full."""
+        frame = self._framing.frame
+        data = frame(*payloads) if len(payloads) == 1 else b"".join(map(frame, payloads))
+        await self._write(data)
 
     async def done(self) -> None:
         """The stream's clean end."""

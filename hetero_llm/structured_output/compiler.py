@@ -57,6 +57,19 @@ class Vocabulary:
     eos_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Pristine:
+    """A compiled grammar.
+
+    Attributes:
+        matcher: at its beginning, not to be changed. It may be in error.
+        why_useless: why no output can follow the grammar; "" if one can.
+    """
+
+    matcher: LLMatcher
+    why_useless: str
+
+
 class GrammarCompiler:
     """Compiles and keeps the grammars of an engine's requests. Thread-safe.
 
@@ -68,7 +81,7 @@ class GrammarCompiler:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._built: LLTokenizer | None = None
-        self._pristine: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._pristine: OrderedDict[str, Future[_Pristine]] = OrderedDict()
         self._written: OrderedDict[bytes, ConstraintGrammar] = OrderedDict()
 
     def warm_up(self) -> None:
@@ -134,12 +147,12 @@ class GrammarCompiler:
             SamplingError: as `grammar`.
         """
         beside = isinstance(params, ToolOutputParams) and params.answer is not None
-        if beside or _why_useless(self._compiled(grammar.text)):
+        if beside or self._compiled(grammar.text).why_useless:
             self.grammar(params)  # which knows the parts that an error is named after
 
     def _check(self, written: ConstraintGrammar) -> None:
         """Raises SamplingError: the grammar cannot be followed."""
-        reason = _why_useless(self._compiled(written.text))
+        reason = self._compiled(written.text).why_useless
         if reason:
             self._forget(written.text)
             raise self._refused(written, reason)
@@ -148,7 +161,7 @@ class GrammarCompiler:
         """The error of a grammar that cannot be followed, which names the first of its schemas that
         cannot be followed alone."""
         for one in written.schemas:
-            why = reason if one.text == written.text else _why_useless(self._made(one.text))
+            why = reason if one.text == written.text else self._made(one.text).why_useless
             if why:
                 schema = one.source.schema
                 path, value = place_of(why, schema) or ("", schema)
@@ -171,14 +184,15 @@ class GrammarCompiler:
 
     def open_as(self, kind: type[M], grammar: Grammar, output_ids: Sequence[int]) -> M:
         """The same as a subclass of `Matcher`."""
-        matcher = kind(self._compiled(grammar.text).deep_copy(), grammar, self._vocabulary.eos_ids)
+        pristine = self._compiled(grammar.text).matcher
+        matcher = kind(pristine.deep_copy(), grammar, self._vocabulary.eos_ids)
         for token in output_ids:
             matcher.observe(token)
         return matcher
 
-    def _compiled(self, text: str) -> LLMatcher:
-        """A matcher at the beginning of a grammar, not to be changed. It may be in error. A thread
-        that asks while another one compiles the grammar waits for that one."""
+    def _compiled(self, text: str) -> _Pristine:
+        """A compiled grammar. A thread that asks while another one compiles it waits for that
+        one."""
         with self._lock:
             found = self._pristine.get(text)
             first = found is None
@@ -197,19 +211,24 @@ class GrammarCompiler:
                 raise
         return found.result()
 
-    def _made(self, text: str) -> LLMatcher:
-        """A new matcher at the beginning of a grammar. It may be in error."""
+    def _made(self, text: str) -> _Pristine:
+        """A grammar compiled anew."""
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(
             verbose_errors=False, initial_lexer_fuel=_FIRST_FUEL, step_lexer_fuel=_STEP_FUEL
         )
         made = LLMatcher(self._tokenizer(), text, log_level=0, limits=limits)
+        empty = False
         if not made.is_error():
             # A lexer that has exceeded its limits says so at the next mask only, hence the first.
             made.deep_copy().compute_bitmask()
-            made.compute_bitmask()  # copies keep it, so that no step has to compute the first mask
-        return made
+            # Copies keep the second one, so that no step has to compute the first mask.
+            empty = not any(made.compute_bitmask()) and not made.is_error()
+        reason = made.get_error()
+        if empty or reason.startswith("NoExtension"):
+            reason = "allows no output at all"
+        return _Pristine(made, reason)
 
     def _forget(self, text: str) -> None:
         with self._lock:
@@ -308,14 +327,6 @@ def text_before(grammar: Grammar, before: tuple[int, ...], token_id: int) -> tup
 
 def _grammar(written: ConstraintGrammar, params: StructuredOutputsParams) -> Grammar:
     return Grammar(written.text, tuple(params.begins_after or ()), params.may_begin_with)
-
-
-def _why_useless(matcher: LLMatcher) -> str:
-    """Why a compiled grammar can be followed by no output; "" if one can."""
-    own = matcher.deep_copy()
-    empty = not own.is_error() and not any(own.compute_bitmask())
-    reason = own.get_error()
-    return "allows no output at all" if empty or reason.startswith("NoExtension") else reason
 
 
 def _build(vocabulary: Vocabulary) -> LLTokenizer:

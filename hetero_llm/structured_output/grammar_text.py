@@ -22,6 +22,7 @@ from hetero_llm.structured_output.json_schema import (
     close_objects,
     mended,
     read_schema,
+    schemas_in,
 )
 from hetero_llm.structured_output.structural_tag import structural_tag_grammar
 
@@ -169,11 +170,13 @@ def _with_options(
     if params.disable_additional_properties:
         schema = close_objects(schema)
     try:
-        check_schema(schema, "")
-        check_values_end(schema)
+        schemas = schemas_in(schema)
+        check_schema(schemas)
+        if any("$ref" in one for _, one in schemas):
+            check_values_end(schema)
     except SamplingError as error:
         raise SamplingError(at(error.field), error.value, error.reason) from None
-    schema = mended(schema)
+    schema = mended(schema, schemas)
     if schema is False:  # allows nothing, which llguidance says
         return False
     return {**({} if schema is True else schema), "x-guidance": dict(options)}

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeGuard
 
@@ -15,6 +15,9 @@ from hetero_llm.core.errors import SamplingError
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
 _QUOTED_VALUE = re.compile(r"(?:Unknown format|Invalid type): (.*)")
 _POINTER = re.compile(r"Pointer '(.*)' does not exist")
+
+Schemas = Sequence[tuple[str, dict[str, Any]]]
+"""Schemas within one, each with its path from the root, such as ".properties.age"."""
 
 # Keywords whose value is not a schema, nor holds any.
 _DATA = frozenset({"enum", "const", "default", "examples", "required", "type", "description"})
@@ -67,15 +70,16 @@ def _close_named(schemas: Any) -> Any:
     return {name: close_objects(one) for name, one in schemas.items()}
 
 
-def mended(schema: Any) -> Any:
-    """A copy in which formats and patterns say what llguidance would not make of them."""
-    if not any(
-        _format_of(one) in _BEYOND_FORM or any("[^" in pattern for _, pattern in _patterns(one))
-        for _, one in _schemas(schema)
-    ):
+def mended(schema: Any, schemas: Schemas) -> Any:
+    """A copy in which formats and patterns say what llguidance would not make of them.
+
+    Args:
+        schemas: `schemas_in` of the schema.
+    """
+    if not any(_needs_mending(one) for _, one in schemas):
         return schema
     schema = copy.deepcopy(schema)
-    for _, one in list(_schemas(schema)):
+    for _, one in schemas_in(schema):
         if isinstance(one.get("pattern"), str):
             one["pattern"] = _without_zero(one["pattern"])
         if isinstance(one.get("patternProperties"), dict):
@@ -86,6 +90,12 @@ def mended(schema: Any) -> Any:
         if more and _is_list(one.get("allOf", [])):
             one["allOf"] = [*one.get("allOf", []), *({"pattern": pattern} for pattern in more)]
     return schema
+
+
+def _needs_mending(one: dict[str, Any]) -> bool:
+    if "format" in one and _format_of(one) in _BEYOND_FORM:
+        return True
+    return any("[^" in pattern for _, pattern in _patterns(one))
 
 
 def _without_zero(pattern: str) -> str:
@@ -122,26 +132,30 @@ _BEYOND_FORM: dict[Any, tuple[str, ...]] = {
 }
 
 
-def check_schema(schema: Any, field: str) -> None:
+def check_schema(schemas: Schemas) -> None:
     """Refuses what llguidance 1.9 takes and follows wrongly.
 
+    Args:
+        schemas: `schemas_in` of the whole schema.
+
     Raises:
-        SamplingError: an output that llguidance allows could break the schema; names the keyword.
+        SamplingError: an output that llguidance allows could break the schema; names the keyword by
+            its path from the root, such as ".properties.a.minimum".
     """
-    schemas = list(_schemas(schema))
     for path, one in schemas:
         if one.keys().isdisjoint(_WATCHED):
             continue
         for keyword, reason in _misread(one):
-            raise SamplingError(f"{field}{path}.{keyword}", one[keyword], reason)
+            raise SamplingError(f"{path}.{keyword}", one[keyword], reason)
         for place, pattern in _patterns(one):
             if _is_ambiguous(pattern):
                 reason = "a [ or a doubled &, - or ~ in a class of characters has to be escaped"
-                raise SamplingError(f"{field}{path}.{place}", pattern, reason)
-    schemas = [(path, one) for path, one in schemas if not one.keys().isdisjoint(_JOINED)]
-    for group in [schemas] if _any_joined(schemas) else [[one] for one in schemas]:
-        _check_excluded(group, field)
-        _check_multiples(group, field)
+                raise SamplingError(f"{path}.{place}", pattern, reason)
+    joined = [(path, one) for path, one in schemas if not one.keys().isdisjoint(_JOINED)]
+    for group in [joined] if _any_joined(joined) else [[one] for one in joined]:
+        if not all(one.keys().isdisjoint(_BOUNDS) for _, one in group):
+            _check_excluded(group)
+            _check_multiples(group)
 
 
 # llguidance reads numbers as float64.
@@ -157,6 +171,8 @@ _EXCLUSIVE = (
     ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
     ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
 )
+# Keywords of excluded numbers and of multiples, without which nothing about them is wrong.
+_BOUNDS = frozenset({"exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 # Keywords that bound numbers, or hold schemas that may.
 _JOINED = frozenset({
     *_APPLICATORS, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
@@ -172,13 +188,15 @@ _WATCHED = frozenset({
 def _misread(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Keywords of a schema that llguidance follows wrongly, and what of them is not supported."""
     for name in ("const", "enum"):
-        for value in _leaves(one.get(name)):
+        for value in _leaves(one[name]) if name in one else ():
             if _is_number(value) and abs(value) > _EXACT:
                 yield name, f"numbers beyond 2**53, such as {value}, are not supported"
             if isinstance(value, str) and _CONTROL.search(value):
                 yield name, f"control characters, as in {value!r}, are not supported"
     beside = ", ".join(sorted(_APPLICATORS & one.keys()))
     for exclusive, inclusive, _, sign in _EXCLUSIVE:
+        if exclusive not in one and inclusive not in one:
+            continue
         bound, limit = one.get(exclusive), one.get(inclusive)
         if bound is True and _is_number(limit):
             bound = limit
@@ -189,7 +207,11 @@ def _misread(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
         # Those at the ends of int64 and uint64 limit nothing that llguidance allows.
         if _is_number(limit) and abs(limit) > _EXACT and -sign * limit < _INT64 - 1:
             yield inclusive, "a limit beyond 2**53 is not supported"
+    if "additionalItems" in one and _is_list(one.get("items")) and beside:
+        yield "additionalItems", f"is not supported beside {beside}"
     least, required = one.get("minProperties"), one.get("required")
+    if least is None and "properties" not in one:
+        return
     names = {name for name in required if isinstance(name, str)} if _is_list(required) else set()
     choices = _most_optional(one.get("properties"), names)
     if choices > _MOST_OPTIONAL:
@@ -204,8 +226,6 @@ def _misread(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
             "come twice"
         )
         yield "minProperties", reason
-    if "additionalItems" in one and _is_list(one.get("items")) and beside:
-        yield "additionalItems", f"is not supported beside {beside}"
 
 
 def _most_optional(properties: Any, required: set[str]) -> int:
@@ -258,7 +278,7 @@ def _is_ambiguous(pattern: str) -> bool:
     return False
 
 
-def _any_joined(schemas: Iterable[tuple[str, dict[str, Any]]]) -> bool:
+def _any_joined(schemas: Schemas) -> bool:
     """Whether keywords of several of these schemas may apply to one value."""
     return any(
         "allOf" in one
@@ -268,7 +288,7 @@ def _any_joined(schemas: Iterable[tuple[str, dict[str, Any]]]) -> bool:
     )
 
 
-def _check_excluded(group: list[tuple[str, dict[str, Any]]], field: str) -> None:
+def _check_excluded(group: Schemas) -> None:
     """Raises SamplingError if an excluded integer lies less than 1 from the other limit:
     llguidance would allow the integer itself."""
     numbers = [(path, one) for path, one in group if one.get("type") != "integer"]
@@ -283,14 +303,14 @@ def _check_excluded(group: list[tuple[str, dict[str, Any]]], field: str) -> None
                 reason = (
                     "an excluded integer with the other limit less than 1 away is not supported"
                 )
-                raise SamplingError(f"{field}{path}.{exclusive}", bound, reason)
+                raise SamplingError(f"{path}.{exclusive}", bound, reason)
 
 
-def _check_multiples(group: list[tuple[str, dict[str, Any]]], field: str) -> None:
+def _check_multiples(group: Schemas) -> None:
     """Raises SamplingError if the least common multiple of all `multipleOf` may not fit 32 bits,
     in units of their last decimal place: llguidance would compute another one."""
     found = {
-        Fraction(str(one["multipleOf"])): f"{field}{path}.multipleOf"
+        Fraction(str(one["multipleOf"])): f"{path}.multipleOf"
         for path, one in group
         if _is_number(one.get("multipleOf"))
     }
@@ -334,7 +354,7 @@ def _subject(message: str) -> Callable[[str, Any], bool] | None:
 def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
     """Path, keyword and value of every keyword of a schema and of the schemas in it. The patterns
     of patternProperties count as keywords "pattern"."""
-    for path, one in _schemas(schema):
+    for path, one in schemas_in(schema):
         for name, value in one.items():
             yield f"{path}.{name}", name, value
         for place, pattern in _patterns(one):
@@ -349,18 +369,26 @@ def _patterns(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield from ((f"patternProperties.{key}", key) for key in one["patternProperties"])
 
 
-def _schemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def schemas_in(schema: Any) -> Schemas:
     """Path and object of a schema and of the schemas in it."""
-    stack = [(schema, "")]
+    found: list[tuple[str, dict[str, Any]]] = []
+    stack = [("", schema)]
     while stack:
-        one, at = stack.pop()
+        at, one = stack.pop()
         if isinstance(one, list):
-            stack += [(item, f"{at}[{index}]") for index, item in enumerate(one)]
+            stack += [
+                (f"{at}[{index}]", item)
+                for index, item in enumerate(one)
+                if isinstance(item, (dict, list))
+            ]
         if not isinstance(one, dict):
             continue
-        yield at, one
+        found.append((at, one))
         for name, value in one.items():
+            if not isinstance(value, (dict, list)):
+                continue
             if name in _NAMED and isinstance(value, dict):
-                stack += [(item, f"{at}.{name}.{key}") for key, item in value.items()]
+                stack += [(f"{at}.{name}.{key}", item) for key, item in value.items()]
             elif name not in _DATA:
-                stack.append((value, f"{at}.{name}"))
+                stack.append((f"{at}.{name}", value))
+    return found

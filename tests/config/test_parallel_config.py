@@ -40,7 +40,24 @@ def test_one_process_is_not_several() -> None:
         parallel(distributed_executor_backend="pigeon")
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "sequence_parallel_size"])
+def test_ranks_of_both_kinds() -> None:
+    both = parallel(tensor_parallel_size=2, sequence_parallel_size=4)
+    assert (both.num_ranks, both.asked_by) == (8, ("tensor_parallel_size", 2))
+    tokens = parallel(sequence_parallel_size=4)
+    assert (tokens.num_ranks, tokens.asked_by) == (4, ("sequence_parallel_size", 4))
+    assert parallel().num_ranks == 1
+    for size, reason in ((0, "at least 1"), (MAX_RANKS + 1, "at most"), (1.5, "integer")):
+        with pytest.raises(ConfigError, match=f"^sequence_parallel_size={size}: .*{reason}"):
+            parallel(sequence_parallel_size=size)
+    with pytest.raises(ConfigError) as caught:
+        parallel(tensor_parallel_size=16, sequence_parallel_size=8)
+    reason = "with tensor_parallel_size=16 these are 128 processes; 64 at most"
+    assert str(caught.value) == f"sequence_parallel_size=8: {reason}"
+    with pytest.raises(ConfigError, match="'uni': is one process, and sequence_parallel_size=2"):
+        parallel(distributed_executor_backend="uni", sequence_parallel_size=2)
+
+
+@pytest.mark.parametrize("name", ["pipeline_parallel_size"])
 def test_other_kinds_are_not_there_yet(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}=2: .*not available yet"):
         parallel(**{name: 2})

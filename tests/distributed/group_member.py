@@ -12,7 +12,7 @@ import torch
 
 from hetero_llm.distributed.agreement import GroupAgreement
 from hetero_llm.distributed.group_collectives import GroupCollectives
-from hetero_llm.distributed.process_group import process_group
+from hetero_llm.distributed.process_group import group_within, process_group
 from hetero_llm.models.collectives import Rank
 
 # Rows and columns: one exchange, two exchanges, rows that no number of ranks divides.
@@ -37,8 +37,22 @@ def check(rank: Rank, store: int, device: torch.device) -> None:
                 assert torch.equal(collectives.all_reduce(own), total.to(dtype)), shape
                 wide = collectives.gather_columns(own)
                 assert torch.equal(wide, torch.cat(list(parts), 1)), shape
+        check_within(rank, device)
         assert agreement.least(10 - rank.index) == 10 - (rank.size - 1)
         assert agreement.of_first([rank.index, 5 + rank.index]) == [0, 5]
+
+
+def check_within(rank: Rank, device: torch.device) -> None:
+    """Exchanges of even ranks among themselves, and of odd ones."""
+    members = [range(first, rank.size, 2) for first in range(2)]
+    own = members[rank.index % 2]
+    collectives = GroupCollectives(
+        Rank(own.index(rank.index), len(own)), group_within(members, rank.index)
+    )
+    x = torch.full((2, 3), float(rank.index), device=device)
+    assert (collectives.all_reduce(x) == sum(own)).all()
+    wide = torch.tensor(list(own), dtype=x.dtype, device=device).repeat_interleave(3)
+    assert torch.equal(collectives.gather_columns(x), wide.expand(2, -1))
 
 
 if __name__ == "__main__":

@@ -163,7 +163,8 @@ def run_model(first: int, last: int) -> Counter[str]:
     torch.set_num_threads(1)
     total: Counter[str] = Counter()
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, open_model(Path(folder)) as llm:
+    # One thread: several of these processes may run beside each other.
+    with tempfile.TemporaryDirectory() as folder, open_model(Path(folder), cpu_threads=1) as llm:
         for begin in range(first, last, _BATCH):
             seeds = range(begin, min(begin + _BATCH, last))
             try:

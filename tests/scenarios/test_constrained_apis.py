@@ -144,3 +144,76 @@ def test_a_call_that_has_to_come_leaves_no_answer_to_constrain(served: Served) -
     assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
     (call,) = choice["message"]["tool_calls"]
     check(SimpleNamespace(**call["function"]))
+
+
+def _format(schema: Any) -> dict[str, Any]:
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    }
+
+
+CYCLE = {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}
+LINES = {"properties": {f"f{number}": {"maxLength": 3} for number in range(10_000)}}
+SCHEMA = "response_format.json_schema.schema"
+LOOP_TOOL = {"type": "function", "function": {"name": "loop", "parameters": CYCLE}}
+NO_END = "allows no output that ends: each value contains another one"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        (_format(CYCLE), SCHEMA, NO_END),
+        (_format({"allOf": [{"$ref": "#"}]}), SCHEMA, "allows no output at all"),
+        (_format({"$ref": "#/$defs/nothing"}), f"{SCHEMA}.$ref", "does not exist"),
+        (_format({"type": "string", "pattern": "^((a{100}){100}){100}$"}), SCHEMA, "too"),
+        (_format(LINES), "response_format", "at most 131072"),
+        ({"guided_regex": "((a{100}){100}){100}"}, "guided_regex", "too many expressions"),
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_grammar": "start: a\na: b\nb: a"}, "guided_grammar", "allows no output at all"),
+        ({"tools": [LOOP_TOOL], "tool_choice": "required"},
+         "tools[0].function.parameters", NO_END),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "rain"}}},
+         "tool_choice.function.name", "rain"),
+        ({"tool_choice": WEATHER}, "tool_choice.function.name", "tools"),
+    ],
+)  # fmt: skip
+def test_a_constraint_that_nothing_can_follow_is_a_400(
+    served: Served, fields: dict[str, Any], param: str, message: str
+) -> None:
+    answer = served.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 5} | fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and message in error["message"]
+    assert error["param"] == param
+    good = {"messages": MESSAGES, "max_tokens": 5, "guided_choice": ["yes"], "temperature": 0}
+    after = served.post("/v1/chat/completions", good).json()
+    assert after["choices"][0]["message"]["content"] == "yes"
+
+
+def test_a_constraint_of_ten_thousand_lines_is_followed(served: Served) -> None:
+    words = [f"w{number}" for number in range(10_000)]
+    body = {"messages": MESSAGES, "max_tokens": 30, "temperature": 0} | _format({"enum": words})
+    (choice,) = served.post("/v1/chat/completions", body).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert json.loads(choice["message"]["content"]) in words
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_arguments_that_never_close_end_with_max_tokens(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    endless = {"type": "object", "properties": {"a": {"type": "string", "minLength": 10_000}},
+               "required": ["a"], "additionalProperties": False}  # fmt: skip
+    tool = {"type": "function", "function": {"name": "say", "parameters": endless}}
+    asked = {"model": MODEL, "messages": MESSAGES, "tools": [tool], "tool_choice": "required",
+             "max_tokens": 60, "temperature": 0}  # fmt: skip
+    if stream:
+        pieces = [one for chunk in client.chat.completions.create(**asked, stream=True)
+                  for one in chunk.choices]  # fmt: skip
+        calls = [call for one in pieces for call in one.delta.tool_calls or ()]
+        reason = pieces[-1].finish_reason
+    else:
+        (answer,) = client.chat.completions.create(**asked).choices
+        calls, reason = answer.message.tool_calls or [], answer.finish_reason
+    arguments = "".join(call.function.arguments or "" for call in calls)
+    assert calls[0].function.name == "say" and reason == "length"
+    assert arguments.startswith('{"a": "') and not arguments.endswith("}")

@@ -14,10 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hetero_llm.gpu.collectives import PeerCollectives, open_peer_collectives
+from hetero_llm.gpu.collectives import (
+    GATHERED_BYTES_OF_ROWS,
+    PeerCollectives,
+    open_peer_collectives,
+)
 from hetero_llm.gpu.kernels.collectives import sum_reference
 from hetero_llm.gpu.kernels.norm import add_rms_norm
 from hetero_llm.gpu.peer_memory import MAKERS, GroupExchange
+from hetero_llm.runner.sequence_parallel import gather_rows
+from hetero_llm.runner.split_step import RowPlaces
 
 HIDDEN = 4096
 KINDS = (
@@ -141,6 +147,39 @@ def fuzz(rank: int, group: dist.ProcessGroup, device: torch.device, launches: st
     torch.cuda.synchronize()
     print(f"{launches} launches: {wrong.item()} wrong, worst error {worst.item():.3f} of 1")
     assert wrong.item() == 0 and worst.item() <= 1
+    finish(collectives, exchange)
+
+
+def gather_many_rows(
+    rank: int, group: dist.ProcessGroup, device: torch.device, launches: str
+) -> None:
+    """Rows of tokens that ranks share, as many as a long prompt has: each where it belongs."""
+    exchange = GroupExchange(group)
+    collectives = open_peer_collectives(
+        2 * HIDDEN, device, exchange, gathered_bytes=GATHERED_BYTES_OF_ROWS
+    )
+    rng = np.random.default_rng(4)  # the same on all ranks
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    seconds, moved = 0.0, 0
+    for launch in range(int(launches)):
+        count = int(rng.choice([2, 33, 4096, 16384, int(rng.integers(1, 20000))]))
+        owners = rng.integers(0, exchange.size, count)
+        owners[: exchange.size] = range(exchange.size)
+        rows = RowPlaces.of(owners, exchange.size)
+        width, dtype = KINDS[rng.integers(3)]
+        (every,) = parts_of(launch, (count, width // 2), dtype, 1)
+        own = every[torch.from_numpy(owners == rank).to(device)]
+        poison(own)
+        torch.cuda.synchronize()
+        exchange.gather(None)
+        began = time.perf_counter()
+        found = gather_rows(own, rows, collectives)
+        torch.cuda.synchronize()
+        if count == 16384:
+            seconds, moved = seconds + time.perf_counter() - began, moved + own.nbytes
+        wrong += (found[torch.from_numpy(rows.places).to(device)] != every).sum()
+    assert wrong.item() == 0 and not collectives.gave_up
+    print(f"{launches} gathers; of 16384 rows {moved / max(seconds, 1e-9) / 1e9:.0f} GB/s a rank")
     finish(collectives, exchange)
 
 

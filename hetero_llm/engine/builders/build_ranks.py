@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_llm.bridge.kv_offload.transfer_reports import board_bytes
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
+from hetero_llm.config.parallel_config import ParallelConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.distributed.agreement import GroupAgreement
@@ -23,11 +25,14 @@ from hetero_llm.distributed.process_group import (
     abort_group,
     check_no_group,
     close_group,
+    group_within,
     open_group,
 )
 from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses, RankProgram
-from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
-from hetero_llm.models.collectives import Rank
+from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare, never
+from hetero_llm.engine.builders.build_host_tier import HostShare
+from hetero_llm.models.collectives import ONE_RANK, Collectives, Rank
+from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 from hetero_llm.utils import topology
 from hetero_llm.utils.env import child_environment, group_environment
 from hetero_llm.utils.log_sink import kind_of_root
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
     from hetero_llm.gpu.collectives import PeerCollectives
     from hetero_llm.lora.rank_adapters import ParallelAdapters
     from hetero_llm.lora.store import AdapterStore
+    from hetero_llm.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +53,6 @@ MODULE = "hetero_llm.engine.processes.rank_process"
 IMPORTED, LOADED = "imported", "loaded"
 """Points of a rank's start, which the engine waits for: the rank is about to join the group; it has
 its weights."""
-
-_FIELD = "tensor_parallel_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class RankSettings:
         drafts: steps may have draft trees.
         threads: of torch, on the CPU.
         log_level, log_format: of the engine's log.
+        board: see `build_host_tier.HostShare`.
     """
 
     config: EngineConfig
@@ -75,6 +80,7 @@ class RankSettings:
     threads: int
     log_level: int
     log_format: str
+    board: int = -1
 
 
 _FORM = PlainForm(*types_within(RankSettings))
@@ -92,13 +98,25 @@ class EngineRanks:
     processes: RankProcesses | NoRanks
     share: RankShare
 
-    def parallel(self, runner: ModelRunner[Any]) -> ModelRunner[Any]:
-        """The runner that the engine calls: that of rank 0, or one that announces steps, too."""
+    def host_share(self) -> HostShare:
+        """Rank 0's share of what all ranks keep in host memory."""
+        if isinstance(self.processes, NoRanks):
+            return HostShare()
+        return HostShare(self.share, self.processes, self.processes.shared)
+
+    def parallel(
+        self, runner: ModelRunner[Any], timed_out: Callable[[], bool] = never
+    ) -> ModelRunner[Any]:
+        """The runner that the engine calls: that of rank 0, or one that announces steps, too.
+
+        Args:
+            timed_out: see `ParallelRunner`.
+        """
         if isinstance(self.processes, NoRanks):
             return runner
         self.processes.begin_serving()
         self.share.serves()
-        return ParallelRunner(runner, self.processes, self.share.gave_up)
+        return ParallelRunner(runner, self.processes, self.share.gave_up, timed_out)
 
     def adapters(self, store: AdapterStore | None) -> AdapterStore | ParallelAdapters | None:
         """What the engine opens adapters with: the store of rank 0, or all ranks' stores."""
@@ -124,40 +142,73 @@ def check_parallel(config: EngineConfig, device: torch.device) -> None:
     Raises:
         ConfigError: there are fewer GPUs, or another argument cannot be combined with ranks.
     """
-    size = config.parallel.tensor_parallel_size
-    if size == 1:
+    parallel = config.parallel
+    if parallel.num_ranks == 1:
         return
-    check_no_group(size)
+    field, size = parallel.asked_by
+    check_no_group(size, field)
     if device.type == "cuda":
         import torch
 
         count = torch.cuda.device_count()
-        if count < size:
-            reason = f"needs as many GPUs, and this process sees {count}"
-            raise ConfigError(_FIELD, size, reason)
-    reason = f"cannot be combined with {_FIELD} ({size}) yet: leave one of them out"
-    offload = config.offload is not None
+        if count < parallel.num_ranks:
+            needed = "as many" if size == parallel.num_ranks else _product(parallel)
+            reason = f"needs {needed} GPUs, and this process sees {count}"
+            raise ConfigError(field, size, reason)
+    if config.cpu.backend == "ipex":
+        reason = f"cannot be combined with {field} ({size}) yet: leave one of them out"
+        raise ConfigError("cpu_backend", config.cpu.backend, reason)
+    if parallel.sequence_parallel_size > 1:
+        _check_sequence_parallel(config, device)
+    if device.type == "cpu" and config.cpu.weight_dtype != "auto":
+        reason = f"needs the native backend, which does not share layers ({field}={size})"
+        raise ConfigError("cpu_weight_dtype", config.cpu.weight_dtype, reason)
+
+
+def _product(parallel: ParallelConfig) -> str:
+    return (
+        f"{parallel.num_ranks} (tensor_parallel_size={parallel.tensor_parallel_size} times "
+        f"sequence_parallel_size={parallel.sequence_parallel_size})"
+    )
+
+
+def _check_sequence_parallel(config: EngineConfig, device: torch.device) -> None:
+    """Raises ConfigError: ranks that share tokens do not do so with another argument."""
+    size, tokens = config.parallel.sequence_parallel_size, config.max_num_batched_tokens
+    reason = f"cannot be combined with sequence_parallel_size ({size}) yet: leave one of them out"
     refused: tuple[tuple[str, Any, bool], ...] = (
-        ("enable_prefix_cache_offload", True, offload),
+        ("enable_prefix_cache_offload", True, config.offload is not None),
         ("enable_prompt_adapter", True, config.prompt_adapters.enabled),
         ("cpu_offload_gb", config.load.cpu_offload_gb, bool(config.load.cpu_offload_gb)),
-        ("cpu_backend", config.cpu.backend, config.cpu.backend == "ipex"),
     )
     for name, value, is_given in refused:
         if is_given:
             raise ConfigError(name, value, reason)
-    if device.type == "cpu" and config.cpu.weight_dtype != "auto":
-        reason = f"needs the native backend, which does not share layers ({_FIELD}={size})"
-        raise ConfigError("cpu_weight_dtype", config.cpu.weight_dtype, reason)
+    from hetero_llm.runner.sequence_parallel import LEAST_TOKENS
+
+    least = LEAST_TOKENS[device.type]
+    if tokens is not None and tokens < least:
+        reason = f"ranks do not share steps of fewer than {least} tokens: raise it, or leave out "
+        reason += f"sequence_parallel_size ({size})"
+        raise ConfigError("max_num_batched_tokens", tokens, reason)
+
+
+def check_sequence_ranks(model_config: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raises ConfigError: the tokens of a prompt of this model cannot be shared by ranks."""
+    size = parallel.sequence_parallel_size
+    if size > 1 and isinstance(model_config, ImageModelConfig):
+        reason = f"{model_config.class_name} takes images, which are not sent to other ranks"
+        raise ConfigError("sequence_parallel_size", size, reason)
 
 
 def for_ranks(config: EngineConfig, device: torch.device) -> EngineConfig:
     """The configuration of each rank's part: on a CPU torch runs it, with a share of the cores."""
-    size = config.parallel.tensor_parallel_size
+    size = config.parallel.num_ranks
     if size == 1 or device.type != "cpu":
         return config
     if config.cpu.backend == "native":
-        logger.info("%s=%d: torch serves, the native executor does not share layers", _FIELD, size)
+        message = "%s=%d: torch serves, the native executor does not share layers"
+        logger.info(message, *config.parallel.asked_by)
     threads = config.cpu.threads or len(topology.compute_cpus(reserve=0))
     return replace(
         config, cpu=replace(config.cpu, backend="torch", threads=max(1, threads // size))
@@ -173,18 +224,23 @@ def start_ranks(config: EngineConfig, device: torch.device) -> RankProcesses | N
     Raises:
         ConfigError: they cannot be started.
     """
-    size = config.parallel.tensor_parallel_size
+    size = config.parallel.num_ranks
     if size == 1:
         return NoRanks()
     # -P: a module of the working folder must not shadow one of Python's own. Threads that spin
     # would take the cores of other ranks.
     environment = {"OMP_WAIT_POLICY": "PASSIVE"} | child_environment()
-    program = RankProgram((sys.executable, "-P", "-m", MODULE), environment)
+    shared = 0 if config.offload is None else board_bytes(size)
+    command = (sys.executable, "-P", "-m", MODULE)
+    program = RankProgram(command, environment, shared, config.parallel.asked_by)
     abort = abort_group if device.type == "cuda" else _nothing_to_abort
     processes = RankProcesses(size, program, abort)
     pids = [os.getpid(), *processes.pids]
     words = ", ".join(f"{rank} is process {pid}" for rank, pid in enumerate(pids))
-    logger.info("tensor parallel on %d ranks: %s", size, words)
+    kind = config.parallel.asked_by[0].partition("_")[0]
+    if config.parallel.tensor_parallel_size < size and kind == "tensor":
+        kind = f"{config.parallel.sequence_parallel_size} times tensor"
+    logger.info("%s parallel on %d ranks: %s", kind, size, words)
     return processes
 
 
@@ -221,33 +277,36 @@ def join_ranks(
         threads=config.cpu.threads or 1,
         log_level=logging.getLogger("hetero_llm").getEffectiveLevel(),
         log_format=kind_of_root(),
+        board=processes.shared,
     )
     try:
         processes.send_settings(_FORM.write(settings))
     except TypeError as error:
         reason = f"an argument cannot be sent to other processes: {error}"
-        raise ConfigError(_FIELD, processes.size, reason) from error
+        raise ConfigError(*config.parallel.asked_by, reason) from error
     processes.wait_for(IMPORTED)
     share = join_group(
         Rank(0, processes.size), processes.store, device,
-        row_bytes=row_bytes, peer_memory=config.parallel.peer_memory,
+        row_bytes=row_bytes, parallel=config.parallel,
     )  # fmt: skip
     processes.joined(share.leave, share.abort)
     return EngineRanks(processes, share)
 
 
 def join_group(
-    rank: Rank, store: int, device: torch.device, *, row_bytes: int, peer_memory: bool
+    rank: Rank, store: int, device: torch.device, *, row_bytes: int, parallel: ParallelConfig
 ) -> RankShare:
-    """Joins the group of all ranks.
+    """Joins the group of all ranks, and those within it.
 
+    Ranks that share layers are neighbours: of T tensor-parallel ranks, rank r has part r % T of
+    each layer. Ranks r, r + T, r + 2 T ... have the same part and share the tokens of long prompts.
     On GPUs that reach each other's memory, collectives go through it; else through NCCL.
 
     Args:
+        rank: among all ranks.
         store: see `open_group`.
         device: of this rank; a GPU becomes the current one.
         row_bytes: see `RankSettings`.
-        peer_memory: see `ParallelConfig`.
 
     Raises:
         ConfigError: see `open_group`.
@@ -257,54 +316,125 @@ def join_group(
     if device.type == "cuda":
         torch.cuda.set_device(rank.index)
         device = torch.device("cuda", rank.index)
-    group = open_group(rank, store, device)
-    agreement = GroupAgreement(rank.size)
-    peers = None
-    if device.type == "cuda" and peer_memory:
-        peers = _peer_collectives(group, device, row_bytes)
-    if peers is None:
-        from hetero_llm.distributed.group_collectives import GroupCollectives
+    world = open_group(rank, store, device)
+    size = parallel.tensor_parallel_size
+    every = range(rank.size)
+    layers = [every[first : first + size] for first in every[::size]]
+    tokens = [every[part::size] for part in range(size)]
+    groups: list[ProcessGroup] = []
+    opened = []
+    for members in (layers, tokens):
+        own = Rank(*_place_in(members, rank.index))
+        if own.size == 1:
+            opened.append(_Opened(ONE_RANK))
+            continue
+        group = group_within(members, rank.index) if len(members) > 1 else world
+        groups.append(group)
+        opened.append(
+            _open_collectives(
+                group, own, device,
+                row_bytes=row_bytes, peer_memory=parallel.peer_memory, rows=members is tokens,
+            )
+        )  # fmt: skip
+    shared, sequence = opened
+    return _share(shared, sequence, GroupAgreement(rank.size), groups, device)
 
-        collectives = GroupCollectives(rank)
-        return RankShare(
-            collectives,
-            agreement,
-            in_graphs=collectives.in_graphs,
-            abort=abort_group if device.type == "cuda" else _nothing_to_abort,
-            leave=close_group,
-        )
-    from hetero_llm.gpu.collectives import SERVING_SECONDS
+
+def _place_in(members: list[range], rank: int) -> tuple[int, int]:
+    """Index within its group, and the group's size."""
+    return next((one.index(rank), len(one)) for one in members if rank in one)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """Attributes:
+    collectives: of one group.
+    peers: the same, if they go through the peers' memory.
+    """
+
+    collectives: Collectives
+    peers: PeerCollectives | None = None
+
+
+def _open_collectives(
+    group: ProcessGroup,
+    rank: Rank,
+    device: torch.device,
+    *,
+    row_bytes: int,
+    peer_memory: bool,
+    rows: bool,
+) -> _Opened:
+    """`rows`: they gather rows of many tokens, rather than add up those of few."""
+    if device.type == "cuda" and peer_memory:
+        peers = _peer_collectives(group, device, row_bytes, gathers_most=rows)
+        if peers is not None:
+            return _Opened(peers, peers)
+    from hetero_llm.distributed.group_collectives import GroupCollectives
+
+    return _Opened(GroupCollectives(rank, group))
+
+
+def _share(
+    shared: _Opened,
+    sequence: _Opened,
+    agreement: GroupAgreement,
+    groups: list[ProcessGroup],
+    device: torch.device,
+) -> RankShare:
+    """The share of a rank, from the collectives that share layers and those that share tokens."""
+    peers = [one.peers for one in (shared, sequence) if one.peers is not None]
+    on_gpu = device.type == "cuda"
+
+    def serves() -> None:
+        if not peers:
+            return
+        from hetero_llm.gpu.collectives import SERVING_SECONDS
+
+        for one in peers:
+            one.set_patience(SERVING_SECONDS)
 
     def abort() -> None:
-        peers.abort()
-        abort_group()
+        for one in peers:
+            one.abort()
+        if on_gpu:  # gloo's end when the connection to a dead rank does
+            abort_group(groups)
 
     def leave() -> None:
-        peers.close()
+        for one in peers:
+            one.close()
         close_group()
 
     return RankShare(
-        peers,
+        shared.collectives,
         agreement,
-        in_graphs=peers.in_graphs,
-        serves=partial(peers.set_patience, SERVING_SECONDS),
-        gave_up=lambda: peers.gave_up,
+        in_graphs=shared.collectives is ONE_RANK or shared.peers is not None,
+        serves=serves,
+        gave_up=lambda: any(one.gave_up for one in peers),
         abort=abort,
         leave=leave,
+        sequence=sequence.collectives,
     )
 
 
 def _peer_collectives(
-    group: ProcessGroup, device: torch.device, row_bytes: int
+    group: ProcessGroup, device: torch.device, row_bytes: int, *, gathers_most: bool
 ) -> PeerCollectives | None:
     """Collectives through memory that the GPUs of all ranks map; None if they cannot, alike on all
-    ranks."""
-    from hetero_llm.gpu.collectives import open_peer_collectives
+    ranks of the group."""
+    from hetero_llm.gpu.collectives import (
+        GATHERED_BYTES,
+        GATHERED_BYTES_OF_ROWS,
+        open_peer_collectives,
+    )
     from hetero_llm.gpu.peer_memory import GroupExchange, PeersUnreachable
 
+    gathered = GATHERED_BYTES_OF_ROWS if gathers_most else GATHERED_BYTES
     try:
         with group_environment():
-            return open_peer_collectives(row_bytes, device, GroupExchange(group))
+            return open_peer_collectives(
+                row_bytes, device, GroupExchange(group), gathered_bytes=gathered
+            )
     except PeersUnreachable as error:
         logger.warning("%s; NCCL serves", error)
         return None

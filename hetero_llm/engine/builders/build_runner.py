@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hetero_llm.gpu.adapters import GpuAdapters
     from hetero_llm.gpu.hybrid_experts import HybridExperts
     from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
+    from hetero_llm.gpu.memory import StepRunner
     from hetero_llm.models.config import ModelConfig
     from hetero_llm.models.layers import CausalLM
     from hetero_llm.runner.attention import RowKernel
@@ -208,7 +209,7 @@ def check_context(
     if cache.num_blocks is not None:
         _check_fixed_blocks(cache.num_blocks, needed, length)
     elif device.type == "cpu":
-        _blocks_in_host_memory(cache, scheduler, shape, config.parallel.tensor_parallel_size)
+        _blocks_in_host_memory(cache, scheduler, shape, config.parallel.num_ranks)
     else:
         _check_device_memory(cache, shape, length, device)
     table = 0 if model_config.rope is None else 4 * length * model_config.rope.rotary_dim
@@ -274,6 +275,7 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
     from hetero_llm.gpu.memory import measure_room, too_small_error
     from hetero_llm.gpu.model_runner import GpuModelRunner
     from hetero_llm.runner.kv_cache import PagedKVCache
+    from hetero_llm.runner.sequence_parallel import sequence_parallel
 
     takes_images = isinstance(inputs.model_config, ImageModelConfig)
     if takes_images or inputs.prompt_adapters:
@@ -302,6 +304,7 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
             layer_ready=cast("DeviceLayerReadyFlags | None", inputs.layer_ready),
             adapters=inputs.adapters,
             experts=inputs.experts,
+            sequence=sequence_parallel(inputs.share.sequence, inputs.device),
         )
         runner.typical = inputs.typical
         return BuiltRunner(runner, cache)
@@ -309,7 +312,7 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
     room, num_blocks = None, inputs.cache.num_blocks
     if num_blocks is None:
         room = measure_room(
-            lambda blocks: runner_with(blocks, graphs=False).runner,
+            lambda blocks: _measured(runner_with(blocks, graphs=False).runner, inputs),
             inputs.scheduler,
             inputs.shape,
             utilization=inputs.cache.memory_utilization,
@@ -320,6 +323,20 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
             raise too_small_error(num_blocks, inputs.scheduler, inputs.shape, room)
     final = partial(runner_with, graphs=graphs)
     return build_within(final, num_blocks, inputs.shape, room)
+
+
+def _measured(runner: ModelRunner[Any], inputs: RunnerInputs) -> StepRunner[Any]:
+    """The runner as `measure_room` runs it: where ranks share the largest step, the largest one
+    that they do not share may take more memory, so that is run as well."""
+    if inputs.share.sequence.rank.size == 1:
+        return runner
+    from hetero_llm.gpu.memory import AlsoRuns, largest_step
+    from hetero_llm.runner.sequence_parallel import LEAST_TOKENS
+
+    scheduler = inputs.scheduler
+    tokens = min(scheduler.max_num_batched_tokens, LEAST_TOKENS[inputs.device.type] - 1)
+    tokens = max(tokens, scheduler.max_num_seqs)
+    return AlsoRuns(runner, largest_step(replace(scheduler, max_num_batched_tokens=tokens)))
 
 
 def _can_be_captured(model: CausalLM) -> bool:
@@ -474,6 +491,7 @@ def _torch_runner(
     inputs: RunnerInputs, cache: PagedKVCache, row_kernel: RowKernel | None
 ) -> TorchModelRunner:
     from hetero_llm.runner.model_runner import TorchModelRunner
+    from hetero_llm.runner.sequence_parallel import sequence_parallel
 
     runner = TorchModelRunner(
         inputs.model,
@@ -488,4 +506,5 @@ def _torch_runner(
     )
     runner.typical = inputs.typical
     runner.layer_ready = inputs.layer_ready
+    runner.sequence = sequence_parallel(inputs.share.sequence, inputs.device)
     return runner

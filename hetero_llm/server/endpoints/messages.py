@@ -140,34 +140,36 @@ class _Builder(ResponseBuilder[ChatRequest]):
     async def stream(self, send: Send) -> None:
         with _said_as_anthropic(self._names):
             async with aclosing(self._events()) as events:
-                async for event in events:
-                    await send(event)
+                async for several in events:
+                    await send(*several)
 
     def failure(self, error: ApiError) -> ErrorEvent:
         return ErrorEvent(ErrorDetails(error.anthropic_kind, error.message))
 
-    async def _events(self) -> AsyncGenerator[Event, None]:
-        """The events of a stream; `_message` has how the message ended, and its usage."""
+    async def _events(self) -> AsyncGenerator[list[Event], None]:
+        """The events of a stream, those of one moment together; `_message` has how the message
+        ended, and its usage. The first ones show it as it is before its end: they are to be sent
+        before the next are asked for."""
         opened = ended = False
         found = deltas(self._outputs(), self._settings.stream_interval)
         async with aclosing(found):
             async for index, output, one in found:
+                several: list[Event] = []
                 if not opened:
                     opened = True
                     self._counter.note(index, output, [])
                     self._message.usage = self._usage()
-                    yield MessageStart(self._message)
+                    several.append(MessageStart(self._message))
                 self._counter.note(index, output, [one])
                 for piece in self._reader.read(one):
-                    for event in self._writer.write(piece.event):
-                        yield event
+                    several += self._writer.write(piece.event)
+                if several:
+                    yield several
                 if one.finish_reason is not None:
                     ended = True
-                    for event in self._writer.close():
-                        yield event
                     stopped = self._stopped(one)
-                    yield MessageDelta(stopped, self._message.usage)
-                    yield MessageStop()
+                    closed = self._writer.close()
+                    yield [*closed, MessageDelta(stopped, self._message.usage), MessageStop()]
         assert ended, "the outputs of a sequence end with its finish reason"
 
     def _stopped(self, one: CompletionOutput) -> Stopped:

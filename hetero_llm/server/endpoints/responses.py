@@ -255,9 +255,9 @@ class _Builder(ResponseBuilder[ChatRequest]):
     async def stream(self, send: Send) -> None:
         with self._conversation.names.in_errors():
             async with aclosing(self._events()) as events:
-                async for event in events:
+                async for several in events:
                     self._opened = True
-                    await send(event)
+                    await send(*several)
 
     def failure(self, error: ApiError) -> Event:
         number = self._writer.number()
@@ -271,25 +271,30 @@ class _Builder(ResponseBuilder[ChatRequest]):
         response.output = self._writer.items
         return Failed(sequence_number=number, response=response)
 
-    async def _events(self) -> AsyncGenerator[Event, None]:
-        """The events of a stream; the last one has the whole response."""
+    async def _events(self) -> AsyncGenerator[list[Event], None]:
+        """The events of a stream, those of one moment together; the last one has the whole
+        response. The first ones show it as it is before its end: they are to be sent before the
+        next are asked for."""
         writer, response = self._writer, self._response
         opened = ended = False
         found = deltas(self._outputs(), self._settings.stream_interval)
         async with aclosing(found):
             async for index, output, one in found:
+                several: list[Event] = []
                 if not opened:
                     opened = True
-                    yield Created(sequence_number=writer.number(), response=response)
-                    yield InProgress(sequence_number=writer.number(), response=response)
+                    several = [
+                        Created(sequence_number=writer.number(), response=response),
+                        InProgress(sequence_number=writer.number(), response=response),
+                    ]
                 self._counter.note(index, output, [one])
                 for piece in self._reader.read(one):
-                    for event in writer.write(piece.event, self._logprobs(piece)):
-                        yield event
+                    several += writer.write(piece.event, self._logprobs(piece))
+                if several:
+                    yield several
                 if one.finish_reason is not None:
                     ended = True
-                    for event in self._finish(one.finish_reason):
-                        yield event
+                    yield self._finish(one.finish_reason)
         assert ended, "the outputs of a sequence end with its finish reason"
 
     def _finish(self, finish_reason: str) -> list[Event]:

@@ -13,19 +13,24 @@ import torch
 from hetero_llm import LLM
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
+from hetero_llm.config.parallel_config import ParallelConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.distributed.plain_form import PlainForm, types_within
 from hetero_llm.distributed.rank_processes import NoRanks
 from hetero_llm.engine.builders.build_ranks import (
     RankSettings,
     check_parallel,
+    check_sequence_ranks,
     for_ranks,
     join_ranks,
     read_settings,
     start_ranks,
 )
 from hetero_llm.engine.resolve import limit_steps
+from hetero_llm.models.read_config import load_model_config
+from hetero_llm.runner.sequence_parallel import LEAST_TOKENS
 from hetero_llm.utils import topology
+from tests.models.tiny_images import make_tiny_vision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -36,25 +41,14 @@ def config(**given: Any) -> EngineConfig:
     )
 
 
-@pytest.mark.parametrize(
-    ("given", "device", "message"),
-    [
-        ({"enable_prefix_cache_offload": True, "cpu_prefill_memory_utilization": 0.1}, CPU,
-         "enable_prefix_cache_offload=True"),
-        ({"enable_prompt_adapter": True, "max_prompt_adapter_token": 8}, CPU,
-         "enable_prompt_adapter=True"),
-        ({"cpu_offload_gb": 1.0}, CPU, "cpu_offload_gb=1.0"),
-        ({"cpu_backend": "ipex"}, CPU, "cpu_backend='ipex'"),
-    ],
-)  # fmt: skip
-def test_refused_together(given: dict[str, Any], device: torch.device, message: str) -> None:
+def test_ipex_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        check_parallel(config(**given), device)
+        check_parallel(config(cpu_backend="ipex"), CPU)
     assert str(caught.value) == (
-        f"{message}: cannot be combined with tensor_parallel_size (2) yet: leave one of them out"
+        "cpu_backend='ipex': cannot be combined with tensor_parallel_size (2) yet: leave one of "
+        "them out"
     )
-    alone = {**given, "tensor_parallel_size": 1}
-    check_parallel(config(**alone), device)
+    check_parallel(config(cpu_backend="ipex", tensor_parallel_size=1), CPU)
 
 
 def test_native_weights_are_refused() -> None:
@@ -73,6 +67,47 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     check_parallel(config(), GPU)
 
 
+def shared(**given: Any) -> EngineConfig:
+    return config(**{"tensor_parallel_size": 1, "sequence_parallel_size": 2, **given})
+
+
+def test_ranks_that_share_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_parallel(shared(cpu_offload_gb=1.0), CPU)
+    reason = "cannot be combined with sequence_parallel_size (2) yet: leave one of them out"
+    assert str(caught.value) == f"cpu_offload_gb=1.0: {reason}"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    check_parallel(shared(), GPU)
+    with pytest.raises(ConfigError, match="^sequence_parallel_size=4: needs as many GPUs, .* 3$"):
+        check_parallel(shared(sequence_parallel_size=4), GPU)
+    with pytest.raises(ConfigError) as caught:
+        check_parallel(shared(tensor_parallel_size=2), GPU)
+    both = "4 (tensor_parallel_size=2 times sequence_parallel_size=2)"
+    assert str(caught.value) == (
+        f"tensor_parallel_size=2: needs {both} GPUs, and this process sees 3"
+    )
+
+
+def test_steps_too_short_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for device, kind in ((CPU, "cpu"), (GPU, "cuda")):
+        least = LEAST_TOKENS[kind]
+        check_parallel(shared(max_num_batched_tokens=least, max_num_seqs=8), device)
+        few = least - 1
+        with pytest.raises(ConfigError, match=rf"^max_num_batched_tokens={few}: .*fewer than"):
+            check_parallel(shared(max_num_batched_tokens=few, max_num_seqs=8), device)
+        check_parallel(config(max_num_batched_tokens=few, max_num_seqs=8), device)
+
+
+def test_models_with_images_do_not_share_tokens(tiny_folder: Path, tmp_path: Path) -> None:
+    two = ParallelConfig(sequence_parallel_size=2)
+    check_sequence_ranks(load_model_config(tiny_folder), two)
+    images = load_model_config(make_tiny_vision(tmp_path / "images", "llava"))
+    check_sequence_ranks(images, ParallelConfig(2))
+    with pytest.raises(ConfigError, match=r"^sequence_parallel_size=2: .* takes images, which are"):
+        check_sequence_ranks(images, two)
+
+
 def test_each_rank_has_its_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -80,7 +115,8 @@ def test_each_rank_has_its_share_of_the_cores(
     with caplog.at_level(logging.INFO):
         assert for_ranks(config(), CPU).cpu.threads == 4
         assert for_ranks(config(tensor_parallel_size=16), CPU).cpu.threads == 1
-    assert len(caplog.messages) == 2 and "torch serves" in caplog.text
+        assert for_ranks(config(sequence_parallel_size=2), CPU).cpu.threads == 2
+    assert len(caplog.messages) == 3 and "torch serves" in caplog.text
     found = for_ranks(config(cpu_threads=6, cpu_backend="torch"), CPU)
     assert (found.cpu.threads, found.cpu.backend) == (3, "torch")
     for same, device in ((config(), GPU), (config(tensor_parallel_size=1), CPU)):
