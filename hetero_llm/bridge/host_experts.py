@@ -1,9 +1,12 @@
-"""All experts of a mixture in host memory: what CPU threads multiply with, and what the GPU's bank
+"""The experts of a mixture in host memory: what CPU threads multiply with, and what the GPU's bank
 of experts is filled from.
 
 Matrices lie as in the checkpoint, row after row, and the experts of a layer one behind the other,
 so the same memory serves the CPU's kernels, copies to the GPU's bank and the streams of long
 prompts. On a machine with a GPU it is page-locked.
+
+Where host memory does not hold all experts, those of all layers share one row of places
+(`host_places`) for the numbers of their matrices; scales and biases of all experts are always here.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
+
+from hetero_llm.bridge.host_places import NOT_HELD, HostPlaces
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +35,8 @@ class HostMatrices:
     """One matrix of N rows (outputs) and K columns (inputs) of each of E experts.
 
     All tensors are contiguous, in host memory, with the experts as their first dimension: an
-    expert's part is contiguous, too. Element (n, k) of a quantized expert is
+    expert's part is contiguous, too. With `places`, the first dimension of `data` are places, and
+    layers share it. Element (n, k) of a quantized expert is
 
         row_scale[n] * (scale[n // scale_rows, g] * (element - zero[n, g]) + offset[n, g])
 
@@ -49,6 +55,8 @@ class HostMatrices:
         offset: [E, N, groups] of the scale's type, int4 only, and then zero points are 0; or None.
         row_scale: [E, N] float32; None: 1.
         bias: [E, N] of the model's type, added to the product; or None.
+        places: [E] int32, the place in `data` of each expert or `NOT_HELD`, a view of
+            `HostPlaces.table`; None: of expert e, e.
     """
 
     kind: HostKind
@@ -60,19 +68,21 @@ class HostMatrices:
     offset: torch.Tensor | None = None
     row_scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    places: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         assert self.kind in HOST_KINDS, self.kind
         assert self.data.dim() == 3
-        for _, tensor in self.tensors():
-            assert tensor.is_contiguous() and tensor.shape[0] == self.num_experts
+        for name, tensor in self.tensors():
+            assert tensor.is_contiguous()
+            assert name == "data" or tensor.shape[0] == self.num_experts
             assert tensor.device.type == "cpu", tensor.device
         assert (self.scale is None) == (self.group == 0)
 
     @property
     def num_experts(self) -> int:
         """E."""
-        return int(self.data.shape[0])
+        return int(self.data.shape[0]) if self.places is None else len(self.places)
 
     @property
     def rows(self) -> int:
@@ -88,7 +98,18 @@ class HostMatrices:
     @property
     def expert_bytes(self) -> int:
         """Of one expert's part of all tensors."""
-        return sum(tensor.nbytes for _, tensor in self.tensors()) // self.num_experts
+        return self.data_bytes + self.kept_bytes
+
+    @property
+    def data_bytes(self) -> int:
+        """Of one expert's part of `data`."""
+        return self.data[0].numel() * self.data.element_size()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of one expert's part of the other tensors."""
+        others = sum(tensor.nbytes for name, tensor in self.tensors() if name != "data")
+        return others // self.num_experts
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of `TENSORS` that there are, with their names."""
@@ -99,13 +120,32 @@ class HostMatrices:
 
     def pointers(self) -> np.ndarray:
         """[E, len(TENSORS)] int64 addresses of each expert's part, for native code; 0: the tensor
-        is not there."""
+        or, in the column of `data`, the expert is not there."""
         found = np.zeros((self.num_experts, len(TENSORS)), np.int64)
         for name, tensor in self.tensors():
-            each = tensor.nbytes // self.num_experts
-            first = np.arange(self.num_experts, dtype=np.int64) * each
-            found[:, TENSORS.index(name)] = tensor.data_ptr() + first
+            rows = np.arange(self.num_experts, dtype=np.int64)
+            if name == "data" and self.places is not None:
+                rows = self.places.astype(np.int64)
+            each = tensor[0].numel() * tensor.element_size()
+            found[:, TENSORS.index(name)] = np.where(
+                rows == NOT_HELD, 0, tensor.data_ptr() + rows * each
+            )
         return found
+
+    def runs(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """The experts from `first` on, cut into runs whose parts of `data` follow each other: first
+        expert, its place, and how many. All of them are held."""
+        if self.places is None:
+            yield first, first, count
+            return
+        end = first + count
+        while first < end:
+            place, some = int(self.places[first]), 1
+            assert place != NOT_HELD, first
+            while first + some < end and int(self.places[first + some]) == place + some:
+                some += 1
+            yield first, place, some
+            first += some
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +178,14 @@ class HostExperts:
             down @ (activation(gate) * up); "clamped": (up + 1) * gate * sigmoid(alpha * gate), with
             gates of at most `limit` and ups within it on both sides (`models.config.ClampedSwish`).
         alpha, limit: of "clamped"; 0 otherwise.
+        places: who is where, if host memory does not hold all experts; None: it does.
     """
 
     layers: tuple[HostLayer, ...]
     activation: str
     alpha: float = 0.0
     limit: float = 0.0
+    places: HostPlaces | None = None
 
     def __post_init__(self) -> None:
         assert self.layers
@@ -182,7 +224,15 @@ class HostExperts:
 
     def pointers(self) -> np.ndarray:
         """[layers, E, 2, len(TENSORS)] int64: `HostMatrices.pointers` of gate_up and down. The
-        memory lives as long as this object's tensors."""
-        return np.stack(
+        memory lives as long as this object's tensors; with `places`, addresses follow them."""
+        found = np.stack(
             [np.stack((x.gate_up.pointers(), x.down.pointers()), axis=1) for x in self.layers]
         )
+        if self.places is not None:
+            parts = (self.layers[0].gate_up, self.layers[0].down)
+            self.places.lead(
+                found[..., TENSORS.index("data")],
+                [part.data.data_ptr() for part in parts],
+                [part.data_bytes for part in parts],
+            )
+        return found

@@ -25,7 +25,6 @@ from hetero_llm.expert_offload.plan import (
     WeightForm,
     expert_bytes,
     plan_experts,
-    why_not_exclusive,
 )
 
 if TYPE_CHECKING:
@@ -175,7 +174,8 @@ def _expert_shape(shapes: list[tuple[Any, bool]], form: WeightForm) -> ExpertSha
         return None
     (count, rows, hidden), biases = shapes[0]
     each = expert_bytes(hidden, rows // 2, form) + biases * (rows + hidden) * _ELEMENT
-    return ExpertShape(len(shapes), count, each)
+    numbers = 3 * hidden * (rows // 2) * form.bits // 8
+    return ExpertShape(len(shapes), count, each, max(each - numbers, 0))
 
 
 _BY_ROW = WeightForm(8, scale_bytes=4)
@@ -256,9 +256,6 @@ def predict(sizes: ModelSizes, rates: Rates, config: ExpertConfig | None = None)
         plan = plan_experts(sizes.experts, config or ExpertConfig(), gpu, host)
     except ConfigError as error:
         return Prediction("neither GPU nor host memory", None, (), str(error))
-    if plan.mode == "exclusive":
-        reason = why_not_exclusive(plan, sizes.experts, host)
-        return Prediction("experts on the CPU beside the GPU", plan, (), reason)
     share = plan.slots / sizes.experts.count
     where = "all on the GPU" if plan.mode == "resident" else "experts on the CPU beside the GPU"
     return Prediction(where, plan, _speeds(sizes, rates, share))

@@ -48,6 +48,7 @@ _REASONS = {
     2: "a request named a layer that has no experts",
     3: "a request had more tokens than the mailbox",
     4: "a request named an expert that there is not",
+    5: "a request named an expert that host memory does not hold",
 }
 _LONG, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
@@ -103,7 +104,8 @@ class ExpertTeam:
     the child has none.
 
     Args:
-        experts: must not move while the team runs; experts may change in memory between exchanges.
+        experts: tensors must not move while the team runs; experts may change places
+            (`HostPlaces`), and in memory between exchanges.
         mailbox: likewise; only this team answers it.
         library: of `native.load`.
         threads: as many cores are busy while a request is computed, and for `spin_us` after it.
@@ -259,7 +261,8 @@ def _setting(
     if experts.activation not in _GATES:
         raise ConfigError(FIELD, experts.activation, "the CPU has no such activation of experts")
     assert first.gate_up.rows == 2 * experts.inner and first.down.rows == experts.hidden
-    addresses = np.ascontiguousarray(experts.pointers())
+    addresses = experts.pointers()
+    assert addresses.flags.c_contiguous  # changes of `HostExperts.places` reach it
     setting = _Setting(
         layers=experts.num_layers, experts=experts.num_experts, hidden=experts.hidden,
         inner=experts.inner, max_tokens=max_tokens, experts_per_token=k, gate_up=forms[0],

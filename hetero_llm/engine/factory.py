@@ -37,7 +37,14 @@ from hetero_llm.engine.builders.build_draft_worker import (
     prepare_draft_model,
 )
 from hetero_llm.engine.builders.build_drafter import make_drafter
-from hetero_llm.engine.builders.build_experts import ExpertMemory, choose_experts, open_experts
+from hetero_llm.engine.builders.build_experts import (
+    ExpertChoice,
+    OpenMemory,
+    choose_experts,
+    open_experts,
+    open_memory,
+    own_cores,
+)
 from hetero_llm.engine.builders.build_host_tier import (
     HostMemory,
     HostPlatform,
@@ -68,6 +75,7 @@ from hetero_llm.engine.builders.build_runner import (
     check_context,
     runs_on_torch,
 )
+from hetero_llm.engine.builders.expert_store import ExpertMemory
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.inputs.default_sampling import default_sampling
 from hetero_llm.engine.inputs.images import ImageInputs, open_images
@@ -308,6 +316,7 @@ def _join(
     chosen = choose_experts(
         config, inputs.folder, model_config, inputs.scheduler, dtype=dtype, device=device
     )
+    opened = None if chosen is None else _expert_memory(chosen, dtype, device)
     model = load_weights(
         config,
         inputs.folder,
@@ -324,14 +333,16 @@ def _join(
             )
         ),
         share=ranks.share,
-        expert_memory=None if chosen is None else _expert_memory(device),
+        expert_memory=None if opened is None else opened.memory,
     )
     ranks.wait_loaded()
     adapters = None if served[0] is None else served[0].store
     num_parameters = model.parameters_per_token()  # before an executor takes the weights over
     experts = None
-    if chosen is not None:
-        experts = open_experts(chosen, config, model, inputs.scheduler, dtype=dtype, device=device)
+    if chosen is not None and opened is not None:
+        experts = open_experts(
+            *(chosen, config, model, inputs.scheduler), opened=opened, dtype=dtype, device=device
+        )
     device_draft = None if drafter is not None else _load_device_draft(config, inputs, backend)
     own_config = sharded_config(model_config, ranks.share.collectives.rank)
     shape = cache_shape(config, own_config, dtype, device)
@@ -365,6 +376,8 @@ def _join(
             config.speculation, model_config, max_model_len, tokenizer, proposer
         )
     _set_step_times(drafter, runner, experts)
+    if experts is not None:
+        own_cores(experts, config)
     times = step_times(model_config, num_parameters)
     tier = None if host is None else host.join(built.cache, times)
     offload = None if tier is None or host is None else host
@@ -544,9 +557,12 @@ def _set_step_times(drafter: Drafter | None, runner: Any, experts: HybridExperts
     """
     profile = getattr(runner, "profile", None)
     if profile and experts is not None and experts.measured is not None:
-        link, threads = experts.measured
+        found = experts.measured
         profile = with_host_experts(
-            profile, threads, num_layers=experts.bank.host.num_layers, streamed_seconds=link
+            profile,
+            found.threads,
+            num_layers=experts.bank.host.num_layers,
+            streamed_seconds=found.link,
         )
     if profile and isinstance(drafter, CostAware):
         drafter.set_step_times(profile)
@@ -574,10 +590,11 @@ def _check_offload(config: EngineConfig, device: torch.device) -> None:
         )
 
 
-def _expert_memory(device: torch.device) -> ExpertMemory:
+def _expert_memory(chosen: ExpertChoice, dtype: torch.dtype, device: torch.device) -> OpenMemory:
     from hetero_llm.utils.numa import numa_node
 
-    return ExpertMemory(node=numa_node(device.index or 0))
+    memory = ExpertMemory(node=numa_node(device.index or 0))
+    return open_memory(chosen, memory, dtype=dtype, device=device)
 
 
 def _check_no_adapters(config: EngineConfig) -> None:

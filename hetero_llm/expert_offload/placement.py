@@ -48,7 +48,7 @@ class Promotion:
         layer, expert: what is copied.
         slot: where to.
         evicted: (layer, expert) that leaves the slot, None: it was empty. In exclusive mode this
-            one is copied to the host in exchange.
+            one is copied to the host first.
     """
 
     layer: int
@@ -174,16 +174,19 @@ class ExpertPlacement:
 
     A promotion has three moments: `choose` takes the slot from its owner, so the table no longer
     leads there; the caller copies once no running step can read the slot; `finish` makes the new
-    owner known. In between, the slot has no owner and is not chosen.
+    owner known. In between, the slot has no owner and is not chosen. With `owners_stay` there is
+    one more: the owner keeps its slot, which is not chosen again, until the caller has copied it to
+    the host and calls `vacate`.
 
     Args:
         num_layers, num_experts: of the layers that have experts.
         num_slots: of the bank; at most all experts.
         budget: of promotions.
+        owners_stay: see above; where host memory does not hold all experts.
 
     Attributes:
         table: [num_layers, num_experts] int32, slot of each expert or `ON_HOST`; to be read only.
-            Changed by `fill`, `choose`, `finish` and `abort`.
+            Changed by `fill`, `choose`, `vacate`, `finish` and `abort`.
         scores: see `UseScores`.
     """
 
@@ -195,12 +198,14 @@ class ExpertPlacement:
         *,
         budget: PromotionBudget,
         half_lives: tuple[float, ...] = HALF_LIVES,
+        owners_stay: bool = False,
     ) -> None:
         count = num_layers * num_experts
         assert 0 <= num_slots <= count
         self.table: NDArray[np.int32] = np.full((num_layers, num_experts), ON_HOST, np.int32)
         self.scores = UseScores(count, num_slots, half_lives)
         self.budget = budget
+        self._owners_stay = owners_stay
         self._flat = self.table.reshape(-1)
         self._owners = np.full(num_slots, ON_HOST, np.int64)  # flat index of each slot's expert
         self._moving: dict[int, tuple[int, int]] = {}  # slot -> new owner, old owner
@@ -284,17 +289,20 @@ class ExpertPlacement:
         movable: NDArray[np.bool_] | None = None,
         *,
         loads_wait: bool = False,
+        most: int | None = None,
     ) -> tuple[Promotion, ...]:
         """Takes slots from the experts in least demand, for those in most demand on the host.
 
         Args:
             movable: [num_slots] bool, slots that may be taken; None: all.
             loads_wait: KV loads wait for the link: nothing is chosen, the budget is kept.
+            most: promotions; None: what the budget pays.
 
         Returns:
             As many as the budget pays, the most urgent first.
         """
-        most = self.budget.promotions
+        paid = self.budget.promotions
+        most = paid if most is None else min(paid, most)
         if loads_wait or not most or not len(self._owners):
             return ()
         scores = self.scores.scores
@@ -319,8 +327,22 @@ class ExpertPlacement:
             for slot, index in zip(slots[:count], wanted[:count], strict=True)
         )
 
+    def vacate(self, slot: int) -> None:
+        """The owner of a chosen slot is on the host, too: the table no longer leads there from the
+        next step on. Only with `owners_stay`."""
+        assert self._owners_stay and slot in self._moving
+        self._clear(slot)
+
+    def _clear(self, slot: int) -> None:
+        old = int(self._owners[slot])
+        if old != ON_HOST:
+            self._flat[old] = ON_HOST
+            self._outside[old] = True
+        self._owners[slot] = ON_HOST
+
     def finish(self, slot: int) -> None:
         """The copy into a slot is complete: the table leads there from the next step on."""
+        assert self._owners[slot] == ON_HOST
         index, _ = self._moving.pop(slot)
         self._own(slot, index)
 
@@ -345,17 +367,15 @@ class ExpertPlacement:
         assert np.count_nonzero(self._flat != ON_HOST) == len(owned)
         moving = set(self._moving)
         assert moving == set(np.flatnonzero(~self._settled).tolist())
-        assert not moving & set(owned.tolist())
+        assert self._owners_stay or not moving & set(owned.tolist())
         inside = {*self._owners[owned].tolist(), *(new for new, _ in self._moving.values())}
         assert len(inside) == len(owned) + len(moving)
         assert inside == set(np.flatnonzero(~self._outside).tolist())
 
     def _begin(self, slot: int, index: int) -> Promotion:
         old = int(self._owners[slot])
-        if old != ON_HOST:
-            self._flat[old] = ON_HOST
-            self._outside[old] = True
-        self._owners[slot] = ON_HOST
+        if not self._owners_stay:
+            self._clear(slot)
         self._outside[index] = False
         self._settled[slot] = False
         self._moving[slot] = (index, old)

@@ -15,6 +15,9 @@ Mode = Literal["inclusive", "exclusive", "resident"]
 
 MEMORY, CPU, UTILIZATION = "moe_expert_memory", "moe_cpu_experts", "gpu_memory_utilization"
 _GIB = 1 << 30
+MOST_SPARES = 16
+"""Free places of host memory in exclusive mode, at most: exchanges at once. One takes some five
+steps, and the budget of promotions has two to three of Qwen3-235B-A22B's experts a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,13 @@ class ExpertShape:
         num_experts: of each of them.
         expert_bytes: of one: `bridge.host_experts.HostExperts.expert_bytes`, or before there is
             any, the function of this name.
+        kept_bytes: of them, scales and biases, which host memory holds of all experts.
     """
 
     num_layers: int
     num_experts: int
     expert_bytes: int
+    kept_bytes: int = 0
 
     @property
     def count(self) -> int:
@@ -135,12 +140,14 @@ class ExpertPlan:
         slots: of the bank, each for one expert of any layer.
         resident_bytes: of the bank.
         host_bytes: that host memory holds.
+        places: of host memory in exclusive mode, those free for exchanges included; else 0.
     """
 
     mode: Mode
     slots: int
     resident_bytes: int
     host_bytes: int
+    places: int = 0
 
     def __str__(self) -> str:
         where = f"{self.slots} experts on the GPU ({_gib(self.resident_bytes)})"
@@ -172,15 +179,30 @@ def plan_experts(
     slots = _slots(shape, config, gpu)
     if slots == shape.count:
         return ExpertPlan("resident", slots, shape.total_bytes, 0)
-    resident = slots * shape.expert_bytes
-    outside = shape.total_bytes - resident
     if shape.total_bytes <= host.room:
-        return ExpertPlan("inclusive", slots, resident, shape.total_bytes)
-    # An exchange needs a row to which the leaving expert is copied before its place is free.
-    exclusive = outside + (shape.expert_bytes if slots else 0)
-    if exclusive <= host.room:
-        return ExpertPlan("exclusive", slots, resident, exclusive)
+        return ExpertPlan("inclusive", slots, slots * shape.expert_bytes, shape.total_bytes)
+    found = _exclusive(shape, slots)
+    if found.slots and found.host_bytes + loading_bytes(shape) <= host.room:
+        return found
     raise _no_host_room(shape, config, gpu, host, slots)
+
+
+def loading_bytes(shape: ExpertShape) -> int:
+    """Of host memory, while weights are loaded in exclusive mode: a layer is read as a whole, and
+    files may begin the next one before its last tensor."""
+    return 2 * shape.num_experts * shape.expert_bytes
+
+
+def _exclusive(shape: ExpertShape, slots: int) -> ExpertPlan:
+    """With a bank as large as `slots` experts as stored. Kernels may have scales in twice the
+    bytes, and the content of the bank is chosen before that is known."""
+    resident = slots * shape.expert_bytes
+    slots = resident // (shape.expert_bytes + shape.kept_bytes)
+    # An expert that leaves is copied to a free place before its slot is written.
+    places = shape.count - slots + min(MOST_SPARES, slots)
+    data = shape.expert_bytes - shape.kept_bytes
+    held = places * data + shape.count * shape.kept_bytes
+    return ExpertPlan("exclusive", slots, resident, held, places)
 
 
 def _slots(shape: ExpertShape, config: ExpertConfig, gpu: GpuMemory) -> int:
@@ -219,14 +241,20 @@ def _no_host_room(
         f"the experts have {_gib(shape.total_bytes)}, {_gib(outside)} of them would be in host "
         f"memory, and {host}"
     )
-    if shape.total_bytes - most * each + each * (0 < most < shape.count) <= host.room:
+    least = 0
+    if most < shape.count:
+        least = _exclusive(shape, most).host_bytes + loading_bytes(shape)
+    if least <= host.room:
         advice = f"{MEMORY}='auto' keeps up to {_gib(most * each)} on the GPU"
         if config.cpu_experts == "all":
             return ConfigError(CPU, "all", f"{figures}; {CPU}='auto' with {advice}")
         assert config.bank_bytes is not None
         return ConfigError(MEMORY, config.bank_bytes / _GIB, f"{figures}; {advice}")
-    short = shape.total_bytes - most * each + each - host.room
-    advice = f"neither holds them, {_gib(short)} are missing even with the largest bank ({gpu})"
+    short = least - host.room
+    advice = (
+        f"neither holds them, {_gib(short)} are missing even with the largest bank ({gpu}), of "
+        f"{_gib(least)} with what exchanges and loading take"
+    )
     if host.reserved >= short:
         advice += "; a lower cpu_prefill_memory_utilization frees enough"
     else:
@@ -241,12 +269,3 @@ def _gib(count: int) -> str:
 
 def _mib(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB"
-
-
-def why_not_exclusive(plan: ExpertPlan, shape: ExpertShape, host: HostMemory) -> str:
-    """The reason why an "exclusive" plan is refused, with what to do."""
-    return (
-        f"host memory has to hold all experts, {_gib(shape.total_bytes)}, and {host}: a bank whose "
-        f"{plan.slots} experts are not on the host as well is not available yet; take a checkpoint "
-        "of fewer bits or a machine with more memory"
-    )

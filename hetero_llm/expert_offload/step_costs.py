@@ -1,4 +1,5 @@
-"""Seconds of steps by number of tokens, where some experts run on the host.
+"""Seconds of steps by number of tokens, where some experts run on the host; and which experts of a
+long step the threads compute while the link brings the others.
 
 Graphs are timed by replays whose tokens are padding, and padding asks for no experts. The draft
 budget (`spec_decode.budget`) would take more tokens for nearly free, while each wakes experts in
@@ -8,8 +9,11 @@ host memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 def with_host_experts(
@@ -46,3 +50,86 @@ def with_host_experts(
             layer = float(np.interp(tokens, sizes, seconds))
         found.append((tokens, alone + num_layers * layer))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class LaneCosts:
+    """Seconds of a layer's experts on the host, in either lane.
+
+    Attributes:
+        exchange: of asking the threads at all.
+        expert: of reading one expert, by the threads.
+        row: of each token of an expert, by the threads.
+        link: of bringing one expert to the GPU.
+    """
+
+    exchange: float
+    expert: float
+    row: float
+    link: float
+
+    def threads(self, rows: NDArray[np.integer]) -> float:
+        """Of the threads, for experts with so many tokens each."""
+        if not len(rows):
+            return 0.0
+        return self.exchange + len(rows) * self.expert + int(rows.sum()) * self.row
+
+    def split(self, rows: NDArray[np.integer], pending: float, most_rows: int) -> NDArray[np.bool_]:
+        """Which experts the threads compute, those of the fewest tokens, so that the slower one of
+        threads and link has ended as early as possible. Equal splits: the one with fewer experts.
+
+        Args:
+            rows: [N] tokens of each expert; those without any are in neither lane.
+            pending: seconds of copies for which the link is busy before it begins with these.
+            most_rows: of all experts of the threads together.
+
+        Returns:
+            [N] bool.
+        """
+        order = np.argsort(rows, kind="stable")
+        order = order[rows[order] > 0]
+        summed = np.concatenate(([0], np.cumsum(rows[order], dtype=np.int64)))
+        counts = np.arange(len(order) + 1)
+        threads = self.exchange * (counts > 0) + counts * self.expert + summed * self.row
+        ends = np.maximum(threads, pending + (len(order) - counts) * self.link)
+        ends[summed > most_rows] = np.inf
+        chosen = np.zeros(len(rows), np.bool_)
+        chosen[order[: int(ends.argmin())]] = True
+        return chosen
+
+
+def fit_lane_costs(
+    layer_seconds: Mapping[int, float],
+    *,
+    on_host: int,
+    num_experts: int,
+    experts_per_token: int,
+    link_seconds: float,
+    slowdown: float = 1.0,
+) -> LaneCosts:
+    """Costs from a layer's exchanges with random experts, by least squares without negative terms.
+
+    Args:
+        layer_seconds: see `with_host_experts`.
+        on_host: experts of that layer that the threads compute.
+        num_experts: of the layer.
+        experts_per_token: all different, drawn at random.
+        link_seconds: of bringing all of the layer's host experts.
+        slowdown: of the threads while the link reads host memory, too; 1 or more.
+    """
+    assert layer_seconds and on_host > 0
+    tokens = np.array(sorted(layer_seconds), float)
+    seconds = np.array([layer_seconds[int(count)] for count in tokens])
+    chosen = experts_per_token / num_experts
+    read = on_host * (1.0 - (1.0 - chosen) ** tokens)
+    terms = np.stack((np.ones_like(tokens), read, tokens * chosen * on_host), axis=1)
+    best, least = np.zeros(3), np.inf
+    for count in (1, 2, 3):
+        for used in combinations(range(3), min(count, len(tokens))):
+            found, *_ = np.linalg.lstsq(terms[:, used], seconds, rcond=None)
+            error = float(((terms[:, used] @ found - seconds) ** 2).sum())
+            if (found >= 0).all() and error < least:
+                best, least = np.zeros(3), error
+                best[list(used)] = found
+    exchange, expert, row = (best * max(slowdown, 1.0)).tolist()
+    return LaneCosts(exchange, expert, row, link_seconds / on_host)

@@ -19,7 +19,12 @@ from torch import Tensor
 from hetero_llm.bridge.host_experts import HostExperts, HostMatrices
 from hetero_llm.gpu.kernels.expert_requests import ON_HOST
 from hetero_llm.gpu.kernels.experts import serves
-from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix, prepare, prepares
+from hetero_llm.gpu.kernels.quantized_gemm import (
+    PreparedMatrix,
+    prepare,
+    prepares,
+    stored_codes,
+)
 from hetero_llm.models.config import Gate
 from hetero_llm.quantization.matrix import QuantizedMatrix
 
@@ -42,32 +47,61 @@ class BankMatrices:
 
     def __init__(self, like: HostMatrices, num_slots: int, device: torch.device) -> None:
         self._rows = like.rows
+        self._slots, self._device = num_slots, device
         self.bias: Tensor | None = None
         if like.bias is not None:
-            shape = (num_slots, like.rows)
-            self.bias = torch.zeros(shape, dtype=like.bias.dtype, device=device)
+            self.add_bias(like.bias)
         self.weights: Tensor | PreparedMatrix
         if like.scale is None:
             shape3 = (num_slots, like.rows, like.columns)
             self.weights = torch.zeros(shape3, dtype=like.data.dtype, device=device)
         else:
-            self.weights = _empty_matrix(prepare(_matrix_of(like, 0, 1, device)), num_slots)
+            self.weights = _empty_matrix(prepare(_matrix_of(like, 0, 0, 1, device)), num_slots)
+
+    def add_bias(self, like: Tensor) -> None:
+        """Room for biases of the type of `like`; zeros."""
+        shape = (self._slots, self._rows)
+        self.bias = torch.zeros(shape, dtype=like.dtype, device=self._device)
 
     def fill(self, slot: int, source: HostMatrices, first: int, count: int) -> None:
         """Copies `count` experts from `first` on into the slots from `slot` on, on the current
         stream."""
         if self.bias is not None:
-            assert source.bias is not None
-            biases = source.bias[first : first + count]
-            self.bias[slot : slot + count].copy_(biases, non_blocking=True)
+            self.fill_bias(slot, source, first, count)
+        for expert, place, some in source.runs(first, count):
+            self._fill_run(slot + expert - first, source, (expert, place, some))
+
+    def fill_bias(self, slot: int, source: HostMatrices, first: int, count: int) -> None:
+        """The biases alone of `fill`."""
+        assert self.bias is not None and source.bias is not None
+        biases = source.bias[first : first + count]
+        self.bias[slot : slot + count].copy_(biases, non_blocking=True)
+
+    def _fill_run(self, slot: int, source: HostMatrices, run: tuple[int, int, int]) -> None:
+        """`run`: see `HostMatrices.runs`."""
+        expert, place, count = run
         if isinstance(self.weights, Tensor):
-            data = source.data[first : first + count]
+            data = source.data[place : place + count]
             self.weights[slot : slot + count].copy_(data, non_blocking=True)
             return
         for start in range(0, count, _PREPARED_AT_ONCE):
             some = min(_PREPARED_AT_ONCE, count - start)
-            matrix = _matrix_of(source, first + start, some, self.weights.device)
+            places = (expert + start, place + start)
+            matrix = _matrix_of(source, *places, some, self.weights.device)
             self._place(prepare(matrix), slot + start, some)
+
+    def save(self, slot: int, target: Tensor) -> None:
+        """Copies the numbers of a slot's expert back to the host as they were there, bit for bit,
+        on the current stream. Scales and biases never leave the host.
+
+        Args:
+            target: of one place of `HostMatrices.data`.
+        """
+        if isinstance(self.weights, Tensor):
+            target.copy_(self.weights[slot], non_blocking=True)
+            return
+        codes = stored_codes(self.weights, slot * self._rows, self._rows)
+        target.view(torch.uint8).copy_(codes, non_blocking=True)
 
     def _place(self, part: PreparedMatrix, slot: int, count: int) -> None:
         whole = self.weights
@@ -90,18 +124,23 @@ class BankMatrices:
 
 
 def _matrix_of(
-    source: HostMatrices, first: int, count: int, device: torch.device
+    source: HostMatrices, first: int, place: int, count: int, device: torch.device
 ) -> QuantizedMatrix:
-    """`count` experts, one below the other, on the device."""
+    """`count` experts, one below the other, on the device.
+
+    Args:
+        first: of these experts.
+        place: of the first one's numbers in `HostMatrices.data`.
+    """
     assert source.scale is not None and source.kind not in ("float32", "bfloat16", "float16")
 
-    def part(tensor: Tensor | None) -> Tensor | None:
+    def part(tensor: Tensor | None, at: int = first) -> Tensor | None:
         if tensor is None:
             return None
-        moved = tensor[first : first + count].to(device, non_blocking=True)
+        moved = tensor[at : at + count].to(device, non_blocking=True)
         return moved.flatten(0, 1).contiguous()
 
-    data, scale = part(source.data), part(source.scale)
+    data, scale = part(source.data, place), part(source.scale)
     assert data is not None and scale is not None
     return QuantizedMatrix(
         source.kind,
@@ -141,18 +180,23 @@ def why_not(host: HostExperts, dtype: torch.dtype, activation: Gate) -> str | No
     """Why the kernels cannot compute these experts for a model of `dtype`; None if they can."""
     if not serves(activation):
         return f"no kernel of the GPU has the experts' activation, {activation}"
-    for part in (host.layers[0].gate_up, host.layers[0].down):
-        if part.scale is None:
-            if part.data.dtype != dtype:
-                return f"{part.kind} experts of a model that runs in {_name(dtype)}"
-            continue
-        one = _matrix_of(part, 0, 1, torch.device("cpu"))
-        if not prepares(one):
-            return f"{part.kind} experts with groups of {part.group}: no kernel reads them"
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"{part.kind} experts need a model in 16 bits, and this one runs in float32"
-        if part.columns % 16:
-            return f"{part.kind} experts with {part.columns} inputs, which 16 does not divide"
+    parts = (host.layers[0].gate_up, host.layers[0].down)
+    return next((reason for part in parts if (reason := why_not_part(part, dtype))), None)
+
+
+def why_not_part(part: HostMatrices, dtype: torch.dtype) -> str | None:
+    """The same for one of the two matrices."""
+    if part.scale is None:
+        if part.data.dtype != dtype:
+            return f"{part.kind} experts of a model that runs in {_name(dtype)}"
+        return None
+    one = _matrix_of(part, 0, 0, 1, torch.device("cpu"))
+    if not prepares(one):
+        return f"{part.kind} experts with groups of {part.group}: no kernel reads them"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{part.kind} experts need a model in 16 bits, and this one runs in float32"
+    if part.columns % 16:
+        return f"{part.kind} experts with {part.columns} inputs, which 16 does not divide"
     return None
 
 
@@ -169,6 +213,8 @@ class ExpertBank:
         staging: how many experts of a layer can be streamed; there are slots for two layers of
             them, behind the others. 0: none are streamed.
         device: of the bank.
+        matrices: gate_up and down of at least `num_slots + 2 * staging` slots, of which those that
+            stay for long may be filled; None: new ones.
 
     Attributes:
         host, num_slots, staging: see Args.
@@ -178,15 +224,26 @@ class ExpertBank:
     """
 
     def __init__(
-        self, host: HostExperts, num_slots: int, *, staging: int, device: torch.device
+        self,
+        host: HostExperts,
+        num_slots: int,
+        *,
+        staging: int,
+        device: torch.device,
+        matrices: tuple[BankMatrices, BankMatrices] | None = None,
     ) -> None:
         assert 0 <= staging <= host.num_experts
         self.host = host
         self.num_slots = num_slots
         self.staging = staging
-        first, slots = host.layers[0], max(1, num_slots + 2 * staging)
-        self.gate_up = BankMatrices(first.gate_up, slots, device)
-        self.down = BankMatrices(first.down, slots, device)
+        if matrices is None:
+            first, slots = host.layers[0], max(1, num_slots + 2 * staging)
+            parts = (first.gate_up, first.down)
+            matrices = (
+                BankMatrices(parts[0], slots, device),
+                BankMatrices(parts[1], slots, device),
+            )
+        self.gate_up, self.down = matrices
         shape = (host.num_layers, host.num_experts)
         self.table = torch.full(shape, ON_HOST, dtype=torch.int32, device=device)
         self.hits = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -219,6 +276,12 @@ class ExpertBank:
         self.gate_up.fill(slot, source.gate_up, first, count)
         self.down.fill(slot, source.down, first, count)
 
+    def save(self, slot: int, place: int) -> None:
+        """Copies the expert in a slot to a place of host memory, on the current stream."""
+        first = self.host.layers[0]  # layers share their places
+        self.gate_up.save(slot, first.gate_up.data[place])
+        self.down.save(slot, first.down.data[place])
+
     def staging_slot(self, layer: int) -> int:
         """The first of the slots in which a layer's experts are streamed: layers alternate."""
         return self.num_slots + layer % 2 * self.staging
@@ -231,4 +294,8 @@ class ExpertBank:
         """
         for layer, expert in np.argwhere(table >= 0).tolist():
             self.fill(int(table[layer, expert]), layer, expert)
+        self.show(table)
+
+    def show(self, table: np.ndarray) -> None:
+        """Writes the table; the slots that it names are filled."""
         self.table.copy_(torch.from_numpy(table))

@@ -10,12 +10,23 @@ A promotion takes four moments, each at the launch of some step:
 4. The step reads the expert from the bank.
 
 The placement has the table as the next step will find it, so no step has to be asked.
+
+Where host memory does not hold all experts (`bridge.host_places`), the two experts change sides:
+
+0. Before the first moment the copy stream copies the expert in the slot to a free place of host
+   memory. Steps go on reading the slot. When the copy has ended, the place is published, and the
+   first moment follows: the table's entry becomes `ON_HOST`.
+5. After the last one, when all steps have finished that were launched while the table still led to
+   the host, the new expert's place is free.
+
+So at every moment each expert is whole where the table of a step says that it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -48,7 +59,8 @@ class Placement(Protocol):
     """See `expert_offload.placement.ExpertPlacement`.
 
     Attributes:
-        table: [layers, experts] int32, changed by `choose` and `finish`.
+        table: [layers, experts] int32, changed by `choose` (or, where host memory does not hold all
+            experts, by `vacate`) and by `finish`.
     """
 
     table: np.ndarray
@@ -65,8 +77,14 @@ class Placement(Protocol):
     ) -> None: ...
 
     def choose(
-        self, movable: np.ndarray | None = None, *, loads_wait: bool = False
+        self,
+        movable: np.ndarray | None = None,
+        *,
+        loads_wait: bool = False,
+        most: int | None = None,
     ) -> Sequence[Promotion]: ...
+
+    def vacate(self, slot: int) -> None: ...
 
     def finish(self, slot: int) -> None: ...
 
@@ -92,10 +110,18 @@ class FixedPlacement:
         """See `Placement`."""
 
     def choose(
-        self, movable: np.ndarray | None = None, *, loads_wait: bool = False
+        self,
+        movable: np.ndarray | None = None,
+        *,
+        loads_wait: bool = False,
+        most: int | None = None,
     ) -> Sequence[Promotion]:
         """See `Placement`."""
         return ()
+
+    def vacate(self, slot: int) -> None:
+        """See `Placement`."""
+        raise AssertionError("nothing was promoted")
 
     def finish(self, slot: int) -> None:
         """See `Placement`."""
@@ -103,11 +129,15 @@ class FixedPlacement:
 
 
 class Copies(Protocol):
-    """Where slots are written, beside the stream of the steps."""
+    """Where slots are written and saved, beside the stream of the steps."""
 
     def start(self, slot: int, copy: Callable[[], None]) -> Callable[[], bool]:
         """Runs `copy`, which writes a slot, behind the earlier ones; what it returns says whether
         the copy has ended."""
+        ...
+
+    def save(self, place: int, copy: Callable[[], None]) -> Callable[[], bool]:
+        """The same for a copy that writes a place of host memory."""
         ...
 
 
@@ -119,12 +149,17 @@ class CopiesAtOnce:
         copy()
         return lambda: True
 
+    def save(self, place: int, copy: Callable[[], None]) -> Callable[[], bool]:
+        """See `Copies`."""
+        return self.start(place, copy)
+
 
 class StreamCopies:
-    """On a CUDA stream of its own."""
+    """On CUDA streams of their own, one for each direction of the link."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
+        self._saving = torch.cuda.Stream(device)
 
     def start(self, slot: int, copy: Callable[[], None]) -> Callable[[], bool]:
         """See `Copies`."""
@@ -132,20 +167,35 @@ class StreamCopies:
             copy()
         return self.stream.record_event().query
 
+    def save(self, place: int, copy: Callable[[], None]) -> Callable[[], bool]:
+        """See `Copies`. The slot was written behind an event that the host has seen."""
+        with torch.cuda.stream(self._saving):
+            copy()
+        return self._saving.record_event().query
+
+
+_SAVE, _CLEARED, _DRAIN = range(3)
+
 
 @dataclass(slots=True)
 class _Move:
     """A promotion on its way.
 
     Attributes:
-        step: number of the first step that does not read the slot.
-        is_done: of its copy; None: it has not begun.
+        phase: _SAVE: the slot's owner is being copied to `place`. _CLEARED: the table does not lead
+            to the slot, which is written once no step reads it. _DRAIN: the new expert is in the
+            bank, and steps under way may still read `place`.
+        step: number of the first step that does not read the slot, or, draining, the place.
+        is_done: of the phase's copy; None: it has not begun.
     """
 
     layer: int
     expert: int
     slot: int
+    evicted: tuple[int, int] | None
+    phase: int
     step: int
+    place: int = -1
     is_done: Callable[[], bool] | None = None
 
 
@@ -174,6 +224,7 @@ class ExpertMoves:
         self.placement = placement
         self.num_promoted = 0
         self._bank = bank
+        self._places = bank.host.places
         self._copies = copies
         self._moves: list[_Move] = []
         self._launched = self._finished = 0
@@ -198,7 +249,7 @@ class ExpertMoves:
             chooses: the placement has observed something new.
         """
         if self._moves:
-            self._end_copies()
+            self._moves = [move for move in self._moves if not self._advance(move)]
             if not link_is_busy:
                 self._start_copies()
         if chooses:
@@ -211,32 +262,63 @@ class ExpertMoves:
         """Called when the step that was launched first of those unfinished has finished."""
         self._finished += 1
 
-    def _end_copies(self) -> None:
-        left = []
-        for move in self._moves:
-            if move.is_done is None or not move.is_done():
-                left.append(move)
-                continue
-            self.placement.finish(move.slot)
-            self._change(move.layer, move.expert, move.slot)
-            self.num_promoted += 1
-        self._moves = left
+    def _advance(self, move: _Move) -> bool:
+        """Goes on with a move whose copy, or whose last reader, has ended. Returns whether the move
+        has ended."""
+        if move.phase == _DRAIN:
+            if self._finished < move.step:
+                return False
+            assert self._places is not None
+            self._places.release(move.place)
+            return True
+        if move.is_done is None or not move.is_done():
+            return False
+        move.is_done = None
+        if move.phase == _SAVE:
+            assert self._places is not None and move.evicted is not None
+            self._places.publish(move.place)
+            self.placement.vacate(move.slot)
+            self._change(*move.evicted, ON_HOST)
+            move.phase, move.step = _CLEARED, self._launched
+            return False
+        self.placement.finish(move.slot)
+        self._change(move.layer, move.expert, move.slot)
+        self.num_promoted += 1
+        if self._places is None:
+            return True
+        move.place = self._places.leave(move.layer, move.expert)
+        move.phase, move.step = _DRAIN, self._launched
+        return False
 
     def _start_copies(self) -> None:
         for move in self._moves:
-            if move.is_done is None and self._finished >= move.step:
-                layer, expert, slot = move.layer, move.expert, move.slot
-
-                def copy(layer: int = layer, expert: int = expert, slot: int = slot) -> None:
-                    self._bank.fill(slot, layer, expert)
-
-                move.is_done = self._copies.start(slot, copy)
+            if move.is_done is not None or move.phase == _DRAIN:
+                continue
+            slot, place = move.slot, move.place
+            if move.phase == _SAVE:
+                move.is_done = self._copies.save(place, partial(self._bank.save, slot, place))
+            elif self._finished >= move.step:
+                fill = partial(self._bank.fill, slot, move.layer, move.expert)
+                move.is_done = self._copies.start(slot, fill)
 
     def _promote(self, loads_wait: bool) -> None:
-        for chosen in self.placement.choose(loads_wait=loads_wait):
-            if chosen.evicted is not None:
-                self._change(*chosen.evicted, ON_HOST)
-            self._moves.append(_Move(chosen.layer, chosen.expert, chosen.slot, self._launched))
+        if self._places is None:
+            chosen = self.placement.choose(loads_wait=loads_wait)
+        else:
+            # The place of an expert that has just entered is its own until it is free.
+            movable = np.ones(self._bank.num_slots, bool)
+            movable[[move.slot for move in self._moves]] = False
+            most = self._places.num_free
+            chosen = self.placement.choose(movable, loads_wait=loads_wait, most=most)
+        for one in chosen:
+            move = _Move(one.layer, one.expert, one.slot, one.evicted, _CLEARED, self._launched)
+            self._moves.append(move)
+            if one.evicted is None:
+                continue
+            if self._places is None:
+                self._change(*one.evicted, ON_HOST)
+            else:
+                move.phase, move.place = _SAVE, self._places.begin(*one.evicted)
 
     def _change(self, layer: int, expert: int, slot: int) -> None:
         self._changes[layer * self._bank.host.num_experts + expert] = slot

@@ -2,12 +2,14 @@
 
 Layers call `start` and `function` of their `HybridLayer`. Steps of at most `most_rows` tokens ask
 CPU threads for the experts on the host (`kernels.expert_requests`); longer ones stream them through
-the GPU (`expert_streams`). The runner calls `before_launch`, `begin` and `finished`. Between steps,
+the GPU (`expert_streams`), but for those of few tokens, which the threads compute. The runner calls
+`before_launch`, `begin` and `finished`. Between steps,
 counters of visits lead to promotions (`expert_moves`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +21,14 @@ from torch import Tensor
 
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.expert_moves import ExpertMoves
-from hetero_llm.gpu.expert_streams import ExpertStreams
-from hetero_llm.gpu.kernels.expert_requests import Exchange, Places, post, wait_add
+from hetero_llm.gpu.expert_streams import ExpertStreams, Split
+from hetero_llm.gpu.kernels.expert_requests import (
+    Exchange,
+    Places,
+    post,
+    rows_of_mail,
+    wait_add,
+)
 from hetero_llm.gpu.kernels.experts import bank_experts
 from hetero_llm.gpu.kernels.quantized_experts import quantized_bank_experts
 from hetero_llm.models.config import Gate
@@ -118,12 +126,29 @@ class Started:
 
     Attributes:
         table: [experts] int32 on the device: the slots of the layer's experts.
-        exchange: None: the layer's experts are streamed.
+        exchange: None: no expert is left to the threads.
+        streamed: whether experts visit the staging slots.
     """
 
     places: Places
     table: Tensor
     exchange: Exchange | None
+    streamed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LaneTimes:
+    """What `HybridExperts.measure_most_rows` has measured.
+
+    Attributes:
+        link: seconds of bringing the host's experts of a layer to the GPU.
+        threads: seconds of the threads for them, by number of tokens.
+        slowdown: how many times as long the threads need while the link reads host memory, too.
+    """
+
+    link: float
+    threads: dict[int, float]
+    slowdown: float
 
 
 class HybridExperts:
@@ -162,7 +187,7 @@ class HybridExperts:
         self.moves = moves
         self.most_rows = most_rows
         self.exchange = exchange
-        self.measured: tuple[float, dict[int, float]] | None = None
+        self.measured: LaneTimes | None = None
         self._streams = streams
         self._errors = exchange.errors.numpy()
         self._hits = HitReader(bank.hits)
@@ -256,11 +281,11 @@ class HybridExperts:
         if kv_slots is not None and len(kv_slots) != rows:
             kv_slots = None  # the last layer has sampled tokens only, none of them padding
         streams = rows > self.most_rows
+        exchange: Exchange | None = self.exchange
         if streams:
-            assert self._streams is not None, rows
-            table, exchange = self._streams.enter(layer), None
+            table, exchange = self._enter(layer, ids, kv_slots)
         else:
-            table, exchange = self.bank.table[layer], self.exchange
+            table = self.bank.table[layer]
         places = post(
             *(x, ids, weights),
             table=table,
@@ -269,29 +294,45 @@ class HybridExperts:
             exchange=exchange,
             kv_slots=kv_slots,
         )
-        return Started(places, table, exchange)
+        return Started(places, table, exchange, streams)
+
+    def _enter(
+        self, layer: int, ids: Tensor, kv_slots: Tensor | None
+    ) -> tuple[Tensor, Exchange | None]:
+        """Shares a layer's experts between link and threads: its table, and the exchange."""
+        assert self._streams is not None, len(ids)
+        counts = None
+        if self._streams.wants_counts:
+            # The host waits for the router. The device waits for copies here, not for the host.
+            real = torch.ones_like(ids) if kv_slots is None else (kv_slots >= 0).unsqueeze(1)
+            found = torch.zeros(self.bank.host.num_experts, dtype=torch.int64, device=ids.device)
+            found.scatter_add_(0, ids.flatten().long(), real.expand_as(ids).flatten().long())
+            counts = found.cpu().numpy()
+        entered = self._streams.enter(layer, counts, ids.numel())
+        if not entered.asks:
+            return entered.table, None
+        self.wake()
+        rows = rows_of_mail(ids, entered.table, kv_slots)
+        return entered.table, dataclasses.replace(self.exchange, rows=rows)
 
     def finish(self, layer: int, x: Tensor, weights: Tensor, started: Started) -> Tensor:
         """The sum of all experts' outputs: [T, hidden]."""
         parts = self._multiply(x, started.places, weights, table=started.table)
         total = wait_add(parts, weights, started.places, dtype=x.dtype, exchange=started.exchange)
-        if started.exchange is None and self._streams is not None:
+        if started.streamed and self._streams is not None:
             self._streams.leave(layer)
         return total
 
     # -- measuring ------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def measure_most_rows(self, candidates: Sequence[int]) -> tuple[float, dict[int, float]]:
+    def measure_most_rows(self, candidates: Sequence[int]) -> LaneTimes:
         """Sets `most_rows` to the largest number of tokens for which CPU threads compute a layer's
         experts on the host in less time than the link needs to bring them. On a CUDA device, before
         the first step.
 
         Args:
             candidates: ascending, none above what `most_rows` is now.
-
-        Returns:
-            Seconds of the link for a layer, and of the threads by number of tokens.
         """
         assert self._streams is not None and candidates[-1] <= self.most_rows
         bank, device = self.bank, self.bank.device
@@ -321,10 +362,29 @@ class HybridExperts:
             if threads[rows] > link:
                 break
             most = rows
+        slowdown = self._time_beside(layer, ask(most)) / threads[most]
         self.most_rows = min(most, limit)
         bank.hits.zero_()
-        self.measured = link, threads
+        self.measured = LaneTimes(link, threads, slowdown)
         return self.measured
+
+    def _time_beside(self, layer: int, run: Callable[[], None]) -> float:
+        """The least seconds of a few runs while the link reads host memory, too."""
+        assert self._streams is not None
+        times = []
+        for _ in range(_TIMED):
+            self._streams.begin_alone(layer)
+            begin = time.perf_counter()
+            run()
+            torch.cuda.current_stream().synchronize()
+            times.append(time.perf_counter() - begin)
+            torch.cuda.synchronize()
+        return min(times)
+
+    def share_long_steps(self, split: Split) -> None:
+        """From now on the threads compute experts of few tokens of long steps."""
+        assert self._streams is not None
+        self._streams.split = split
 
 
 def _seconds(run: Callable[[], None]) -> float:

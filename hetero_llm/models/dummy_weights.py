@@ -7,6 +7,7 @@ own columns of them, as fast as memory is copied, and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import sha256
 
 import numpy as np
@@ -21,11 +22,18 @@ _POOL = 1 << 22
 """Places of windows: rows of a parameter that share one are few."""
 
 
-def fill_randomly(model: CausalLM, seed: int, parts: RankParts) -> None:
+def fill_randomly(
+    model: CausalLM,
+    seed: int,
+    parts: RankParts,
+    *,
+    filled: Callable[[Tensor], None] = lambda parameter: None,
+) -> None:
     """Reproducible weights of a trained model's magnitude: norms are 1, all others uniform.
 
     Args:
         parts: of the rank's model.
+        filled: called with each parameter when it has its numbers.
     """
     widest = max(_columns(p, parts.cuts.get(name)) for name, p in model.named_parameters())
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -43,6 +51,7 @@ def fill_randomly(model: CausalLM, seed: int, parts: RankParts) -> None:
             if key not in pools:
                 pools[key] = pool.to(*key)
             _fill(parameter, pools[key], _starts(name, seed), parts.cuts.get(name))
+        filled(parameter)
 
 
 def _columns(parameter: Tensor, cut: Cut | None) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,26 @@ ExpertsFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 StartExperts = Callable[[Tensor, Tensor, Tensor], None]
 # (shape, dtype) -> an empty tensor in host memory, contiguous
 HostMemory = Callable[[tuple[int, ...], torch.dtype], Tensor]
+# Called with a layer and the name of a weight whose numbers are complete
+Settle = Callable[["Experts", str], None]
+
+
+@runtime_checkable
+class SettlingMemory(Protocol):
+    """A `HostMemory` in which weights are only while they are read."""
+
+    def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See `HostMemory`."""
+        ...
+
+    def settle(self, index: int, layer: Experts, name: str) -> None:
+        """Takes a weight that is complete to where it stays, and its memory back.
+
+        Args:
+            index: of the layer among those that have experts.
+        """
+        ...
+
 
 SMALLEST_SUM = 1e-20
 """Added to the sum that `sigmoid_top_k` divides by."""
@@ -225,6 +245,7 @@ class Experts(nn.Module):
     Attributes:
         host_memory: where the weights live that the layer's `function` does not read as they are;
             None: on the model's device, as all others.
+        settle: called when one of those weights is complete; may be replaced on the instance.
     """
 
     host_memory: HostMemory | None = None
@@ -241,6 +262,7 @@ class Experts(nn.Module):
         self.function: ExpertsFunction = self.plain
         self.reduce: Reduce = same
         self.start: StartExperts = start_nothing
+        self.settle: Settle = stay
 
     @property
     def biases(self) -> tuple[Tensor, Tensor] | None:
@@ -262,6 +284,8 @@ class Experts(nn.Module):
             matrix = _moved(matrix, self.host_memory)
         delattr(self, name)
         setattr(self, name, QuantizedStack(matrix, count))
+        if self.host_memory is not None:
+            self.settle(self, name)
 
     def forward(
         self,
@@ -338,6 +362,10 @@ class Experts(nn.Module):
 
 def start_nothing(x: Tensor, ids: Tensor, weights: Tensor) -> None:
     """See `StartExperts`: all experts are the layer's own."""
+
+
+def stay(layer: Experts, name: str) -> None:
+    """See `Settle`: weights stay where they were read to."""
 
 
 def _moved(matrix: QuantizedMatrix, host_memory: HostMemory) -> QuantizedMatrix:

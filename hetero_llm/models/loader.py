@@ -25,7 +25,7 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import short_reason
 from hetero_llm.models.configs.transformers import TransformersConfig
 from hetero_llm.models.dummy_weights import fill_randomly
-from hetero_llm.models.experts import Experts, HostMemory
+from hetero_llm.models.experts import Experts, HostMemory, stay
 from hetero_llm.models.folders import LOAD_FORMATS, resolve_model_folder
 from hetero_llm.models.gguf.container import is_gguf
 from hetero_llm.models.kv_scales import stored_kv_scales
@@ -139,6 +139,7 @@ def load_model(
     if expert_memory is not None:
         assert rank.size == 1, "ranks have no experts in host memory"
         place_experts(weights, blueprint.plans, expert_memory)
+    settles = {} if expert_memory is None else _settles(weights, blueprint.plans)
     model.eval().requires_grad_(False)
     if files is not None and config.quantization is not None:
         model.kv_scales = _own_kv_scales(
@@ -151,13 +152,41 @@ def load_model(
         cuts=cuts, slices=matrix_slices(blueprint.plans, weights, cuts, blueprint.stored),
     )  # fmt: skip
     if files is None:
-        fill_randomly(model, seed, parts)
+        if settles and wanted is not None:
+            reason = (
+                "random quantized weights are made of plain ones, for which host memory has no room"
+            )
+            raise ConfigError("load_format", load_format, reason)
+        fill_randomly(model, seed, parts, filled=lambda one: _settle(settles, one))
         if wanted is not None:
             quantize_weights(model, weights, wanted)
     else:
         matches = _matches_of_rank(model, blueprint, parts, folder, files, filler)
-        _fill_from_files(folder, matches, filler, dtype, show_progress)
+        _fill_from_files(folder, matches, filler, dtype, show_progress, settles)
     return model
+
+
+Settles = Mapping[int, Callable[[], None]]
+"""What is called when a plain weight is filled, by the address of its memory."""
+
+
+def _settles(weights: Sequence[LayerWeight], plans: Sequence[MatrixPlan]) -> Settles:
+    """Of weights of experts that go on from where they were read to."""
+    planned = {plan.weight for plan in plans}
+    return {
+        weight.parameter.data_ptr(): partial(weight.layer.settle, weight.layer, weight.name)
+        for place, weight in enumerate(weights)
+        if place not in planned
+        and isinstance(weight.layer, Experts)
+        and weight.layer.settle is not stay
+    }
+
+
+def _settle(settles: Settles, filled: Tensor) -> None:
+    """A whole weight has been filled."""
+    then = settles.get(filled.data_ptr())
+    if then is not None:
+        then()
 
 
 def _check_build(
@@ -282,6 +311,7 @@ class ExpertSizes:
         num_layers: layers that have experts; 0: the model is no mixture.
         num_experts: of the first of them.
         expert_bytes: of one expert, on average.
+        kept_bytes: of them, scales: what is not the numbers of its matrices.
         other_bytes: of all other weights, tables included.
     """
 
@@ -289,6 +319,7 @@ class ExpertSizes:
     num_experts: int
     expert_bytes: int
     other_bytes: int
+    kept_bytes: int = 0
 
 
 def expert_sizes(
@@ -337,7 +368,10 @@ def expert_sizes(
     )
     count = layers[0].down.shape[0]
     each = -(-experts // (len(layers) * count))
-    return ExpertSizes(len(layers), count, each, rest + sum(sizes) - experts)
+    numbers = layers[0].gate_up[0].numel() + layers[0].down[0].numel()
+    # Of the types that weights have, the largest whose numbers are no more than there are bytes.
+    data = next(n for n in (numbers * dtype.itemsize, numbers, numbers // 2, 0) if n <= each)
+    return ExpertSizes(len(layers), count, each, rest + sum(sizes) - experts, each - data)
 
 
 def _check_sizes(folder: Path, config: ModelConfig, files: tuple[WeightFile, ...]) -> None:
@@ -491,8 +525,10 @@ def _fill_from_files(
     filler: MatrixFiller,
     dtype: torch.dtype,
     show_progress: bool,
+    settles: Settles,
 ) -> None:
     """Fills the targets; names and shapes of all files are checked by now."""
+    arrivals = _Arrivals(matches, settles)
     total = sum(
         filler.nbytes(match.name, match.stored) if match.target is None else match.nbytes
         for match in matches
@@ -502,7 +538,11 @@ def _fill_from_files(
         total=total, unit="B", unit_scale=True, desc="loading weights", disable=not show_progress
     ) as bar:
         not_finite = copy_pieces(
-            (piece for match in matches for piece in _pieces(match, filler, ahead.piece_bytes)),
+            (
+                piece
+                for match in matches
+                for piece in arrivals.counted(match, _pieces(match, filler, ahead.piece_bytes))
+            ),
             ahead,
             lambda piece: bar.update(piece.nbytes),
         )
@@ -511,6 +551,43 @@ def _fill_from_files(
             "%s: weights that are no finite numbers (NaN, or infinite as %s): %s",
             folder, str(dtype).removeprefix("torch."), _some(not_finite),
         )  # fmt: skip
+
+
+class _Arrivals:
+    """Counts the stored tensors of each weight that settles, and settles it behind the last one."""
+
+    def __init__(self, matches: Sequence[_Match], settles: Settles) -> None:
+        self._settles = settles
+        self._missing: dict[int, int] = {}
+        for match in matches:
+            key = self._key(match)
+            if key is not None:
+                self._missing[key] = self._missing.get(key, 0) + 1
+
+    def counted(self, match: _Match, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """The pieces of a match, the last of which counts it as arrived."""
+        key = self._key(match)
+        if key is None:
+            yield from pieces
+            return
+        *others, last = pieces
+        yield from others
+        yield replace(last, then=partial(self._arrive, key, last.then))
+
+    def _key(self, match: _Match) -> int | None:
+        target = match.target
+        view = target.view if isinstance(target, RearrangedView) else target
+        if not self._settles or not isinstance(view, Tensor) or view.is_meta:
+            return None
+        key = view.untyped_storage().data_ptr()
+        return key if key in self._settles else None
+
+    def _arrive(self, key: int, then: Callable[[], None] | None) -> None:
+        if then is not None:
+            then()
+        self._missing[key] -= 1
+        if self._missing[key] == 0:
+            self._settles[key]()
 
 
 def _pieces(match: _Match, filler: MatrixFiller, piece_bytes: int) -> Iterator[Piece]:

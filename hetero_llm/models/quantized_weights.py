@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
-from hetero_llm.models.experts import Experts, HostMemory, Router
+from hetero_llm.models.experts import Experts, HostMemory, Router, SettlingMemory
 from hetero_llm.models.layers import BankView, CausalLM, Linear, RearrangedView
 from hetero_llm.models.linear_weights import on_weight
 from hetero_llm.models.sharding import Cut, Run, runs_inside
@@ -171,10 +171,14 @@ def place_experts(
     """Gives host memory to the weights of `Experts` that `weights_of` has left without; those of
     the plans get theirs when they are set."""
     planned = {plan.weight for plan in plans}
+    layers: dict[int, int] = {}
     for place, weight in enumerate(weights):
         if not isinstance(weight.layer, Experts):
             continue
         weight.layer.host_memory = memory
+        index = layers.setdefault(id(weight.layer), len(layers))
+        if isinstance(memory, SettlingMemory):
+            weight.layer.settle = partial(memory.settle, index)
         if place not in planned:
             old = weight.parameter
             new = nn.Parameter(memory(tuple(old.shape), old.dtype), requires_grad=False)

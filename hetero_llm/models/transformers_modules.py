@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hetero_llm.models.collectives import same
 from hetero_llm.models.config_reader import ACTIVATIONS
-from hetero_llm.models.experts import Experts, start_nothing
+from hetero_llm.models.experts import Experts, start_nothing, stay
 from hetero_llm.models.layers import (
     Activation,
     GatedActivation,
@@ -169,6 +169,7 @@ class FlatExperts(Experts):
         self.function = self.plain
         self.reduce = same
         self.start = start_nothing
+        self.settle = stay
 
     @property
     def gate_up(self) -> nn.Parameter:  # type: ignore[override]

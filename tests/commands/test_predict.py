@@ -15,7 +15,6 @@ from hetero_llm.commands.machine_rates import Rates
 from hetero_llm.commands.predict import ModelSizes, predict, read_sizes, step_seconds
 from hetero_llm.config.expert_config import ExpertConfig
 from hetero_llm.core.errors import ConfigError, ModelLoadError
-from hetero_llm.expert_offload.plan import ExpertShape
 
 GIB = 1 << 30
 
@@ -110,7 +109,10 @@ def test_bytes_of_published_shapes(tmp_path: Path, name: str) -> None:
     if not known.experts:
         assert found.experts is None
         return
-    assert found.experts == ExpertShape(known.layers, known.experts, known.expert_bytes)
+    assert found.experts is not None
+    assert found.experts.kept_bytes < known.expert_bytes / 8  # scales and biases
+    shape = (found.experts.num_layers, found.experts.num_experts, found.experts.expert_bytes)
+    assert shape == (known.layers, known.experts, known.expert_bytes)
     assert found.per_token == known.config["num_experts_per_tok"]
     assert found.layers == known.config["num_hidden_layers"]
 
@@ -212,14 +214,13 @@ def test_all_experts_on_the_cpu(tmp_path: Path) -> None:
     assert found.speeds[0].local < predict(sizes, RATES).speeds[0].uniform
 
 
-def test_host_memory_has_to_hold_all_experts(tmp_path: Path) -> None:
-    """As the engine says: experts that are on the GPU alone are not available yet."""
+def test_host_memory_that_holds_what_the_gpu_does_not(tmp_path: Path) -> None:
     sizes = sizes_of(tmp_path, "Mixtral-8x7B")
     assert sizes.experts is not None
     short = dataclasses.replace(RATES, host_bytes=sizes.experts.total_bytes - 1)
     found = predict(sizes, short)
     assert found.plan is not None and found.plan.mode == "exclusive"
-    assert not found.speeds and "host memory has to hold all experts, 84.00 GiB" in found.problem
+    assert len(found.speeds) == 2 and not found.problem
 
 
 def test_what_does_not_fit(tmp_path: Path) -> None:

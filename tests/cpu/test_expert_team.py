@@ -25,6 +25,8 @@ from hetero_llm.bridge.expert_mailbox import (
     STOPPED,
     TOKENS,
 )
+from hetero_llm.bridge.host_experts import HostLayer, HostMatrices
+from hetero_llm.bridge.host_places import HostPlaces
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.cpu import native
 from hetero_llm.cpu.expert_team import ExpertTeam, declare, post, serves
@@ -267,6 +269,44 @@ def test_experts_may_move_between_exchanges(library: ctypes.CDLL) -> None:
         dense[0, [1, 3]] = dense[0, [3, 1]]
     post(mailbox, library, 0, 4)
     assert close(mailbox.y[:4], expected(own, mailbox, 0, 4)) and team.stop_reason is None
+
+
+def test_experts_that_change_places_between_exchanges(library: ctypes.CDLL) -> None:
+    """Of a host that does not hold all of them: addresses follow places, and an expert that is not
+    there ends the team."""
+    mixture = make_mixture(KINDS["float32"], layers=LAYERS, experts=EXPERTS)
+    places = HostPlaces(LAYERS, EXPERTS, LAYERS * EXPERTS)
+    bank = np.full((LAYERS, EXPERTS), -1)
+    bank[1, 2] = 0  # this one is on the GPU alone
+    places.fill(bank)
+
+    def shared(name: str) -> list[HostMatrices]:
+        parts = [getattr(layer, name) for layer in mixture.host.layers]
+        data = torch.full_like(torch.cat([part.data for part in parts]), float("nan"))
+        for layer, expert in np.argwhere(places.table >= 0).tolist():
+            data[places.table[layer, expert]] = parts[layer].data[expert]
+        return [replace(part, data=data, places=places.table[i]) for i, part in enumerate(parts)]
+
+    layers = tuple(map(HostLayer, shared("gate_up"), shared("down")))
+    host = replace(mixture.host, layers=layers, places=places)
+    mailbox = mailbox_for(mixture, TOKENS_MOST, K, torch.float32)
+    team = ExpertTeam(host, mailbox, library, threads=2)
+
+    def ask() -> bool:
+        fill(mailbox, 3, EXPERTS, seed=1, on_device=0.0)
+        mailbox.ids[:3, 0], mailbox.ids[:3, 1:] = 2, ON_DEVICE
+        post(mailbox, library, 1, 3)
+        return close(mailbox.y[:3], expected(mixture, mailbox, 1, 3))
+
+    place = places.begin(1, 2)
+    layers[0].gate_up.data[place] = mixture.host.layers[1].gate_up.data[2]
+    layers[0].down.data[place] = mixture.host.layers[1].down.data[2]
+    places.publish(place)
+    assert ask() and ask()
+    places.release(places.leave(1, 2))
+    with pytest.raises(RuntimeError, match="an expert that host memory does not hold"):
+        ask()
+    assert team.stop_reason is not None
 
 
 def test_what_no_kernel_serves(library: ctypes.CDLL) -> None:

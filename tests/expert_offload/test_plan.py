@@ -23,6 +23,8 @@ BFLOAT16 = WeightForm(16)
 SHAPE = ExpertShape(num_layers=4, num_experts=8, expert_bytes=GIB)  # 32 GiB
 GPU = GpuMemory(usable=40 * GIB, weights=6 * GIB, step=2 * GIB, kv=4 * GIB)  # room for 28
 HOST = HostMemory(usable=64 * GIB)
+MANY = ExpertShape(num_layers=32, num_experts=8, expert_bytes=GIB)  # 256 GiB
+LARGE = GpuMemory(usable=236 * GIB, weights=6 * GIB, step=2 * GIB, kv=4 * GIB)  # room for 224
 
 
 def plan(
@@ -76,10 +78,19 @@ def test_no_bank() -> None:
 
 
 def test_an_exchange_where_host_memory_is_shorter() -> None:
-    # 4 experts outside, and the row that an exchange needs.
-    found = plan(host=HostMemory(31 * GIB, reserved=26 * GIB))
-    assert found == ExpertPlan("exclusive", 28, 28 * GIB, 5 * GIB)
-    assert "the others in host memory (5.00 GiB, exclusive)" in str(found)
+    # 32 experts outside, 16 free places for exchanges, and two layers while they are loaded.
+    found = plan(shape=MANY, gpu=LARGE, host=HostMemory(90 * GIB, reserved=26 * GIB))
+    assert found == ExpertPlan("exclusive", 224, 224 * GIB, 48 * GIB, 48)
+    assert "the others in host memory (48.00 GiB, exclusive)" in str(found)
+    with pytest.raises(ConfigError, match="of 64.00 GiB with what exchanges and loading take"):
+        plan(shape=MANY, gpu=LARGE, host=HostMemory(64 * GIB - 1))
+
+
+def test_scales_stay_on_the_host_and_may_be_larger_in_the_bank() -> None:
+    shape = ExpertShape(32, 8, GIB, kept_bytes=GIB // 16)
+    found = plan(shape=shape, gpu=LARGE, host=HostMemory(100 * GIB))
+    assert (found.mode, found.slots, found.places) == ("exclusive", 210, 62)
+    assert found.host_bytes == 62 * (GIB * 15 // 16) + 256 * GIB // 16
 
 
 @pytest.mark.parametrize(
@@ -93,12 +104,12 @@ def test_an_exchange_where_host_memory_is_shorter() -> None:
         ({"bank_bytes": GIB - 1}, "moe_expert_memory", ["1024.0 MiB", "moe_cpu_experts='all'"]),
         ({"host": HostMemory(5 * GIB - 1)}, "moe_expert_memory",
          ["4.00 GiB of them would be in host memory", "host memory has 5.00 GiB", "fewer bits"]),
-        ({"host": HostMemory(9 * GIB, 8 * GIB)}, "moe_expert_memory",
+        ({"shape": MANY, "gpu": LARGE, "host": HostMemory(70 * GIB, 8 * GIB)}, "moe_expert_memory",
          ["8.00 GiB are for other parts", "cpu_prefill_memory_utilization"]),
-        ({"bank_bytes": 2 * GIB, "host": HostMemory(8 * GIB)}, "moe_expert_memory",
-         ["30.00 GiB of them", "moe_expert_memory='auto' keeps up to 28.00 GiB"]),
-        ({"cpu_experts": "all", "host": HostMemory(8 * GIB)}, "moe_cpu_experts",
-         ["32.00 GiB of them", "moe_cpu_experts='auto'"]),
+        ({"shape": MANY, "gpu": LARGE, "bank_bytes": 2 * GIB, "host": HostMemory(64 * GIB)},
+         "moe_expert_memory", ["254.00 GiB of them", "='auto' keeps up to 224.00 GiB"]),
+        ({"shape": MANY, "gpu": LARGE, "cpu_experts": "all", "host": HostMemory(64 * GIB)},
+         "moe_cpu_experts", ["256.00 GiB of them", "moe_cpu_experts='auto'"]),
     ],
 )  # fmt: skip
 def test_refusals(given_: dict[str, object], field: str, words: list[str]) -> None:
@@ -116,17 +127,18 @@ def test_refusals(given_: dict[str, object], field: str, words: list[str]) -> No
 def test_a_plan_fits(
     layers: int, experts: int, each: int, room: int, host: int, bank: int | None
 ) -> None:
-    shape = ExpertShape(layers, experts, each)
+    shape = ExpertShape(layers, experts, each, kept_bytes=each // 3)
     gpu = GpuMemory(usable=max(room, 0), weights=0, step=0, kv=max(-room, 0))
     try:
         found = plan(shape=shape, gpu=gpu, host=HostMemory(host), bank_bytes=bank)
     except ConfigError:
         return
-    assert found.resident_bytes == found.slots * each <= room
+    assert found.slots * each <= found.resident_bytes <= room
     assert found.host_bytes <= host and 0 <= found.slots <= shape.count
     assert (found.mode == "resident") == (found.slots == shape.count) == (found.host_bytes == 0)
     if found.mode == "exclusive":
-        assert shape.total_bytes > host
+        assert shape.total_bytes > host and found.places + found.slots > shape.count
+        assert found.slots * (each + each // 3) <= found.resident_bytes
         assert found.host_bytes + found.resident_bytes >= shape.total_bytes
-    if bank is None:  # not one more fits
+    if bank is None and found.mode != "exclusive":  # not one more fits
         assert found.slots == shape.count or found.resident_bytes + each > room

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hetero_llm.expert_offload.step_costs import with_host_experts
+from hetero_llm.expert_offload.step_costs import (
+    LaneCosts,
+    fit_lane_costs,
+    with_host_experts,
+)
 from hetero_llm.spec_decode.budget import choose, verify_times
 
 PROFILE = [(1, 0.010), (2, 0.010), (4, 0.011), (6, 0.012), (8, 0.013), (16, 0.014)]
@@ -33,3 +39,53 @@ def kept(profile: list[tuple[int, float]]) -> int:
 def test_the_budget_plans_fewer_nodes() -> None:
     costly = with_host_experts(PROFILE, {1: 1e-3, 16: 16e-3}, num_layers=10, streamed_seconds=20e-3)
     assert kept(costly) < kept(PROFILE)
+
+
+COSTS = LaneCosts(exchange=1.0, expert=2.0, row=0.5, link=4.0)
+
+
+def test_the_threads_take_the_experts_of_fewest_tokens() -> None:
+    rows = np.array([9, 0, 1, 100, 2, 1])
+    # Threads 1 + 3 * 2 + 4 * 0.5 = 9 beside 2 * 4 of the link; one fewer: 6.0 beside 12.
+    assert COSTS.split(rows, 0.0, 1000).tolist() == [False, False, True, False, True, True]
+    # The link is busy for long: a fourth one ends before it, the expert of many tokens does not.
+    assert COSTS.split(rows, 20.0, 1000).tolist() == [True, False, True, False, True, True]
+    assert COSTS.split(rows, 20.0, 3).sum() == 2  # the mailbox has room for no more
+    assert not COSTS.split(np.zeros(3, int), 9.0, 10).any()
+    assert not COSTS.split(np.full(4, 1000), 0.0, 10_000).any()
+
+
+@given(st.lists(st.integers(0, 30), max_size=7), st.floats(0, 40), st.integers(0, 60))
+def test_no_other_split_ends_earlier(rows: list[int], pending: float, most: int) -> None:
+    counts = np.array(rows, np.int64)
+
+    def ends(chosen: np.ndarray) -> float:
+        link = pending + COSTS.link * int(((counts > 0) & ~chosen).sum())
+        return max(COSTS.threads(counts[chosen]), link)
+
+    found = COSTS.split(counts, pending, most)
+    assert counts[found].sum() <= most and (counts[found] > 0).all()
+    for bits in range(1 << len(rows)):
+        other = np.array([bits >> i & 1 for i in range(len(rows))], bool)
+        if counts[other].sum() <= most:
+            assert ends(found) <= ends(other & (counts > 0)) + 1e-9
+
+
+def test_costs_from_exchanges() -> None:
+    experts, k, on_host = 128, 8, 64
+
+    def seconds(tokens: int) -> float:
+        read = on_host * (1 - (1 - k / experts) ** tokens)
+        return 2e-5 + read * 1e-4 + tokens * k * on_host / experts * 3e-6
+
+    measured = {n: seconds(n) for n in (8, 16, 32, 64, 128, 256)}
+    found = fit_lane_costs(
+        measured, on_host=on_host, num_experts=experts, experts_per_token=k, link_seconds=0.064,
+        slowdown=1.5,
+    )  # fmt: skip
+    assert found.expert == pytest.approx(1.5e-4, rel=0.05)
+    assert found.row == pytest.approx(4.5e-6, rel=0.05) and found.link == pytest.approx(1e-3)
+    one = fit_lane_costs(
+        {8: 0.01}, on_host=4, num_experts=8, experts_per_token=2, link_seconds=0.02
+    )
+    assert min(one.exchange, one.expert, one.row) >= 0.0 and one.link == 0.005

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hetero_llm.bridge.host_experts import HostExperts
 from hetero_llm.core.errors import ConfigError
-from hetero_llm.engine.builders.build_experts import host_experts
+from hetero_llm.engine.builders.expert_store import host_experts
 from hetero_llm.gpu.expert_bank import ExpertBank, why_not
 from hetero_llm.gpu.expert_streams import DirectLane, ExpertStreams, runs
 from hetero_llm.gpu.kernels.expert_requests import ON_HOST, post, wait_add

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hetero_llm.bridge.host_places import HostPlaces
 from hetero_llm.expert_offload.placement import ExpertPlacement, PromotionBudget
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.expert_moves import ExpertMoves, FixedPlacement, Placement
@@ -24,26 +25,38 @@ class FakeHost:
     num_layers: int = LAYERS
     num_experts: int = EXPERTS
     expert_bytes: int = 100
+    places: HostPlaces | None = None
 
 
 @dataclass
 class FakeBank:
-    """Remembers which expert each slot has."""
+    """Remembers which expert each slot has, and each place of host memory."""
 
     table: torch.Tensor
     host: FakeHost = field(default_factory=FakeHost)
     held: dict[int, int] = field(default_factory=dict)
+    on_host: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_slots(self) -> int:
+        return SLOTS
 
     @property
     def device(self) -> torch.device:
         return self.table.device
 
     def fill(self, slot: int, layer: int, expert: int) -> None:
-        self.held[slot] = layer * EXPERTS + expert
+        if self.host.places is None:
+            self.held[slot] = layer * EXPERTS + expert
+        else:
+            self.held[slot] = self.on_host[int(self.host.places.table[layer, expert])]
+
+    def save(self, slot: int, place: int) -> None:
+        self.on_host[place] = self.held[slot]
 
 
 class HeldCopies:
-    """Copies that end when the test says so; a slot holds nothing meanwhile."""
+    """Copies that end when the test says so; a slot, or a place, holds nothing meanwhile."""
 
     def __init__(self, bank: FakeBank) -> None:
         self.bank = bank
@@ -53,6 +66,12 @@ class HeldCopies:
         self.bank.held.pop(slot, None)
         done = [False]
         self.begun.append((slot, copy, done))
+        return lambda: done[0]
+
+    def save(self, place: int, copy: Callable[[], None]) -> Callable[[], bool]:
+        self.bank.on_host.pop(place, None)
+        done = [False]
+        self.begun.append((place, copy, done))
         return lambda: done[0]
 
     def end_one(self) -> None:
@@ -70,13 +89,19 @@ class Rig:
     moves: ExpertMoves
 
     @classmethod
-    def of(cls, device: torch.device, placement: Placement) -> Rig:
+    def of(cls, device: torch.device, placement: Placement, *, spares: int | None = None) -> Rig:
+        """`spares`: free places of host memory that holds the others; None: it holds all."""
         table = torch.from_numpy(placement.table.copy())
         held = {
             int(table[layer, expert]): layer * EXPERTS + expert
             for layer, expert in np.argwhere(placement.table >= 0).tolist()
         }
         bank = FakeBank(table.to(device), held=held)
+        if spares is not None:
+            count = LAYERS * EXPERTS - len(held) + spares
+            bank.host.places = places = HostPlaces(LAYERS, EXPERTS, count)
+            places.fill(placement.table)
+            bank.on_host = {int(p): i for i, p in enumerate(places.table.ravel()) if p >= 0}
         copies = HeldCopies(bank)
         moves = ExpertMoves(cast(ExpertBank, bank), placement, copies, most_changes=2)
         return cls(bank, copies, moves)
@@ -90,13 +115,25 @@ class Rig:
         """What a step with this table reads is what it ought to be."""
         for place in np.flatnonzero(table.ravel() >= 0).tolist():
             assert self.bank.held.get(int(table.ravel()[place])) == place
+        places = self.bank.host.places
+        if places is None:
+            return
+        places.check_integrity()
+        for expert in np.flatnonzero(table.ravel() < 0).tolist():
+            assert self.bank.on_host.get(int(places.table.ravel()[expert])) == expert
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_steps_never_read_a_slot_that_is_written(seed: int, device: torch.device) -> None:
-    """Up to three steps under way, each with the table of its launch; copies end at any time."""
+@pytest.mark.parametrize("spares", [None, 1, 3])
+def test_steps_never_read_what_is_written(
+    seed: int, spares: int | None, device: torch.device
+) -> None:
+    """Up to three steps under way, each with the table of its launch; copies end at any time. With
+    `spares`, each expert is whole in one of two places in every moment."""
     rng = np.random.default_rng(seed)
-    rig = Rig.of(device, EveryStep(round_robin(SLOTS, LAYERS, EXPERTS), seed))
+    stay = spares is not None
+    placement = EveryStep(round_robin(SLOTS, LAYERS, EXPERTS), seed, owners_stay=stay)
+    rig = Rig.of(device, placement, spares=spares)
     under_way: list[np.ndarray] = []
     for _ in range(120):
         what = rng.integers(0, 3)
@@ -174,3 +211,60 @@ def test_a_fixed_placement_moves_nothing(device: torch.device) -> None:
     for _ in range(4):
         rig.moves.placement.observe(np.ones((LAYERS, EXPERTS)), steps=1, seconds=1.0)
         assert (rig.launch() == table).all() and not rig.moves.num_moving
+
+
+def test_the_moments_of_an_exchange(device: torch.device) -> None:
+    """The owner of the slot is on both sides before it leaves the bank, and the new one before its
+    place is free."""
+    placement = EveryStep(round_robin(SLOTS, LAYERS, EXPERTS), most=1, owners_stay=True)
+    rig = Rig.of(device, placement, spares=1)
+    places = rig.bank.host.places
+    assert places is not None
+
+    def launch(*, chooses: bool = False) -> np.ndarray:
+        rig.moves.before_launch(link_is_busy=False, chooses=chooses)
+        return rig.bank.table.cpu().numpy().copy()
+
+    first = launch(chooses=True)  # step 0
+    assert (launch() == first).all() and len(rig.copies.begun) == 1  # step 1: the owner is saved
+    assert places.num_free == 0
+    rig.copies.end_one()
+    after = launch()  # step 2 asks the host
+    (gone,) = np.argwhere(after != first).tolist()
+    slot = int(first[tuple(gone)])
+    assert after[tuple(gone)] == ON_HOST and places.table[tuple(gone)] >= 0
+    rig.moves.finished()
+    launch()  # step 3: step 1 may still read the slot
+    assert len(rig.copies.begun) == 1
+    rig.moves.finished()
+    launch()  # step 4
+    assert len(rig.copies.begun) == 2
+    rig.copies.end_one()
+    table = launch()  # step 5 finds the new expert in the bank
+    (new,) = np.argwhere(table == slot).tolist()
+    assert rig.moves.num_promoted == 1 and rig.moves.num_moving == 1
+    for _ in range(2):  # steps 2 and 3: the host may be asked for it
+        rig.moves.finished()
+        launch(chooses=True)
+        assert places.num_free == 0 and places.table[tuple(new)] >= 0
+    rig.moves.finished()
+    launch()
+    assert places.num_free == 1 and places.table[tuple(new)] < 0 and not rig.moves.num_moving
+
+
+@pytest.mark.parametrize("spares", [1, 4])
+def test_the_engines_placement_exchanges_what_is_visited(device: torch.device, spares: int) -> None:
+    budget = PromotionBudget(bytes_per_s=1e6, expert_bytes=100)
+    placement = ExpertPlacement(LAYERS, EXPERTS, SLOTS, budget=budget, owners_stay=True)
+    placement.fill()
+    rig = Rig.of(device, placement, spares=spares)
+    counts = np.zeros((LAYERS, EXPERTS), np.int32)
+    counts[:, -1] = 50
+    for _ in range(30):
+        placement.observe(counts, steps=32, seconds=1.0)
+        rig.check(rig.launch())
+        rig.moves.finished()
+        for _ in range(3):
+            rig.copies.end_one()
+        placement.check_integrity()
+    assert (rig.launch()[:, -1] >= 0).all() and rig.moves.num_promoted == LAYERS

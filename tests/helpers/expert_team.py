@@ -29,7 +29,9 @@ Compute = Callable[[int, int, Tensor], Tensor]
 
 def dense(matrices: HostMatrices, expert: int) -> Tensor:
     """[N, K] float32 of one expert."""
-    data = matrices.data[expert]
+    place = expert if matrices.places is None else int(matrices.places[expert])
+    assert place >= 0, "the host does not hold it"
+    data = matrices.data[place]
     if matrices.scale is None:
         return data.float()
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hetero_llm.bridge.expert_mailbox import open_mailbox
 from hetero_llm.bridge.host_experts import HostExperts
-from hetero_llm.engine.builders.build_experts import expert_modules, host_experts
+from hetero_llm.engine.builders.build_experts import expert_modules
+from hetero_llm.engine.builders.expert_store import ExpertMemory, ExpertStore, host_experts
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.expert_moves import (
     Copies,
@@ -28,7 +29,7 @@ from hetero_llm.gpu.hybrid_experts import HybridExperts
 from hetero_llm.gpu.kernels.expert_requests import ON_HOST, STATE_WORDS, Exchange
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM
-from hetero_llm.models.loader import load_model
+from hetero_llm.models.loader import expert_sizes, load_model
 from hetero_llm.models.read_config import load_model_config
 from tests.helpers.expert_team import PythonTeam, expert_outputs
 
@@ -49,12 +50,16 @@ class EveryStep:
     Args:
         table: [layers, experts] int32; all slots that it names are used.
         most: promotions of one call.
+        owners_stay: see `ExpertPlacement`.
     """
 
     interval = 1
 
-    def __init__(self, table: np.ndarray, seed: int = 0, most: int = 2) -> None:
+    def __init__(
+        self, table: np.ndarray, seed: int = 0, most: int = 2, *, owners_stay: bool = False
+    ) -> None:
         self.table = table
+        self._owners_stay = owners_stay
         self.observed = np.zeros(table.shape, np.int64)
         self.prompts = np.zeros(table.shape, np.int64)
         self._rng = np.random.default_rng(seed)
@@ -70,11 +75,18 @@ class EveryStep:
         self.prompts += counts
 
     def choose(
-        self, movable: np.ndarray | None = None, *, loads_wait: bool = False
+        self,
+        movable: np.ndarray | None = None,
+        *,
+        loads_wait: bool = False,
+        most: int | None = None,
     ) -> list[Chosen]:
         found: list[Chosen] = []
         places = np.argwhere(self.table >= 0)
-        for layer, expert in self._rng.permutation(places)[: 0 if loads_wait else self._most]:
+        limit = self._most if most is None else min(most, self._most)
+        for layer, expert in self._rng.permutation(places)[: 0 if loads_wait else limit]:
+            if movable is not None and not movable[self.table[layer, expert]]:
+                continue
             outside = [
                 place
                 for place in map(tuple, np.argwhere(self.table < 0).tolist())
@@ -84,26 +96,47 @@ class EveryStep:
                 break
             slot = int(self.table[layer, expert])
             new = outside[int(self._rng.integers(len(outside)))]
-            self.table[layer, expert] = ON_HOST
+            if not self._owners_stay:
+                self.table[layer, expert] = ON_HOST
             self._moving[slot] = new
             found.append(Chosen(*new, slot, (int(layer), int(expert))))
         return found
 
+    def vacate(self, slot: int) -> None:
+        assert self._owners_stay and slot in self._moving
+        self.table[self.table == slot] = ON_HOST
+
     def finish(self, slot: int) -> None:
+        assert not (self.table == slot).any()
         self.table[self._moving.pop(slot)] = slot
 
 
 class DelayedCopies:
-    """Copies end some steps after they begin, and the slot holds poison until then."""
+    """Copies end some steps after they begin, and the slot, or the place of host memory, holds
+    poison until then."""
 
-    def __init__(self, poison: Callable[[int], None], steps: int = 2) -> None:
+    def __init__(
+        self,
+        poison: Callable[[int], None],
+        steps: int = 2,
+        *,
+        poison_place: Callable[[int], None] = lambda place: None,
+    ) -> None:
         self._poison, self._steps = poison, steps
+        self._poison_place = poison_place
         self._waiting: list[tuple[int, Callable[[], None], list[bool]]] = []
         self.step = 0
         self.ended = 0
 
     def start(self, slot: int, copy: Callable[[], None]) -> Callable[[], bool]:
         self._poison(slot)
+        return self._later(copy)
+
+    def save(self, place: int, copy: Callable[[], None]) -> Callable[[], bool]:
+        self._poison_place(place)
+        return self._later(copy)
+
+    def _later(self, copy: Callable[[], None]) -> Callable[[], bool]:
         done = [False]
         self._waiting.append((self.step + self._steps, copy, done))
         return lambda: done[0]
@@ -154,6 +187,7 @@ def open_hybrid(
     placement: Callable[[np.ndarray], Placement] = FixedPlacement,
     copies: Callable[[ExpertBank], Copies] | None = None,
     most_looks: int | None = None,
+    spares: int | None = None,
 ) -> Iterator[Hybrid]:
     """A checkpoint's mixture with a share of its experts in the bank, round robin.
 
@@ -161,20 +195,34 @@ def open_hybrid(
         placement: makes one from the table.
         copies: makes what writes slots; None: at once.
         most_looks: None: enough for any thread; on a device, some twenty seconds.
+        spares: free places of host memory that holds the other experts; None: it holds all.
     """
     config = load_model_config(checkpoint)
+    sizes = expert_sizes(checkpoint, config, dtype=dtype)
+    shape = (sizes.num_layers, sizes.num_experts)
+    slots = round(residency * shape[0] * shape[1])
+    table = round_robin(slots, *shape)
+    store = None
+    if spares is not None:
+        store = ExpertStore(
+            table, num_places=shape[0] * shape[1] - slots + spares,
+            num_slots=slots + 2 * shape[1],
+            memory=ExpertMemory(libcuda="libcuda.so.1" if device.type == "cuda" else None),
+            dtype=dtype, device=device,
+        )  # fmt: skip
     model = load_model(
         checkpoint, config, dtype=dtype, device=device, show_progress=False,
-        expert_memory=empty_on_host,
+        expert_memory=store or empty_on_host,
     )  # fmt: skip
     speed_up(model)
     modules = expert_modules(model)
-    host = host_experts(modules)
-    shape = (host.num_layers, host.num_experts)
-    slots = round(residency * shape[0] * shape[1])
-    bank = ExpertBank(host, slots, staging=host.num_experts, device=device)
-    table = round_robin(slots, *shape)
-    bank.place(table)
+    if store is None:
+        host = host_experts(modules)
+        bank = ExpertBank(host, slots, staging=shape[1], device=device)
+        bank.place(table)
+    else:
+        host = store.host_experts(modules)
+        bank = store.open_bank(host, slots, staging=shape[1])
     pin = device.type == "cuda"
     k = config.experts_per_token  # type: ignore[attr-defined]
     mailbox = open_mailbox(most_rows, host.hidden, k, dtype, pin=pin)
@@ -194,7 +242,7 @@ def open_hybrid(
         bank,
         exchange,
         moves,
-        ExpertStreams(bank, moves.placement.table, DirectLane()),
+        ExpertStreams(bank, moves.placement.table, DirectLane(), most_rows=most_rows),
         activation=modules[0].activation.name,
         most_rows=most_rows,
         wake=lambda: None,

@@ -1,14 +1,12 @@
 """Joins the experts of a mixture: host memory, the GPU's bank, CPU threads, and the layers.
 
-`choose_experts` decides before the weights are loaded whether some stay on the host;
-`ExpertMemory` then gives page-locked memory to all of them, and `open_experts` builds the rest.
+`choose_experts` decides before the weights are loaded whether some stay on the host; `open_memory`
+then gives memory to them (`expert_store`), and `open_experts` builds the rest.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from hetero_llm.bridge.expert_mailbox import open_mailbox
-from hetero_llm.bridge.host_experts import HostExperts, HostKind, HostLayer, HostMatrices
-from hetero_llm.bridge.kv_offload.pinned_pool import PinnedPool, PoolError
+from hetero_llm.bridge.host_experts import HostExperts
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.config.expert_config import ExpertConfig, worker_beside_experts
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.engine.builders.build_runner import cache_shape, runs_on_torch
+from hetero_llm.engine.builders.expert_store import (
+    FIELD,
+    ExpertMemory,
+    ExpertStore,
+    host_experts,
+)
 from hetero_llm.engine.core_plan import plan_cores
 from hetero_llm.expert_offload.placement import ExpertPlacement, PromotionBudget
 from hetero_llm.expert_offload.plan import (
@@ -30,7 +33,6 @@ from hetero_llm.expert_offload.plan import (
     GpuMemory,
     HostMemory,
     plan_experts,
-    why_not_exclusive,
 )
 from hetero_llm.expert_offload.profile import (
     ProfileError,
@@ -38,9 +40,10 @@ from hetero_llm.expert_offload.profile import (
     model_fingerprint,
     save_profile,
 )
-from hetero_llm.models.config import ClampedSwish
+from hetero_llm.expert_offload.step_costs import fit_lane_costs
 from hetero_llm.models.config_reader import read_json
 from hetero_llm.utils import topology
+from hetero_llm.utils.affinity import ThreadsElsewhere
 
 if TYPE_CHECKING:
     import torch
@@ -54,18 +57,14 @@ if TYPE_CHECKING:
     from hetero_llm.models.config import ModelConfig
     from hetero_llm.models.experts import Experts
     from hetero_llm.models.layers import CausalLM
-    from hetero_llm.quantization.matrix import QuantizedStack
 
 logger = logging.getLogger(__name__)
 
-FIELD = "moe_cpu_experts"
-_PINNING_THREADS = 8
 _PROMOTED_BYTES = 2e9  # a second: 4% of a link of 50 GB/s
 _GRAPHS_BYTES = 2 << 30  # of the GPU, for graphs and what libraries take
 _KV_SEQUENCES = 4  # of `max_model_len`, at most: room that the bank leaves to the KV cache
 _KV_SHARE = 0.25  # of the GPU, of which such sequences have at most so much
 _HOST_SHARE = 0.95  # of free host memory
-_PAGE = 4096
 _CANDIDATES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
@@ -74,13 +73,15 @@ class ExpertChoice:
     """Some experts of the model stay on the host.
 
     Attributes:
-        plan: with `mode` "inclusive".
+        plan: with `mode` "inclusive" or "exclusive".
+        shape: of the model.
         budget_bytes: of the bank, its staging slots left out.
         profile: see `ExpertConfig`.
         model: its fingerprint.
     """
 
     plan: ExpertPlan
+    shape: ExpertShape
     budget_bytes: int
     profile: str | None
     model: str
@@ -122,7 +123,7 @@ def choose_experts(
     if not sizes.num_layers:
         _warn_if(asked, "the model has no experts that this engine computes")
         return None
-    shape = ExpertShape(sizes.num_layers, sizes.num_experts, sizes.expert_bytes)
+    shape = ExpertShape(sizes.num_layers, sizes.num_experts, sizes.expert_bytes, sizes.kept_bytes)
     free, total = torch.cuda.mem_get_info()
     usable = int(total * config.cache.memory_utilization)
     taken = total - free
@@ -140,15 +141,13 @@ def choose_experts(
     if plan.mode == "resident":
         return None
     _check_alone(config, model_config)
-    if plan.mode == "exclusive":
-        raise ConfigError(FIELD, wanted.cpu_experts, why_not_exclusive(plan, shape, host))
-    logger.info("%s", plan)
+    logger.info("%s; %s; %s", plan, gpu, host)
     draft = None if config.speculation is None else config.speculation.draft
     if draft is not None and draft.on_cpu:
         logger.warning("%s", worker_beside_experts())
     profile = wanted.profile
     model = model_fingerprint(read_json(folder / "config.json"))
-    return ExpertChoice(plan, plan.resident_bytes, profile, model)
+    return ExpertChoice(plan, shape, plan.resident_bytes, profile, model)
 
 
 def _warn_if(asked: bool, reason: str) -> None:
@@ -200,52 +199,53 @@ def _pool_bytes(config: EngineConfig) -> int:
     return int(config.offload.memory_utilization * topology.read_topology().total_memory)
 
 
-class ExpertMemory:
-    """Page-locked memory for tensors of experts, each of its own pool; `models.experts.HostMemory`.
-
-    Args:
-        node: preferred NUMA node; None: any.
-        libcuda: see `PinnedPool`.
+@dataclass(frozen=True, slots=True)
+class OpenMemory:
+    """Where the experts are read to.
 
     Attributes:
-        num_bytes: given so far.
+        memory: for `load_model`.
+        placement: their places in the bank, filled; None: it is made when all have been read.
     """
 
-    def __init__(self, *, node: int | None = None, libcuda: str | None = "libcuda.so.1") -> None:
-        self.num_bytes = 0
-        self._node = node
-        self._libcuda = libcuda
+    memory: ExpertMemory | ExpertStore
+    placement: ExpertPlacement | None
 
-    def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An empty tensor, whose memory lives as long as any view of it.
 
-        Raises:
-            ConfigError: the host has no memory for it, or does not lock it.
-        """
-        import torch
+def open_memory(
+    choice: ExpertChoice, memory: ExpertMemory, *, dtype: torch.dtype, device: torch.device
+) -> OpenMemory:
+    """Memory for the experts of a model that is going to be loaded.
 
-        size = math.prod(shape) * dtype.itemsize
-        rows = -(-size // _PAGE)
-        try:
-            pool = PinnedPool(
-                _PAGE, rows, chunk_bytes=rows * _PAGE, node=self._node, threads=_PINNING_THREADS,
-                libcuda=self._libcuda,
-            )  # fmt: skip
-        except PoolError as error:
-            raise self._refused(size, str(error)) from error
-        if pool.failure:
-            pool.close()
-            raise self._refused(size, pool.failure)
-        self.num_bytes += size
-        memory = (ctypes.c_char * max(size, 1)).from_address(pool.address)
-        weakref.finalize(memory, pool.close)
-        flat = torch.frombuffer(memory, dtype=torch.uint8, count=size)
-        return flat.view(dtype).view(shape)
+    Args:
+        memory: page-locked.
+        dtype: of the model.
+        device: of the bank.
+    """
+    plan, shape = choice.plan, choice.shape
+    if plan.mode == "inclusive":
+        return OpenMemory(memory, None)
+    placement = _placement(choice, plan.slots, shape.expert_bytes, owners_stay=True)
+    store = ExpertStore(
+        placement.table, num_places=plan.places, num_slots=plan.slots + 2 * shape.num_experts,
+        memory=memory, dtype=dtype, device=device,
+    )  # fmt: skip
+    return OpenMemory(store, placement)
 
-    def _refused(self, size: int, why: str) -> ConfigError:
-        held, more = _gib(self.num_bytes), _gib(size)
-        reason = f"no host memory for experts: {held} are locked, and {more} more are not: {why}"
-        return ConfigError(FIELD, "auto", reason)
+
+def _placement(
+    choice: ExpertChoice, slots: int, expert_bytes: int, *, owners_stay: bool
+) -> ExpertPlacement:
+    """With the bank's first content: by the scores of an earlier run, if there are any."""
+    shape = (choice.shape.num_layers, choice.shape.num_experts)
+    budget = PromotionBudget(bytes_per_s=_PROMOTED_BYTES, expert_bytes=expert_bytes)
+    placement = ExpertPlacement(*shape, slots, budget=budget, owners_stay=owners_stay)
+    if choice.profile is not None:
+        scores = load_or_none(choice.profile, model=choice.model, shape=shape)
+        if scores is not None:
+            placement.scores.start_from(scores.reshape(-1))
+    placement.fill()
+    return placement
 
 
 def open_experts(
@@ -254,10 +254,14 @@ def open_experts(
     model: CausalLM,
     scheduler: SchedulerConfig,
     *,
+    opened: OpenMemory,
     dtype: torch.dtype,
     device: torch.device,
 ) -> HybridExperts:
     """Fills the bank, starts the threads, and lets the model's layers compute with both.
+
+    Args:
+        opened: that of the model's weights.
 
     Raises:
         ConfigError: no kernel serves the experts, on the GPU or on the CPU.
@@ -266,24 +270,21 @@ def open_experts(
     from hetero_llm.gpu.graph_set import token_buckets
 
     modules = expert_modules(model)
-    host = host_experts(modules)
+    store = opened.memory if isinstance(opened.memory, ExpertStore) else None
+    host = host_experts(modules) if store is None else store.host_experts(modules)
     reason = why_not(host, dtype, modules[0].activation.name)
     if reason is not None:
         raise ConfigError(FIELD, config.experts.cpu_experts, reason)
-    each = slot_bytes(host, device)  # kernels may have them in more bytes than a checkpoint
-    slots = min(choice.plan.slots, choice.budget_bytes // each)
-    placement = ExpertPlacement(
-        host.num_layers, host.num_experts, slots,
-        budget=PromotionBudget(bytes_per_s=_PROMOTED_BYTES, expert_bytes=host.expert_bytes),
-    )  # fmt: skip
-    shape = (host.num_layers, host.num_experts)
-    if choice.profile is not None:
-        scores = load_or_none(choice.profile, model=choice.model, shape=shape)
-        if scores is not None:
-            placement.scores.start_from(scores.reshape(-1))
-    placement.fill()
-    bank = ExpertBank(host, slots, staging=host.num_experts, device=device)
-    bank.place(placement.table)
+    shape, staging = (host.num_layers, host.num_experts), host.num_experts
+    if store is None or opened.placement is None:
+        each = slot_bytes(host, device)  # kernels may have them in more bytes than a checkpoint
+        slots = min(choice.plan.slots, choice.budget_bytes // each)
+        placement = _placement(choice, slots, host.expert_bytes, owners_stay=False)
+        bank = ExpertBank(host, slots, staging=staging, device=device)
+        bank.place(placement.table)
+    else:
+        placement, slots = opened.placement, choice.plan.slots
+        bank = store.open_bank(host, slots, staging=staging)
     rows = token_buckets(min(_CANDIDATES[-1], scheduler.max_num_batched_tokens))
     k = cast(int, model.config.experts_per_token)  # type: ignore[attr-defined]
     mailbox = open_mailbox(rows[-1], host.hidden, k, dtype, pin=device.type == "cuda")
@@ -293,12 +294,21 @@ def open_experts(
     )
     if device.type == "cuda":
         candidates = [count for count in _CANDIDATES if count in rows] or [rows[0]]
-        link, threads = experts.measure_most_rows(candidates)
-        times = ", ".join(f"{n}: {1e3 * s:.2f}" for n, s in threads.items())
+        found = experts.measure_most_rows(candidates)
+        on_host = int((placement.table < 0).sum(1).max())
+        if on_host:
+            costs = fit_lane_costs(
+                found.threads, on_host=on_host, num_experts=host.num_experts,
+                experts_per_token=k, link_seconds=found.link, slowdown=found.slowdown,
+            )  # fmt: skip
+            experts.share_long_steps(costs)
+        times = ", ".join(f"{n}: {1e3 * s:.2f}" for n, s in found.threads.items())
         logger.info(
             "experts: %d of %d on the GPU, %d threads for the others; steps of up to %d tokens ask "
-            "them (ms a layer by tokens: %s), longer ones stream (%.2f ms a layer)",
-            *(slots, shape[0] * shape[1], team.threads, experts.most_rows, times, 1e3 * link),
+            "them (ms a layer by tokens: %s), longer ones stream (%.2f ms a layer; beside it the "
+            "threads need %.2f times as long)",
+            *(slots, shape[0] * shape[1], team.threads, experts.most_rows, times),
+            *(1e3 * found.link, found.slowdown),
         )  # fmt: skip
     if choice.profile is not None:
         weakref.finalize(experts, _save, choice.profile, placement, choice.model)
@@ -335,7 +345,10 @@ def join_experts(
     )
     moves = ExpertMoves(bank, placement, StreamCopies(device) if on_stream else CopiesAtOnce())
     streams = ExpertStreams(
-        bank, placement.table, StreamLane(device) if on_stream else DirectLane()
+        bank,
+        placement.table,
+        StreamLane(device) if on_stream else DirectLane(),
+        most_rows=len(mailbox.ids),
     )
     experts = HybridExperts(
         bank, exchange, moves, streams,
@@ -346,8 +359,6 @@ def join_experts(
 
 
 def _open_team(config: EngineConfig, host: HostExperts, mailbox: ExpertMailbox) -> ExpertTeam:
-    """Threads on all cores but the first, on which the engine's loop is likely to run, and those of
-    a draft worker and of the KV copy thread."""
     from hetero_llm.cpu import native
     from hetero_llm.cpu.expert_team import ExpertTeam
 
@@ -355,11 +366,27 @@ def _open_team(config: EngineConfig, host: HostExperts, mailbox: ExpertMailbox) 
     if library is None:
         reason = "the library of CPU kernels is not available: see the log"
         raise ConfigError(FIELD, config.experts.cpu_experts, reason)
+    cpus = _team_cpus(config)
+    return ExpertTeam(host, mailbox, library, threads=len(cpus), cpus=cpus)
+
+
+def _team_cpus(config: EngineConfig) -> tuple[int, ...]:
+    """All cores but the first, which the engine's loop has, and those of a draft worker and of the
+    KV copy thread."""
     plan = plan_cores(config, target_on_cpu=False)
     free = topology.compute_cpus(reserve=0) if plan is None else plan.engine
     taken = free[:1] if plan is None else (free[0], plan.copy)
-    cpus = tuple(cpu for cpu in free if cpu not in taken) or free[:1]
-    return ExpertTeam(host, mailbox, library, threads=len(cpus), cpus=cpus)
+    return tuple(cpu for cpu in free if cpu not in taken) or free[:1]
+
+
+def own_cores(experts: HybridExperts, config: EngineConfig) -> None:
+    """Lets all other threads of the process leave the cores of the experts' threads, for as long as
+    `experts` lives: Python's and CUDA's would wake up where the team spins. Called when the engine
+    is built; what compiles kernels before may use all cores."""
+    cpus = _team_cpus(config)
+    elsewhere = ThreadsElsewhere(cpus)
+    weakref.finalize(experts, elsewhere.restore)
+    logger.info("experts: CPUs %s are the threads' own", ", ".join(map(str, sorted(cpus))))
 
 
 def _save(path: str, placement: ExpertPlacement, model: str) -> None:
@@ -370,76 +397,8 @@ def _save(path: str, placement: ExpertPlacement, model: str) -> None:
         logger.warning("scores of experts are not kept: %s", error)
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
-
-
 def expert_modules(model: nn.Module) -> list[Experts]:
     """The mixtures of a model in the order of its layers."""
     from hetero_llm.models.experts import Experts
 
     return [module for module in model.modules() if isinstance(module, Experts)]
-
-
-def host_experts(modules: Sequence[Experts]) -> HostExperts:
-    """The experts of layers whose weights are in host memory; shares the memory.
-
-    Raises:
-        ConfigError: layers differ, or a checkpoint's columns are in an order of their own.
-    """
-    layers = []
-    for module in modules:
-        first, second = module.biases or (None, None)
-        parts = [
-            _matrices(getattr(module, name), bias)
-            for name, bias in (("gate_up", first), ("down", second))
-        ]
-        layers.append(HostLayer(*parts))
-    for layer in layers[1:]:
-        if _form(layer) != _form(layers[0]):
-            reason = "experts on the CPU need layers that are quantized alike"
-            raise ConfigError(FIELD, "auto", reason)
-    gate = modules[0].activation.name
-    if isinstance(gate, ClampedSwish):
-        return HostExperts(tuple(layers), "clamped", gate.alpha, gate.limit)
-    return HostExperts(tuple(layers), gate)
-
-
-def _matrices(weight: torch.Tensor | QuantizedStack, bias: torch.Tensor | None) -> HostMatrices:
-    import torch
-
-    if bias is not None:
-        bias = bias.detach().cpu()
-    if isinstance(weight, torch.Tensor):
-        kind = cast(HostKind, str(weight.dtype).removeprefix("torch."))
-        return HostMatrices(kind, weight.detach(), bias=bias)
-    matrix, count = weight.matrix, weight.count
-    if matrix.order is not None:
-        reason = "experts whose columns have an order of their own (desc_act) stay on the GPU"
-        raise ConfigError(FIELD, "auto", reason)
-
-    def each(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.view(count, -1, *tensor.shape[1:])
-
-    data = each(matrix.data)
-    assert data is not None
-    return HostMatrices(
-        matrix.kind,
-        data,
-        each(matrix.scale),
-        matrix.group,
-        matrix.rows,
-        each(matrix.zero),
-        each(matrix.offset),
-        None if matrix.row_scale is None else matrix.row_scale.view(count, -1),
-        bias,
-    )
-
-
-def _form(layer: HostLayer) -> tuple[object, ...]:
-    """What all layers have to have in common."""
-    return tuple(
-        (part.kind, part.group, part.scale_rows, name, tensor.dtype, tuple(tensor.shape))
-        for part in (layer.gate_up, layer.down)
-        for name, tensor in part.tensors()
-    )

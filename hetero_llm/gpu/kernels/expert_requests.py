@@ -67,6 +67,7 @@ _TILE = 1024
 _NUMBER, _ASKED, _ARRIVED, _GAVE_UP = (tl.constexpr(i) for i in range(4))
 _SEQUENCE, _LAYER, _TOKENS = (tl.constexpr(i) for i in (SEQUENCE, LAYER, TOKENS))
 _ANSWERED, _STOPPED = tl.constexpr(ANSWERED), tl.constexpr(STOPPED)
+assert (ANSWERED, STOPPED) == (0, 1)  # the two halves of one read
 _ON_DEVICE, _ON_HOST, _NOWHERE = (tl.constexpr(i) for i in (ON_DEVICE, ON_HOST, NOWHERE))
 
 
@@ -79,12 +80,15 @@ class Exchange:
         errors: [1] int32 in page-locked memory: 1 once an answer has not come. The host may read it
             once an event recorded behind the step has happened.
         most_looks: readings of ANSWERED until a layer gives up.
+        rows: of a long step, `rows_of_mail`: only the tokens that ask have a row of the mailbox.
+            None: each token has its own.
     """
 
     mailbox: ExpertMailbox
     state: Tensor
     errors: Tensor
     most_looks: int = MOST_LOOKS
+    rows: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,8 @@ class Places:
 @triton.jit
 def _release(pointer, value, RELEASE: tl.constexpr):
     """Writes a word; whatever this program's threads wrote before their last barrier is visible to
-    any thread of the system that reads it as an acquire."""
+    any thread of the system that reads it as an acquire. A fence and a relaxed store are a release;
+    `st.release` would fence once more, which takes a trip over the link."""
     if RELEASE:
         tl.inline_asm_elementwise(
             """
@@ -113,7 +118,7 @@ def _release(pointer, value, RELEASE: tl.constexpr):
                 mov.u32 thread, %tid.x;
                 setp.eq.u32 one, thread, 0;
                 @one fence.acq_rel.sys;
-                @one st.release.sys.global.b32 [$1], $2;
+                @one st.relaxed.sys.global.b32 [$1], $2;
                 mov.b32 $0, 0;
             }
             """,
@@ -128,19 +133,21 @@ def _release(pointer, value, RELEASE: tl.constexpr):
 
 
 @triton.jit
-def _acquire(pointer, ACQUIRE: tl.constexpr):
-    """Reads a word of host memory; writes ahead of a release of its value are visible after it."""
+def _look(words, ACQUIRE: tl.constexpr):
+    """ANSWERED and, in the upper half, STOPPED, which lie side by side: one trip over the link.
+    Writes of the host ahead of its release of ANSWERED are visible afterwards."""
     if ACQUIRE:
         return tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.b32 $0, [$1];",
-            "=r,l",
-            [pointer.to(tl.int64)],
-            dtype=tl.int32,
+            "ld.acquire.sys.global.b64 $0, [$1];",
+            "=l,l",
+            [words.to(tl.int64)],
+            dtype=tl.int64,
             is_pure=False,
             pack=1,
         )
     else:
-        return tl.load(pointer, volatile=True)
+        answered = tl.load(words + _ANSWERED, volatile=True).to(tl.int64) & 0xFFFFFFFF
+        return answered | (tl.load(words + _STOPPED, volatile=True).to(tl.int64) << 32)
 
 
 @triton.jit
@@ -156,6 +163,7 @@ def _pause(SLEEP: tl.constexpr):
         )
 
 
+# large: its arguments are half of it.
 @triton.jit(do_not_specialize=["num_rows", "layer"])
 def post_kernel(
     x,  # [num_rows, hidden], x_stride apart
@@ -171,6 +179,7 @@ def post_kernel(
     mail_ids,
     mail_weights,
     mail_x,
+    mail_rows,  # [num_rows + 1] int32, see `post`; None
     num_rows,
     hidden,
     x_stride,
@@ -202,12 +211,17 @@ def post_kernel(
         if ASK:
             on_host = slot == _ON_HOST
             asked = tl.max(on_host.to(tl.int32), 0)
-            tl.store(mail_ids + place, tl.where(on_host, expert, _ON_DEVICE), mask=lanes < K)
+            line = row
+            if mail_rows is not None:
+                line = tl.load(mail_rows + row)
+            mail = line * K + lanes
+            written = (lanes < K) & (line >= 0)
+            tl.store(mail_ids + mail, tl.where(on_host, expert, _ON_DEVICE), mask=written)
             if asked != 0:
                 share = tl.load(weights + place, mask=there, other=0.0)
-                tl.store(mail_weights + place, share, mask=there)
+                tl.store(mail_weights + mail, share, mask=there)
                 source = x + tl.cast(row, tl.int64) * x_stride
-                target = mail_x + tl.cast(row, tl.int64) * hidden
+                target = mail_x + tl.cast(line, tl.int64) * hidden
                 for start in tl.range(0, hidden, TILE, num_stages=1):
                     inside = start + columns < hidden
                     part = tl.load(source + start + columns, mask=inside)
@@ -230,7 +244,10 @@ def post_kernel(
                 tl.debug_barrier()  # all threads have read it
                 tl.store(state + _NUMBER, number)
                 tl.store(request + _LAYER, layer)
-                tl.store(request + _TOKENS, num_rows)
+                tokens = num_rows
+                if mail_rows is not None:
+                    tokens = tl.load(mail_rows + num_rows)
+                tl.store(request + _TOKENS, tokens)
                 tl.debug_barrier()
                 _release(request + _SEQUENCE, number, ON_GPU)
 
@@ -239,12 +256,13 @@ def post_kernel(
 def _wait_for_answer(words, number, looks, most_looks, ON_GPU: tl.constexpr):
     """Whether exchange `number` was answered before the readings came to `most_looks`; `looks`: how
     many are counted already. Numbers wrap, so their difference decides."""
-    behind = _acquire(words + _ANSWERED, ON_GPU) - number
+    found = _look(words, ON_GPU)
+    behind = found.to(tl.int32) - number
     while (behind < 0) & (looks < most_looks):
-        stopped = tl.load(words + _STOPPED, volatile=True)
-        looks = tl.where(stopped != 0, most_looks, looks + 1)
+        looks = tl.where((found >> 32) != 0, most_looks, looks + 1)
         _pause(ON_GPU)
-        behind = _acquire(words + _ANSWERED, ON_GPU) - number
+        found = _look(words, ON_GPU)
+        behind = found.to(tl.int32) - number
     return behind >= 0
 
 
@@ -254,6 +272,7 @@ def wait_add_kernel(
     shares,  # [num_rows, K] float32
     slots,  # [num_rows, K] int32, see Places
     answers,  # [num_rows, n] float32, in host memory
+    mail_rows,  # see `post_kernel`
     words,  # `answer` of the mailbox
     state,
     errors,
@@ -309,7 +328,10 @@ def wait_add_kernel(
                     tl.store(state + _GAVE_UP, 1)
                     tl.store(errors, 1)
             answered = inside & asked & (open_ > 0)
-            total += tl.load(answers + row * n + columns, mask=answered, other=0.0, volatile=True)
+            line = row
+            if mail_rows is not None:
+                line = tl.cast(tl.load(mail_rows + row), tl.int64)
+            total += tl.load(answers + line * n + columns, mask=answered, other=0.0, volatile=True)
         tl.store(y + row * n + columns, total.to(y.dtype.element_ty), mask=inside)
 
 
@@ -342,6 +364,23 @@ def write_table(table: Tensor, changes: Tensor, count: int) -> None:
     )
 
 
+def rows_of_mail(ids: Tensor, table: Tensor, kv_slots: Tensor | None) -> Tensor:
+    """Which row of the mailbox each token of a long step has that asks for an expert on the host.
+
+    Args:
+        ids, table, kv_slots: see `post`.
+
+    Returns:
+        [T + 1] int32: rows in the tokens' order, -1 of a token that does not ask; last, how many
+        ask.
+    """
+    asks = (table[ids.long()] == ON_HOST).any(1)
+    if kv_slots is not None:
+        asks &= kv_slots >= 0
+    counted = asks.cumsum(0, dtype=torch.int32)
+    return torch.cat((torch.where(asks, counted - 1, -1).to(torch.int32), counted[-1:]))
+
+
 def post(
     x: Tensor,
     ids: Tensor,
@@ -362,7 +401,8 @@ def post(
         table: [experts] int32, contiguous: the slot of each expert of the layer, or `ON_HOST`.
         hits: [experts] int32, contiguous, counted up.
         layer: for the mailbox.
-        exchange: with a mailbox for T tokens at least; None: no expert of the table is `ON_HOST`.
+        exchange: with a mailbox for all tokens, or for those that ask; None: no expert of the table
+            is `ON_HOST`.
         kv_slots: [T] int32, negative for padding tokens, which have no experts; None: all are real.
     """
     (rows, k), hidden = ids.shape, x.shape[1]
@@ -372,13 +412,15 @@ def post(
     assert kv_slots is None or (len(kv_slots) == rows and kv_slots.is_contiguous())
     places = Places(*(torch.empty(rows, k, dtype=torch.int32, device=x.device) for _ in "ab"))
     if exchange is None:
-        mail: tuple[Tensor | None, ...] = (None,) * 5
+        mail: tuple[Tensor | None, ...] = (None,) * 6
     else:
-        box = exchange.mailbox
-        assert len(box.ids) >= rows and box.ids.shape[1] == k and box.x.shape[1] == hidden
+        box, mail_rows = exchange.mailbox, exchange.rows
+        assert mail_rows is not None or len(box.ids) >= rows
+        assert mail_rows is None or (mail_rows.numel() == rows + 1 and mail_rows.is_contiguous())
+        assert box.ids.shape[1] == k and box.x.shape[1] == hidden
         assert box.x.dtype == x.dtype and exchange.state.numel() == STATE_WORDS
         assert box.request.numel() == WORDS
-        mail = (exchange.state, box.request, box.ids, box.weights, box.x)
+        mail = (exchange.state, box.request, box.ids, box.weights, box.x, mail_rows)
     programs = min(rows, _MOST_POSTING)
     post_kernel[(programs,)](
         x,
@@ -433,10 +475,11 @@ def wait_add(
     y = torch.empty((rows, n), dtype=dtype, device=parts.device)
     tile = min(_TILE, triton.next_power_of_2(n))
     programs = min(rows * triton.cdiv(n, tile), _MOST_ADDING)
-    looks, mail = 0, (None,) * 4
+    looks = 0
+    mail: tuple[Tensor | None, ...] = (None,) * 5
     if exchange is not None:
         box, looks = exchange.mailbox, exchange.most_looks
-        mail = (box.y, box.answer, exchange.state, exchange.errors)
+        mail = (box.y, exchange.rows, box.answer, exchange.state, exchange.errors)
     wait_add_kernel[(programs,)](
         parts,
         weights,
@@ -489,9 +532,13 @@ def post_reference(
     if exchange is not None:
         box, state, rows = exchange.mailbox, exchange.state, len(ids)
         asked = on_host.any(1).cpu()
-        box.ids[:rows] = torch.where(on_host, ids, ON_DEVICE).to(torch.int32).to(box.ids.device)
-        box.weights[:rows][asked] = weights.to(box.weights.device)[asked]
-        box.x[:rows][asked] = x.to(box.x.device)[asked]
+        lines = torch.arange(rows)
+        if exchange.rows is not None:
+            lines, rows = exchange.rows[:-1].long().cpu(), int(exchange.rows[-1])
+        kept = lines >= 0
+        box.ids[lines[kept]] = torch.where(on_host, ids, ON_DEVICE).to(torch.int32).cpu()[kept]
+        box.weights[lines[asked]] = weights.to(box.weights.device)[asked]
+        box.x[lines[asked]] = x.to(box.x.device)[asked]
         state[ASKED] = int(bool(asked.any()) and not bool(state[GAVE_UP]))
         if state[ASKED]:
             state[NUMBER] += 1
@@ -527,5 +574,7 @@ def wait_add_reference(
             exchange.errors[0] = 1
         else:
             asked = (places.slots == ON_HOST).any(1, keepdim=True)
-            total = total + torch.where(asked, box.y[:rows].to(total.device), 0.0)
+            lines = torch.arange(rows) if exchange.rows is None else exchange.rows[:-1].cpu()
+            answers = box.y[lines.long()]
+            total = total + torch.where(asked, answers.to(total.device), 0.0)
     return total.to(dtype)

@@ -76,6 +76,7 @@ from hetero_llm.quantization.matrix import (
     INT4_ZERO,
     Kind,
     QuantizedMatrix,
+    pack_codes,
     unpack_codes,
     with_scale_of_each_row,
 )
@@ -250,6 +251,24 @@ def prepare(matrix: QuantizedMatrix, *, lanes: int | None = None) -> PreparedMat
         row_scale,
         matrix.order,
     )
+
+
+def stored_codes(matrix: PreparedMatrix, first: int, count: int) -> Tensor:
+    """`QuantizedMatrix.data` of some rows, bit for bit: what `prepare` has made the codes of.
+
+    Args:
+        first, count: rows.
+
+    Returns:
+        [count, K] (8 bits) or [count, K / 2] (4 bits) uint8, on the matrix's device.
+    """
+    bits = matrix.data[first : first + count].view(torch.uint8)
+    low, high = bits.view(count, -1, matrix.lanes, 2).unbind(-1)
+    width = matrix.shape[1]
+    if matrix.kind in ("fp8", "int8"):
+        return torch.stack((low, high), dim=2).flatten(1)[:, :width].contiguous()
+    parts = (low & 15, low >> 4, high & 15, high >> 4)
+    return pack_codes(torch.stack(parts, dim=2).flatten(1)[:, :width])
 
 
 def _per_row(matrix: QuantizedMatrix) -> bool:

@@ -16,12 +16,13 @@ from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.cpu import native
 from hetero_llm.engine.builders.build_experts import (
-    ExpertMemory,
     choose_experts,
     expert_modules,
-    host_experts,
     open_experts,
+    open_memory,
 )
+from hetero_llm.engine.builders.expert_store import ExpertMemory, host_experts
+from hetero_llm.expert_offload.plan import ExpertPlan
 from hetero_llm.gpu.fused import speed_up
 from hetero_llm.models.loader import expert_sizes, load_model
 from hetero_llm.models.read_config import load_model_config
@@ -86,6 +87,8 @@ def test_sizes_of_a_checkpoint(checkpoint: Path) -> None:
 def test_what_fits_stays_on_the_gpu(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Machine(8 * GIB).choose(checkpoint, monkeypatch) is None
     assert Machine(8 * GIB).choose(checkpoint, monkeypatch, moe_cpu_experts="off") is None
+    # Nor is there a bank of all experts: it would be slower than none.
+    assert Machine(8 * GIB).choose(checkpoint, monkeypatch, moe_expert_memory=1.0) is None
 
 
 def test_a_bank_of_the_size_that_is_asked_for(
@@ -102,7 +105,7 @@ def test_a_bank_of_the_size_that_is_asked_for(
 def test_what_neither_holds_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = sizes_of(checkpoint)
     half = sizes.num_layers * sizes.num_experts * sizes.expert_bytes // 2
-    with pytest.raises(ConfigError, match="not available yet; take a checkpoint"):
+    with pytest.raises(ConfigError, match="keeps up to .* GiB on the GPU"):
         Machine(8 * GIB, host=int(half * 1.4)).choose(
             checkpoint, monkeypatch, moe_expert_memory=half / GIB
         )
@@ -157,7 +160,8 @@ def test_tokens_with_threads_of_the_library(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole way but CUDA: three experts in the bank, all others in the threads. Afterwards the
-    scores are on disk, and the next engine's bank begins with the experts in demand."""
+    scores are on disk, and the next engine's bank begins with the experts in demand; that one's
+    host memory holds no expert of the bank."""
     config = load_model_config(checkpoint)
     profile = tmp_path / "scores"
     asked = 3.5 * sizes_of(checkpoint).expert_bytes / GIB
@@ -166,13 +170,20 @@ def test_tokens_with_threads_of_the_library(
         choice = Machine(8 * GIB).choose(
             checkpoint, monkeypatch, moe_expert_memory=asked, moe_expert_profile=str(profile)
         )
+        if run == 1:
+            plan = ExpertPlan("exclusive", 3, 0, 0, choice.shape.count - 2)
+            choice = dataclasses.replace(choice, plan=plan)
+        opened = open_memory(choice, ExpertMemory(libcuda=None), dtype=torch.float32, device=CPU)
         model = load_model(
             checkpoint, config, dtype=torch.float32, device=CPU, show_progress=False,
-            expert_memory=ExpertMemory(libcuda=None),
+            expert_memory=opened.memory,
         )  # fmt: skip
         speed_up(model)
-        settings = config_of(checkpoint)
-        experts = open_experts(choice, settings, model, LIMITS, dtype=torch.float32, device=CPU)
+        experts = open_experts(
+            *(choice, config_of(checkpoint), model, LIMITS), opened=opened, dtype=torch.float32,
+            device=CPU,
+        )  # fmt: skip
+        assert (experts.bank.host.places is not None) == (run == 1)
         assert experts.bank.num_slots == 3 and int((experts.bank.table >= 0).sum()) == 3
         if run == 1:
             scores = experts.moves.placement.scores.slowest  # type: ignore[attr-defined]

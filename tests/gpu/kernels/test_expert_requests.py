@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -28,6 +29,7 @@ from hetero_llm.gpu.kernels.expert_requests import (
     Places,
     post,
     post_reference,
+    rows_of_mail,
     wait_add,
     wait_add_reference,
 )
@@ -122,6 +124,39 @@ def test_tokens_with_experts_on_the_host_reach_the_mailbox(
     asked = (expected.mailbox.ids[:rows] != ON_DEVICE).any(1)
     assert bool(asked.any()) == bool(found.state[ASKED])
     assert torch.equal(found.mailbox.weights[:rows][asked], expected.mailbox.weights[:rows][asked])
+
+
+def test_tokens_of_a_long_step_that_ask_share_the_mailbox(device: torch.device) -> None:
+    """Their rows follow each other, and the answers find their tokens."""
+    rows, hidden, k = 35, 40, 2
+    layer = Layer.of(device, rows, hidden, k, on_host=(1,))
+    kv_slots = torch.arange(rows, dtype=torch.int32, device=device)
+    kv_slots[::5] = -1
+    mail_rows = rows_of_mail(layer.ids, layer.table, kv_slots)
+    asking = int(mail_rows[-1])
+    assert 0 < asking < rows - 8
+    results = []
+    for ask, add in ((post, wait_add), (post_reference, wait_add_reference)):
+        exchange = dataclasses.replace(exchange_on(device, asking, hidden, k), rows=mail_rows)
+        places = ask(
+            layer.x, layer.ids, layer.weights, table=layer.table, hits=layer.hits(), layer=2,
+            exchange=exchange, kv_slots=kv_slots,
+        )  # fmt: skip
+        synchronize(device)
+        box = exchange.mailbox
+        box.y.copy_(torch.arange(asking * hidden).view(asking, hidden))
+        box.answer[ANSWERED] = box.request[SEQUENCE]
+        parts = torch.zeros(rows * k, hidden, device=device)
+        y = add(parts, layer.weights, places, dtype=torch.float32, exchange=exchange)
+        synchronize(device)
+        results.append((box, y))
+    (ours, y), (theirs, expected) = results
+    for name in ("request", "ids", "x", "weights"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert torch.equal(y, expected) and int(ours.request[TOKENS]) == asking
+    tokens = (mail_rows[:-1] >= 0).nonzero().flatten()
+    assert torch.equal(y[tokens].cpu(), ours.y) and torch.equal(ours.x, layer.x[tokens].cpu())
+    assert not y[mail_rows[:-1] < 0].any()
 
 
 def test_a_layer_with_all_experts_in_the_bank_exchanges_nothing(device: torch.device) -> None:

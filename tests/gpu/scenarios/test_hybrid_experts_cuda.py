@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import torch
 
 from hetero_llm import SamplingParams
 from hetero_llm.core.errors import EngineDeadError
+from hetero_llm.engine.builders import build_experts
 from hetero_llm.engine.builders.build_experts import expert_modules
+from hetero_llm.expert_offload.plan import ExpertPlan, plan_experts
+from hetero_llm.expert_offload.step_costs import LaneCosts
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.expert_moves import StreamCopies
 from hetero_llm.gpu.model_runner import GpuModelRunner
@@ -182,3 +186,75 @@ def test_a_team_that_is_gone_ends_a_graph_in_time(checkpoint: Path, device: torc
         pending = runner.launch(work[1])
         with pytest.raises(RuntimeError, match="CPU threads that compute experts"):
             runner.finish(pending)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_tokens_while_experts_change_sides_in_every_step(
+    checkpoint: Path, device: torch.device, delayed: bool
+) -> None:
+    """Host memory holds what the bank does not: copies in both directions on streams of their own,
+    or such as end late, beside graphs and two steps under way."""
+    count = 40
+    wanted = plain_tokens(checkpoint, device, count)
+    made: list[DelayedCopies] = []
+
+    def copies(bank: ExpertBank) -> Any:
+        if not delayed:
+            return StreamCopies(device)
+
+        def poison_place(place: int) -> None:
+            for part in (bank.host.layers[0].gate_up, bank.host.layers[0].down):
+                part.data[place].fill_(float("nan"))
+
+        made.append(
+            DelayedCopies(lambda slot: poison(bank, slot), steps=1, poison_place=poison_place)
+        )
+        return made[0]
+
+    with open_hybrid(
+        checkpoint, device, residency=0.5, most_rows=STREAMS, copies=copies, spares=2,
+        placement=lambda table: EveryStep(table, owners_stay=True),
+    ) as hybrid:  # fmt: skip
+        hybrid.experts.share_long_steps(LaneCosts(exchange=0.0, expert=0.4, row=0.01, link=1.0))
+        runner, found = runner_on(hybrid, device), []
+        work = steps(count)
+        under_way = [runner.launch(work[0])]
+        for step in work[1:]:
+            under_way.append(runner.launch(step))
+            found.append(runner.finish(under_way.pop(0)).token_ids)
+            for one in made:
+                one.advance()
+            assert hybrid.host.places is not None
+            hybrid.host.places.check_integrity()
+        found.append(runner.finish(under_way.pop(0)).token_ids)
+        assert found == wanted
+        assert hybrid.experts.moves.num_promoted >= 5
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8_block", "int4"])
+def test_a_host_that_does_not_hold_all_experts(
+    wide: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
+) -> None:
+    """The engine's way, with a plan as for a host of too little memory: first tokens are those of
+    a host that holds all."""
+    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    settings = {**BF16, "quantization": quantization, **residency(wide, 0.3, torch.bfloat16)}
+    found = []
+    for exclusive in (False, True):
+        if exclusive:
+            monkeypatch.setattr(build_experts, "plan_experts", exclusive_plan)
+        llm = start(wide, **settings)
+        try:
+            assert (llm.engine.runner.experts.bank.host.places is not None) == exclusive
+            outputs = generate(llm, many_prompts(), params)
+            found.append([output.outputs[0].token_ids[0] for output in outputs])
+        finally:
+            llm.close()
+            gc.collect()
+    same = sum(a == b for a, b in zip(*found, strict=True))
+    assert same >= 0.8 * len(found[0])
+
+
+def exclusive_plan(shape: Any, *args: Any) -> ExpertPlan:
+    plan = plan_experts(shape, *args)
+    return dataclasses.replace(plan, mode="exclusive", places=shape.count - plan.slots + 2)

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "../step/rows.h"
 
@@ -107,8 +108,8 @@ Exchange::~Exchange() = default;
 
 Matrix Exchange::matrix_at(const int64_t* at, const Form& form) const {
     const int64_t zeros = form.zeros == Zeros::kPoints ? at[2] : at[3];
-    return {(const char*)at[0], (const char*)at[1], (const char*)zeros, (const float*)at[4],
-            (const char*)at[5]};
+    return {(const char*)__atomic_load_n(at, __ATOMIC_RELAXED), (const char*)at[1],
+            (const char*)zeros, (const float*)at[4], (const char*)at[5]};
 }
 
 Refusal Exchange::open(int64_t layer, int64_t tokens) {
@@ -150,6 +151,10 @@ Refusal Exchange::open(int64_t layer, int64_t tokens) {
         if (rows == 0) continue;
         const int64_t* at = s_.addresses + (layer * s_.experts + e) * 2 * kAddresses;
         Part part{matrix_at(at, s_.gate_up), matrix_at(at + kAddresses, s_.down), first, rows, -1};
+        if (!part.gate_up.data || !part.down.data) {
+            parts_.clear();
+            return Refusal::kNotHeld;
+        }
         if (tile_tokens_ > 0 && rows >= tile_tokens_) {
             part.block = block;
             for (int64_t r = 0; r < rows; ++r) {
@@ -185,6 +190,11 @@ void Exchange::plan_tasks() {
     const int64_t least = packed_pairs_.empty() ? kLeastGates : kTileRows;
     gate_strip_ = strip_for(s_.inner, parts, threads_, least);
     gate_strips_ = (s_.inner + gate_strip_ - 1) / gate_strip_;
+    // The longest tasks first, so that threads end together.
+    by_rows_.resize(parts_.size());
+    std::iota(by_rows_.begin(), by_rows_.end(), 0);
+    std::stable_sort(by_rows_.begin(), by_rows_.end(),
+                     [&](int32_t a, int32_t b) { return parts_[a].rows > parts_[b].rows; });
     output_strip_ = strip_for(s_.hidden, 1, threads_, kLeastOutputs);
     output_strips_ = (s_.hidden + output_strip_ - 1) / output_strip_;
     prepare_next_.next.store(0, std::memory_order_relaxed);
@@ -230,7 +240,7 @@ float Exchange::bias_at(const char* bias, int64_t index) const {
 const char* Exchange::strip_of(int64_t task, bool gates) const {
     if (gates) {
         if (task >= (int64_t)parts_.size() * gate_strips_) return nullptr;
-        return parts_[task / gate_strips_].gate_up.data +
+        return parts_[by_rows_[task / gate_strips_]].gate_up.data +
                task % gate_strips_ * gate_strip_ * s_.gate_up.stride();
     }
     if (task >= output_strips_) return nullptr;
@@ -238,7 +248,7 @@ const char* Exchange::strip_of(int64_t task, bool gates) const {
 }
 
 void Exchange::compute_gates(int64_t task, int64_t ahead, Scratch& scratch) {
-    const Part& part = parts_[task / gate_strips_];
+    const Part& part = parts_[by_rows_[task / gate_strips_]];
     const int64_t first = task % gate_strips_ * gate_strip_;
     const int64_t count = std::min(gate_strip_, s_.inner - first);
     const char* next = strip_of(ahead, true);

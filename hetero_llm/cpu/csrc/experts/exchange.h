@@ -26,7 +26,9 @@ struct Setting {
     Form gate_up, down;        // [2 * inner, hidden], [hidden, inner]
     GateForm gate;
     Number input;              // of x and of biases
-    const int64_t* addresses;  // [layers][experts][2][kAddresses]
+    // [layers][experts][2][kAddresses]. Experts may change places: the program then writes the data's
+    // address, 0 where the host does not hold the expert, before a step that finds it so can ask.
+    const int64_t* addresses;
     const int32_t* ids;        // [max_tokens][experts_per_token], negative: not for the host
     const float* weights;      // [max_tokens][experts_per_token]
     const char* x;             // [max_tokens][hidden]
@@ -36,7 +38,7 @@ struct Setting {
 };
 
 // Why a request cannot be answered; 0: it can.
-enum class Refusal : int { kNone = 0, kLayer = 2, kTokens = 3, kExpert = 4 };
+enum class Refusal : int { kNone = 0, kLayer = 2, kTokens = 3, kExpert = 4, kNotHeld = 5 };
 
 // The tokens of one expert.
 struct Part {
@@ -92,7 +94,8 @@ class Exchange {
     std::vector<int32_t> input_place_, inner_place_, input_tile_place_, inner_tile_place_;
 
     // Of a request.
-    std::vector<Part> parts_;
+    std::vector<Part> parts_;       // experts ascending
+    std::vector<int32_t> by_rows_;  // parts, those of most tokens first
     std::vector<int32_t> starts_, tokens_, wanted_;  // wanted: tokens with experts on the host
     std::vector<float> weights_;                     // of pairs
     std::vector<int64_t> packed_pairs_;              // pairs that tiles serve

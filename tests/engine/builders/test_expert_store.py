@@ -1,0 +1,136 @@
+"""Experts that settle in the bank or on the host while weights are loaded."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.engine.builders.expert_store import ExpertMemory, ExpertStore, host_experts
+from hetero_llm.gpu.expert_bank import BankMatrices, ExpertBank
+from hetero_llm.gpu.kernels.expert_requests import ON_HOST
+from hetero_llm.models.experts import Experts
+from hetero_llm.quantization.matrix import BLOCK_ROWS
+from tests.gpu.test_expert_bank import EXPERTS, LAYERS, layer_of
+
+CPU = torch.device("cpu")
+SLOTS, SPARES = 4, 2
+FORMS = {
+    "plain": (torch.float32, None, {}),
+    "biased": (torch.float16, None, {"bias": True}),
+    "blocks": (torch.float16, "fp8", {"group": 128, "rows": BLOCK_ROWS}),
+    "int4": (torch.bfloat16, "int4", {"group": 32, "zeros": "zero"}),
+}
+
+
+def modules_of(form: str) -> list[Experts]:
+    dtype, kind, more = FORMS[form]
+    return [layer_of(9 * i, 256, 128, dtype, "silu", kind, **more) for i in range(LAYERS)]
+
+
+def settled(form: str, seed: int = 0) -> tuple[ExpertStore, list[Experts], np.ndarray]:
+    """The same modules with weights in a store."""
+    dtype = FORMS[form][0]
+    table = np.full((LAYERS, EXPERTS), ON_HOST, np.int32)
+    owners = np.random.default_rng(seed).permutation(table.size)[:SLOTS]
+    table.flat[owners] = np.arange(SLOTS)
+    store = ExpertStore(
+        table, num_places=table.size - SLOTS + SPARES, num_slots=SLOTS + 2 * EXPERTS,
+        memory=ExpertMemory(libcuda=None), dtype=dtype, device=CPU,
+    )  # fmt: skip
+    modules = modules_of(form)
+    for index, module in enumerate(modules):
+        module.host_memory = store
+        module.settle = partial(store.settle, index)
+        for name in ("gate_up", "down"):
+            weight = getattr(module, name)
+            if isinstance(weight, nn.Parameter):
+                data = store(tuple(weight.shape), weight.dtype).copy_(weight)
+                setattr(module, name, nn.Parameter(data, requires_grad=False))
+                module.settle(module, name)
+            else:
+                setattr(module, name, nn.Parameter(torch.empty(weight.shape, device="meta"), False))
+                module.set_quantized(name, weight.matrix)
+    return store, modules, table
+
+
+def tensors_of(part: BankMatrices) -> list[Tensor]:
+    weights = part.weights
+    tensors = (
+        [weights]
+        if isinstance(weights, Tensor)
+        else [
+            tensor
+            for name in ("data", "scale", "zero", "offset", "row_scale")
+            if (tensor := getattr(weights, name)) is not None
+        ]
+    )
+    return tensors + ([] if part.bias is None else [part.bias])
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_each_expert_is_on_one_side(form: str) -> None:
+    """The bank is that of a host that holds all experts, and each place has its expert's numbers;
+    then one goes to the host and back, bit for bit."""
+    store, modules, table = settled(form)
+    host = store.host_experts(modules)
+    bank = store.open_bank(host, SLOTS, staging=EXPERTS)
+    whole = host_experts(modules_of(form))
+    other = ExpertBank(whole, SLOTS, staging=EXPERTS, device=CPU)
+    other.place(table)
+    assert torch.equal(bank.table, other.table)
+    for ours, theirs in ((bank.gate_up, other.gate_up), (bank.down, other.down)):
+        for one, two in zip(tensors_of(ours), tensors_of(theirs), strict=True):
+            assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+    places = host.places
+    assert places is not None and places.num_free == SPARES
+    places.check_integrity()
+
+    def check(layer: int, expert: int) -> None:
+        place = int(places.table[layer, expert])
+        for name in ("gate_up", "down"):
+            mine, all_ = getattr(host.layers[layer], name), getattr(whole.layers[layer], name)
+            numbers = all_.data[expert].view(torch.uint8)
+            assert torch.equal(mine.data[place].view(torch.uint8), numbers)
+
+    for layer, expert in np.argwhere(table < 0).tolist():
+        check(layer, expert)
+    (layer, expert), slot = np.argwhere(table >= 0)[1].tolist(), int(table[table >= 0][1])
+    place = places.begin(layer, expert)
+    bank.save(slot, place)
+    places.publish(place)
+    check(layer, expert)
+    bank.fill(slot, layer, expert)
+    for ours, theirs in ((bank.gate_up, other.gate_up), (bank.down, other.down)):
+        for one, two in zip(tensors_of(ours), tensors_of(theirs), strict=True):
+            assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+
+
+def test_weights_leave_the_memory_that_they_were_read_to() -> None:
+    _, modules, _ = settled("plain")
+    assert all(m.gate_up.is_meta and m.down.is_meta for m in modules)
+    assert modules[0].gate_up.shape == (EXPERTS, 256, 256)
+
+
+def test_layers_that_differ_are_refused() -> None:
+    store, modules, _ = settled("plain")
+    data = store((EXPERTS, 256, 256), torch.float16)
+    modules[0].gate_up = nn.Parameter(data, requires_grad=False)
+    with pytest.raises(ConfigError, match="quantized alike"):
+        store.settle(0, modules[0], "gate_up")
+
+
+def test_what_no_kernel_serves_is_refused() -> None:
+    store, modules, _ = settled("plain")
+    fresh = ExpertStore(
+        np.zeros((LAYERS, EXPERTS), np.int32) - 1, num_places=LAYERS * EXPERTS, num_slots=1,
+        memory=ExpertMemory(libcuda=None), dtype=torch.bfloat16, device=CPU,
+    )  # fmt: skip
+    data = store((EXPERTS, 256, 256), torch.float16)
+    modules[0].gate_up = nn.Parameter(data, requires_grad=False)
+    with pytest.raises(ConfigError, match="float16 experts of a model that runs in bfloat16"):
+        fresh.settle(0, modules[0], "gate_up")
