@@ -200,10 +200,6 @@ def _decode_by_kind(results: Results) -> list[Row]:
     ]
 
 
-def _prefixes(results: Results) -> list[Row]:
-    return [row for row in results["rows"] if row["suffix"] == "resent"]
-
-
 def _batch(**more: Any) -> dict[str, Any]:
     return {"x": "batch", "x_label": "batch", "log": "x", **more}
 

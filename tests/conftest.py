@@ -6,6 +6,7 @@ Hypothesis has no deadlines here: a busy machine would fail tests, as other wall
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 from hypothesis import settings
@@ -15,3 +16,11 @@ settings.load_profile("no_deadline")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    """Where a collected file has imported Triton, which takes a second."""
+    if "triton" in sys.modules and not torch.cuda.is_available():
+        from tests.helpers import fast_interpreter
+
+        fast_interpreter.install()

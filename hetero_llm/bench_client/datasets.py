@@ -15,9 +15,6 @@ from hetero_llm.utils.files import MIB, read_text
 
 logger = logging.getLogger(__name__)
 
-DATASETS = ("random", "sharegpt", "jsonl", "heldout")
-PROMPT_FORMS = ("ids", "text")
-
 DEFAULT_OUTPUT_LEN = 128
 """Tokens to generate if neither the user nor the data set gives a number."""
 

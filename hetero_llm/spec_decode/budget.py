@@ -54,7 +54,6 @@ def verify_times(profile: list[tuple[int, float]] | None = None) -> StepTimes:
     )
 
 
-@njit(cache=True, nogil=True)
 def net_gain(gain: float, slowdown: float, num_sequences: int) -> float:
     """What a step's drafts are worth.
 
@@ -64,6 +63,10 @@ def net_gain(gain: float, slowdown: float, num_sequences: int) -> float:
         num_sequences: of the step. A single one has nobody to delay.
     """
     return gain if num_sequences <= 1 else gain - _DELAY_SHARE * max(slowdown - 1.0, 0.0)
+
+
+_net_gain = njit(cache=True, nogil=True)(net_gain)
+"""For `keep_best`; Python calls the other one, which has nothing to compile inside a request."""
 
 
 @njit(cache=True, nogil=True)
@@ -128,7 +131,7 @@ def choose(
                 best, best_seconds, total = rate, table[at] + idle, node
         gain = best * (plain + plain_idle) / max(len(counts), 1)
         if total > 0:
-            gain = net_gain(gain, best_seconds / (plain + plain_idle), len(counts))
+            gain = _net_gain(gain, best_seconds / (plain + plain_idle), len(counts))
     if total <= 0:
         return gain
     least = likeliest[total - 1]

@@ -15,7 +15,7 @@ import pytest
 
 from hetero_llm.cli import main
 
-PATIENCE = 30.0  # seconds; only a hang comes near
+PATIENCE = 120.0  # seconds; only a hang comes near
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -59,7 +59,9 @@ def test_it_routes_and_drains() -> None:
             with httpx.Client(base_url=address, timeout=PATIENCE, trust_env=False) as http:
                 assert http.get("/v1/models").text == "ok"
                 answers: list[httpx.Response] = []
-                held = threading.Thread(target=lambda: answers.append(httpx.get(f"{address}/held")))
+                held = threading.Thread(
+                    target=lambda: answers.append(httpx.get(f"{address}/held", timeout=PATIENCE))
+                )
                 held.start()
                 running = 'router_requests_running{replica="'
                 while (

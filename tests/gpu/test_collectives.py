@@ -3,6 +3,7 @@ them, and Triton's interpreter. `tests/two_gpus` has the same on devices."""
 
 from __future__ import annotations
 
+import os
 import threading
 from functools import partial
 from pathlib import Path
@@ -10,19 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from hetero_llm.distributed.process_group import create_store, process_group
 from hetero_llm.gpu import fused
 from hetero_llm.gpu.collectives import PeerCollectives, open_peer_collectives
 from hetero_llm.gpu.kernels.collectives import sum_reference
 from hetero_llm.gpu.kernels.launch import INTERPRETED
 from hetero_llm.gpu.peer_memory import GroupExchange
 from hetero_llm.models.blocks import DecoderLM
-from hetero_llm.models.collectives import same
+from hetero_llm.models.collectives import Rank, same
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
+from tests.helpers import fast_interpreter
 from tests.models.tiny import DenseAttend, make_tiny_checkpoint
 
 SIZE = 2
@@ -43,15 +45,23 @@ class SharedMemory:
         pass
 
 
-def run(rank: int, memories: tuple[Tensor, ...], folder: Path, models: list[Path]) -> None:
-    """A rank. What fails here fails the test."""
+def run(rank: int, store: int, memories: tuple[Tensor, ...], models: list[Path]) -> None:
+    """A rank. What fails here fails the test.
+
+    Args:
+        store: Descriptor of `create_store` in the parent.
+    """
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), SIZE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
-    group = dist.group.WORLD
-    assert group is not None
+    fast_interpreter.install()
+    own = os.open(f"/proc/{os.getppid()}/fd/{store}", os.O_RDWR)
+    with process_group(Rank(rank, SIZE), own, CPU) as group:
+        check(rank, GroupExchange(group), memories, models)
+
+
+def check(
+    rank: int, exchange: GroupExchange, memories: tuple[Tensor, ...], models: list[Path]
+) -> None:
     makers = [("shared", partial(SharedMemory, memories))]
-    exchange = GroupExchange(group)
     collectives = open_peer_collectives(256, CPU, exchange, makers=makers)
     assert (collectives.rank.index, collectives.rank.size) == (rank, SIZE)
     check_sums(collectives)
@@ -78,7 +88,6 @@ def run(rank: int, memories: tuple[Tensor, ...], folder: Path, models: list[Path
         assert collectives.gave_up
     exchange.gather(None)
     collectives.close()
-    dist.destroy_process_group()
 
 
 def parts_of(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -140,4 +149,8 @@ def check_model(collectives: PeerCollectives, path: Path) -> None:
 def test_two_processes(tmp_path: Path) -> None:
     models = [make_tiny_checkpoint(tmp_path / family, family) for family in FAMILIES]
     memories = tuple(torch.empty(64 << 20, dtype=torch.int16).share_memory_() for _ in range(SIZE))
-    mp.spawn(run, args=(memories, tmp_path, models), nprocs=SIZE)
+    store = create_store()
+    try:
+        mp.spawn(run, args=(store, memories, models), nprocs=SIZE)
+    finally:
+        os.close(store)

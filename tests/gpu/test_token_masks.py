@@ -38,7 +38,7 @@ class Counting:
         raise NotImplementedError
 
     def fill_mask(self, mask: NDArray[np.int32]) -> bool:
-        assert self.begin.wait(20)
+        assert self.begin.wait(120)
         mask[:] = 0
         mask[self.count // 32] = 1 << self.count % 32
         return True
@@ -94,7 +94,7 @@ def test_masks_of_a_step_follow_the_tokens_of_the_one_before(
     arrived = threading.Event()
 
     def wait() -> tuple[list[int], list[int]]:
-        assert arrived.wait(20)
+        assert arrived.wait(120)
         return [0, 33, 0], [1, 1, 1]
 
     masks.start_observe(first, wait)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hetero_llm import AsyncLLMEngine, RequestOutput, SamplingParams
 
-PATIENCE = 60.0  # seconds until a condition that must come counts as missed
+PATIENCE = 120.0  # seconds until a condition that must come counts as missed
 
 
 async def read(

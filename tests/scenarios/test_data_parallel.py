@@ -164,10 +164,21 @@ def test_it_is_one_engine_to_vllms_metrics_and_the_limits(engine: AsyncLLMEngine
     assert figures["vllm:generation_tokens"].labels["engine"] == "0"
 
 
-def test_one_dead_replica_ends_all() -> None:
-    others = {one.pid for one in _engines()}
-    plain = {**ARGS, "enable_lora": False, "use_lookahead": False}
-    engine = AsyncLLMEngine({"model": "demo", "data_parallel_size": 2, **plain})
+def test_a_server_of_two_replicas(engine: AsyncLLMEngine) -> None:
+    with serving(engine) as served:
+        answer = served.http.post(
+            "/v1/completions", json={"prompt": "x", "max_tokens": 4, "ignore_eos": True}
+        )
+        assert answer.status_code == 200, answer.text
+        text = served.http.get("/metrics").text
+    for replica in "01":
+        assert 'hetero_llm:replica_num_requests_running{engine="0"' in text
+        assert f'replica="{replica}"' in text
+    assert text.count("\nvllm:num_requests_running{") == 1
+
+
+def test_one_dead_replica_ends_all(engine: AsyncLLMEngine) -> None:
+    """The last test of this engine."""
 
     async def run() -> None:
         async def stream(name: str) -> None:
@@ -176,7 +187,7 @@ def test_one_dead_replica_ends_all() -> None:
 
         tasks = [asyncio.create_task(stream(str(number))) for number in range(4)]
         await until(lambda: engine.stats().metrics.get("num_requests_running") == 4)
-        children = [one.pid for one in _engines() if one.pid not in others]
+        children = [one.pid for one in _engines()]
         assert len(children) == 2
         os.kill(children[-1], signal.SIGKILL)
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -203,19 +214,6 @@ def _engines() -> list[Any]:
         if one.status() != psutil.STATUS_ZOMBIE and name in one.cmdline()
     ]
     return sorted(found, key=lambda one: one.create_time())
-
-
-def test_a_server_of_two_replicas(engine: AsyncLLMEngine) -> None:
-    with serving(engine) as served:
-        answer = served.http.post(
-            "/v1/completions", json={"prompt": "x", "max_tokens": 4, "ignore_eos": True}
-        )
-        assert answer.status_code == 200, answer.text
-        text = served.http.get("/metrics").text
-    for replica in "01":
-        assert 'hetero_llm:replica_num_requests_running{engine="0"' in text
-        assert f'replica="{replica}"' in text
-    assert text.count("\nvllm:num_requests_running{") == 1
 
 
 @pytest.mark.parametrize("kind", [LLM, LLMEngine])

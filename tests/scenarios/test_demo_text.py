@@ -13,7 +13,7 @@ import transformers
 from hetero_llm import LLM, RequestOutput, SamplingParams
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 
-COUNT = 24
+COUNT = 18
 NEW_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
 
@@ -64,9 +64,9 @@ def test_batch_invariant_text_is_exactly_transformers_alone(
 ) -> None:
     alone = [
         tokens_of(invariant.generate(prompt_token_ids=[p], sampling_params=GREEDY, use_tqdm=False))
-        for p in prompts[::2]
+        for p in prompts[::3]
     ]
-    assert [tokens for (tokens,) in alone] == expected[::2]
+    assert [tokens for (tokens,) in alone] == expected[::3]
 
 
 def test_batch_invariant_text_is_exactly_transformers_in_batches_of_16(

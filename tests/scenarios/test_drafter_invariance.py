@@ -58,11 +58,13 @@ DRAFTERS: dict[str, Callable[[Bench], Drafter | None]] = {
     "merged": lookahead(3),
 }
 LEARNERS = ("raw", "turbo", "hybrid", "merged")
-LEFT_OUT = {  # for their time
-    *(("invariant 64", name) for name in ("raw", "turbo", "merged")),
-    *((bench, "merged") for bench in ("native fast 1", "invariant 1", "native fast windows")),
+# Those whose parts "hybrid" has are alone on a few; without drafts there is one size.
+ALONE = ("native fast 7", "native 7", "native fast windows")
+LEFT_OUT = {
+    *((bench, name) for bench in BENCHES if bench not in ALONE for name in LEARNERS),
     *((bench, "none") for bench in BENCHES if BENCHES[bench][0] != 7),
 }
+LEFT_OUT -= {(bench, "hybrid") for bench in BENCHES}
 PAIRS = [(b, d) for b in BENCHES for d in DRAFTERS if (b, d) not in LEFT_OUT]
 
 

@@ -87,9 +87,11 @@ class Family:
         )
 
 
-@pytest.fixture(
-    scope="module", params=range(len(VARIANTS)), ids=["-".join(name) for name in VARIANTS]
-)
+def _id(number: int) -> str:
+    return "-".join(VARIANTS[number])
+
+
+@pytest.fixture(scope="module", params=range(len(VARIANTS)), ids=_id)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     name, variant = VARIANTS[request.param]
     folder = make_tiny_checkpoint(tmp_path_factory.mktemp("family") / "model", name, variant)
@@ -127,24 +129,22 @@ def assert_equals_transformers(family: Family, outputs: list[RequestOutput]) -> 
 
 
 PATHS = ("native", "torch", "row_by_row")
-"""Of attention: decoding rows go through the CPU's own kernel where it can be built, or through
-torch; with batch invariance every row does, alone."""
+"""Of attention: compiled code where it can be built, torch, or with batch invariance torch for each
+row alone."""
 
 
-def take_path(path: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+def take_path(path: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Engine arguments."""
     if path == "torch":
         monkeypatch.setattr("hetero_llm.cpu.paged_attention.native_row_kernel", lambda *_: None)
-    return {"batch_invariant": path == "row_by_row"}
+    backend = {"cpu_backend": "torch"} if path == "torch" else {}
+    return {"batch_invariant": path == "row_by_row", **backend}
 
 
-@pytest.fixture(params=PATHS)
-def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    return take_path(request.param, monkeypatch)
-
-
-def test_one_shot(family: Family, attention: dict[str, bool]) -> None:
-    with family.llm(block_size=family.block_size(0), **attention) as llm:
+def test_one_shot(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in torch; the chunks and prefixes below have the native one, the greedy batch has
+    each row alone."""
+    with family.llm(block_size=family.block_size(0), **take_path("torch", monkeypatch)) as llm:
         outputs = generate(llm, family.prompts(), PARAMS)
         assert llm.metrics()["num_steps"] == NEW_TOKENS  # the first one took all prompts
     assert_equals_transformers(family, outputs)
@@ -194,8 +194,10 @@ def test_greedy_texts_of_a_batch_are_those_of_transformers(family: Family) -> No
         assert rows.argmax(-1).tolist() == tokens
 
 
+@pytest.mark.parametrize("family", range(0, len(VARIANTS), 5), indirect=True, ids=_id)
 def test_preemption(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each variant on one path, each path with every block size over the variants."""
+    """Every fifth variant, as what is computed again is a chunk like others: each path, every block
+    size, with a prefix cache and without."""
     attention = take_path(PATHS[family.number // len(BLOCK_SIZES) % len(PATHS)], monkeypatch)
     block_size = 8 if family.max_model_len else family.block_size(0)
     max_model_len = family.max_model_len or 48

@@ -25,7 +25,7 @@ from hetero_llm.server.adapters import (
 from hetero_llm.server.serving import serve, settings_of
 from hetero_llm.server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine, demo_tokenizer
-from tests.server.serving import Served, serving
+from tests.server.serving import LIMIT, Served, serving
 
 
 def test_modules_by_name_and_as_json() -> None:
@@ -179,7 +179,7 @@ def served(tmp_path: Path) -> Any:
     )
     with serving(FakeEngine(demo_tokenizer()), settings) as running:
         opening = running.context.adapters.open_all()
-        asyncio.run_coroutine_threadsafe(opening, running.loop).result(20)
+        asyncio.run_coroutine_threadsafe(opening, running.loop).result(LIMIT)
         yield running
 
 
@@ -304,7 +304,7 @@ def test_the_model_of_a_request_is_a_prompt_adapter(tmp_path: Path) -> None:
     settings = ServerSettings(prompt_adapters=(("polite", "/p"),), lora_root=str(tmp_path))
     with serving(FakeEngine(demo_tokenizer()), settings) as served:
         opening = served.context.prompt_adapters.open_all()
-        asyncio.run_coroutine_threadsafe(opening, served.loop).result(20)
+        asyncio.run_coroutine_threadsafe(opening, served.loop).result(LIMIT)
         assert ask(served, "polite").json()["model"] == "polite"
         assert ask(served, "demo").status_code == 200
         polite = PromptAdapterRequest("polite", 1, "/p", 5)

@@ -14,7 +14,7 @@ from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.settings import Limits, ServerSettings
 from tests.server.fake_engine import CONTEXT, EOS, VOCAB, FakeEngine
-from tests.server.serving import Served, events, head, raw, raw_post, received, serving
+from tests.server.serving import LIMIT, Served, events, head, raw, raw_post, received, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "a b"}]
@@ -640,6 +640,6 @@ def test_an_internal_error_shows_nothing(
 def test_http_client_is_kept_alive(server: Served) -> None:
     """Errors leave the connection usable: the next request comes over the same one."""
     limits = httpx.Limits(max_connections=1)
-    with httpx.Client(base_url=server.url, limits=limits, trust_env=False) as one:
+    with httpx.Client(base_url=server.url, limits=limits, timeout=LIMIT, trust_env=False) as one:
         for body in ({}, {"prompt": "a"}, {"prompt": ""}, {"prompt": "a", "stream": True}):
             assert one.post(COMPLETIONS, json=body).status_code in (200, 400)

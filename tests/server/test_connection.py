@@ -18,10 +18,8 @@ from hetero_llm.core.errors import ConfigError
 from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.connection import bound_kernel_buffers, connections_possible
 from tests.server.fake_engine import FakeEngine
-from tests.server.serving import received
+from tests.server.serving import LIMIT, received
 from tests.server.test_serving import Run, running
-
-LIMIT = 20.0
 
 
 def connect(run: Run, data: bytes = b"") -> socket.socket:
@@ -46,7 +44,7 @@ def test_a_head_that_does_not_end(tokenizer: Tokenizer, start: bytes) -> None:
         answer = all_of(client)
         assert answer.startswith(b"HTTP/1.1 408 ") and b'"code":"request_timeout"' in answer
         assert b"connection: close" in answer.lower()
-        rejected = httpx.get(f"{run.url}/metrics").text
+        rejected = httpx.get(f"{run.url}/metrics", timeout=LIMIT).text
         assert re.search(r'admission_rejections_total\{.*reason="slow_headers".*\} 1.0', rejected)
 
 
@@ -82,7 +80,7 @@ def test_what_is_no_http(tokenizer: Tokenizer) -> None:
             with connect(run, data) as client:
                 answer = all_of(client)
                 assert answer.startswith(b"HTTP/1.1 400 ") and b'"code":"invalid_http"' in answer
-        assert httpx.get(f"{run.url}/live").status_code == 200
+        assert httpx.get(f"{run.url}/live", timeout=LIMIT).status_code == 200
 
 
 POST = b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
@@ -114,7 +112,7 @@ def test_one_error_and_the_end(tokenizer: Tokenizer) -> None:
             assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"%d" % status], head
             assert b'"code":"%s"' % code.encode() in answer, head
             assert b"connection: close" in answer.lower()
-        assert httpx.get(f"{run.url}/live").status_code == 200
+        assert httpx.get(f"{run.url}/live", timeout=LIMIT).status_code == 200
 
 
 def test_a_refused_head_behind_a_good_request(tokenizer: Tokenizer) -> None:
@@ -190,7 +188,7 @@ def test_200_hostile_requests(tokenizer: Tokenizer, caplog: pytest.LogCaptureFix
     rng = random.Random(7)
     statuses: Counter[int] = Counter()
     with running(FakeEngine(tokenizer), header_timeout=1.0) as run:
-        before = httpx.get(f"{run.url}/load").json()
+        before = httpx.get(f"{run.url}/load", timeout=LIMIT).json()
         for number in range(200):
             data = hostile_request(rng)
             with connect(run) as client:
@@ -204,8 +202,8 @@ def test_200_hostile_requests(tokenizer: Tokenizer, caplog: pytest.LogCaptureFix
             assert not set(found) & {500, 502}, (number, data[:300], answer[:500])
             assert not answer or found, (number, data[:300], answer[:500])
             statuses.update(found)
-        assert httpx.get(f"{run.url}/load").json() == before
-        assert httpx.get(f"{run.url}/live").status_code == 200
+        assert httpx.get(f"{run.url}/load", timeout=LIMIT).json() == before
+        assert httpx.get(f"{run.url}/live", timeout=LIMIT).status_code == 200
     assert len(statuses) > 5, statuses
     wrong = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert not wrong, wrong[0].getMessage()

@@ -23,7 +23,7 @@ from hetero_llm.engine.engine_client import EngineStats
 from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.logs import StatsLine, log_stats, server_log
 from tests.server.fake_engine import FakeEngine
-from tests.server.serving import serving
+from tests.server.serving import LIMIT, serving
 from tests.server.test_serving import running
 
 COMPLETIONS = "/v1/completions"
@@ -88,7 +88,7 @@ def test_access_log(capfd: pytest.CaptureFixture[str], tokenizer: Tokenizer, wan
     headers = {"Authorization": "Bearer sk-secret", "x-request-id": "trace-9"}
     with server_log("json", secrets=["sk-secret"]), running(FakeEngine(tokenizer), **args) as run:
         for path in ("/health", "/metrics", "/v1/models?key=sk-secret", "/nothing%0Ax"):
-            httpx.get(run.url + path, headers=headers)
+            httpx.get(run.url + path, headers=headers, timeout=LIMIT)
     err = capfd.readouterr().err
     lines = [json.loads(line) for line in err.splitlines()]
     found = [line for line in lines if line["logger"] == "uvicorn.access"]
@@ -110,7 +110,7 @@ def test_monitors_are_logged_where_that_is_wanted(
         server_log("text", polls=True),
         running(FakeEngine(tokenizer), uvicorn_log_level="info") as run,
     ):
-        httpx.get(f"{run.url}/health")
+        httpx.get(f"{run.url}/health", timeout=LIMIT)
     assert '"GET /health HTTP/1.1" 200' in capfd.readouterr().err
 
 
@@ -125,7 +125,7 @@ class Waits(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == "uvicorn.access":
-            self.in_time["answer"] = self.came.wait(5)
+            self.in_time["answer"] = self.came.wait(LIMIT)
         elif "prompt(s)" in record.msg:
             self.in_time["request"] = len(self.engine.seen) == 1
 
@@ -136,7 +136,7 @@ def test_no_first_token_waits_for_the_log(tokenizer: Tokenizer) -> None:
     handler = Waits(engine)
     with server_log("text"), running(engine, uvicorn_log_level="info") as run:
         logging.getLogger().addHandler(handler)  # `server_log` takes it away
-        with httpx.stream("POST", run.url + COMPLETIONS, json=body) as answer:
+        with httpx.stream("POST", run.url + COMPLETIONS, json=body, timeout=LIMIT) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     handler.came.set()
@@ -241,7 +241,7 @@ def test_row_26_nobody_reads_the_log() -> None:
         body = {"prompt": "log " * 400, "max_tokens": 2, "ignore_eos": True}
 
         def post() -> None:
-            answer = httpx.post(url + COMPLETIONS, json=body, timeout=60)
+            answer = httpx.post(url + COMPLETIONS, json=body, timeout=LIMIT)
             assert answer.status_code == 200, answer.text
             assert answer.json()["usage"]["completion_tokens"] == 2
 
@@ -254,14 +254,16 @@ def test_row_26_nobody_reads_the_log() -> None:
         process.stdout.close()
         for _ in range(5):
             post()
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=LIMIT).status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(LIMIT) == 0
 
 
 def test_row_26_a_full_pipe_does_not_hold_up_the_end() -> None:
     with served_into_pipes() as (process, url):
         for _ in range(8):
-            httpx.post(url + COMPLETIONS, json={"prompt": "log " * 400, "max_tokens": 1})
+            httpx.post(
+                url + COMPLETIONS, json={"prompt": "log " * 400, "max_tokens": 1}, timeout=LIMIT
+            )
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(LIMIT) == 0

@@ -18,7 +18,7 @@ from hetero_llm.core.errors import ConfigError
 from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.tracing import Finished, TraceHeaders, Tracer, attributes_of, open_provider
 from tests.server.fake_engine import FakeEngine
-from tests.server.serving import Served, raw_post, received, serving
+from tests.server.serving import LIMIT, Served, raw_post, received, serving
 
 COMPLETIONS = "/v1/completions"
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -210,7 +210,7 @@ def test_a_collector_gets_the_spans(
             body = {"prompt": [66, 67], "max_tokens": 3}
             served.post(COMPLETIONS, body, headers=TRACEPARENT)
         asyncio.run(tracer.close())
-        assert collector.came.wait(20)
+        assert collector.came.wait(LIMIT)
         (span,) = collector.spans
         provider.shutdown()
     assert span.name == "llm_request" and span.trace_id.hex() == TRACE

@@ -48,9 +48,6 @@ _KIND_BIT, _MESSAGES_BIT, _WORDS_BIT = 4, 12, 32
 _STATUS_MASK, _KIND_MASK, _MESSAGES_MASK = 0xF, 0xFF, 0xFFFFF
 _MAX_WORDS = 2**31 - 1
 
-_MAX_SHAPES = 4096
-"""Maximum number of buffer views that a consumer caches."""
-
 
 class RingStatus(enum.IntEnum):
     """Outcome of a push or a pop."""

@@ -13,7 +13,7 @@ import httpx
 from hetero_llm.server.router.router import Router
 from hetero_llm.server.router.settings import RouterSettings, read_addresses
 
-PATIENCE = 20.0  # seconds; only a hang comes near
+PATIENCE = 120.0  # seconds; only a hang comes near
 
 
 @dataclass

@@ -25,6 +25,10 @@ AMX = native.ISA_NAMES.index("amx")
 SOURCE = Path(native.__file__).parent / "csrc" / "experts" / "tiles.cpp"
 # Two blocks of what is unpacked at a time and a rest; tails of a step; a strip that is no tile.
 SIZES = {True: ((576, 96), (1184, 160)), False: ((576, 96), (1090, 72))}  # by groups
+# With 170 tokens every expert has more than any limit here, and more than four blocks.
+TOKENS = {1: (1, 170), 9: (17,)}  # by tokens from which on an expert is computed on tiles
+# Biases are added in one place for all forms.
+CASES = [*((name, None) for name in KINDS), ("bf16", torch.bfloat16), ("int4_64", torch.bfloat16)]
 
 pytestmark = pytest.mark.timeout(300, method="thread")
 
@@ -54,18 +58,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
     yield loaded
 
 
-@pytest.mark.parametrize("bias", [None, torch.bfloat16], ids=["plain", "bias"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "bias"), CASES)
 def test_one_to_many_tokens(library: ctypes.CDLL, name: str, bias: torch.dtype | None) -> None:
     """Tiles alone, and beside experts of few tokens; more than four blocks of one expert."""
     for hidden, inner in SIZES[KINDS[name].group > 0]:
         mixture = make_mixture(KINDS[name], experts=EXPERTS, hidden=hidden, inner=inner, bias=bias)
-        for tile_tokens in (1, 9):
+        for tile_tokens in TOKENS:
             mailbox = mailbox_for(mixture, 170, 3)
             team = ExpertTeam(
                 mixture.host, mailbox, library, threads=2, isa=AMX, tile_tokens=tile_tokens
             )
-            for tokens in (1, 17, 170):
+            for tokens in TOKENS[tile_tokens]:
                 fill(mailbox, tokens, EXPERTS, seed=tokens)
                 post(mailbox, library, 0, tokens)
                 check(mixture, mailbox, tokens)

@@ -119,27 +119,31 @@ def product(
     return out
 
 
+@cache
+def expected_product(
+    format: Format, groups: Groups, outputs: int, depth: int, rows: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """[rows, outputs] of `random_rows`, and how far a result may be from it."""
+    values = source_of(format, groups, outputs, depth).values
+    x = rounded_rows(rows, depth, groups.size)
+    # Half an ulp for each of the sums of a group, and of an offset's.
+    sizes = np.sqrt((x**2) @ (values.T**2)) + np.abs(x).max()
+    allowed = 1e-6 * np.sqrt(depth / groups.size + 1) * sizes
+    return x @ values.T, allowed * (8 if groups.zeros is Zeros.OFFSETS else 1)
+
+
 @every_form
 def test_products_equal_their_reference(
     library: ctypes.CDLL, format: Format, groups: Groups, isa: int
 ) -> None:
     for outputs, depth in SIZES:
         matrix = packed(library, format, groups, outputs, depth)
-        values = source_of(format, groups, outputs, depth).values
         for rows in ROWS:
             out = product(
                 library, matrix, prepared(library, matrix, random_rows(rows, depth), isa), isa
             )
-            x = rounded_rows(rows, depth, groups.size)
-            # Half an ulp for each of the sums of a group, and of an offset's.
-            sizes = np.sqrt((x**2) @ (values.T**2)) + np.abs(x).max()
-            allowed = (
-                1e-6
-                * np.sqrt(depth / groups.size + 1)
-                * sizes
-                * (8 if groups.zeros is Zeros.OFFSETS else 1)
-            )
-            error = np.abs(out[:, :outputs] - x @ values.T)
+            expected, allowed = expected_product(format, groups, outputs, depth, rows)
+            error = np.abs(out[:, :outputs] - expected)
             assert (error <= allowed).all(), (outputs, depth, rows, (error / allowed).max())
             assert (out[:, outputs:] == 0).all(), "padding must give zeros"
 
