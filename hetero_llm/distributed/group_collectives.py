@@ -1,4 +1,4 @@
-"""Collectives of a model's products over torch's default group: gloo on CPUs, NCCL on GPUs.
+"""Collectives of a model's products over a group of torch: gloo on CPUs, NCCL on GPUs.
 
 Sums add the ranks' parts in rank order in float32. Few rows are gathered by all ranks and added by
 each of them. Of many rows each rank adds a part of the rows, which all ranks gather then: two
@@ -22,7 +22,8 @@ class GroupCollectives:
     """`models.collectives.Collectives`.
 
     Args:
-        rank: of this process in the default group.
+        rank: of this process in the group.
+        group: None: torch's default group.
 
     Attributes:
         rank: see Args.
@@ -31,8 +32,9 @@ class GroupCollectives:
 
     in_graphs = False
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
+        self._group = group
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, in its dtype.
@@ -64,15 +66,15 @@ class GroupCollectives:
         """[size, ...] of all ranks' `x`."""
         parts = x.new_empty(self.rank.size, *x.shape)
         if x.device.type == "cuda":
-            _gather_single(parts.flatten(0, 1), x.contiguous())
+            _gather_single(parts.flatten(0, 1), x.contiguous(), group=self._group)
         else:
-            dist.all_gather(list(parts.unbind()), x.contiguous())
+            dist.all_gather(list(parts.unbind()), x.contiguous(), group=self._group)
         return parts
 
     def _exchange(self, x: torch.Tensor) -> torch.Tensor:
         """[size, T / size, ...]: this rank's part of the rows of all ranks' `x` [T, ...]."""
         parts = x.new_empty(self.rank.size, len(x) // self.rank.size, *x.shape[1:])
-        dist.all_to_all_single(parts.flatten(0, 1), x)
+        dist.all_to_all_single(parts.flatten(0, 1), x, group=self._group)
         return parts
 
 

@@ -31,13 +31,17 @@ def create_store() -> int:
     return os.memfd_create("hetero-llm-ranks", os.MFD_CLOEXEC)
 
 
-def check_no_group(size: int) -> None:
-    """Raises ConfigError: this process is in a default group, so it can be no rank of `size`."""
+def check_no_group(size: int, field: str = "tensor_parallel_size") -> None:
+    """Raises ConfigError: this process is in a default group, so it can be no rank of `size`.
+
+    Args:
+        field: the argument that asks for ranks.
+    """
     import torch.distributed as dist
 
     if dist.is_initialized():
         reason = "torch.distributed is in use in this process; leave its group first"
-        raise ConfigError("tensor_parallel_size", size, reason)
+        raise ConfigError(field, size, reason)
 
 
 @contextmanager
@@ -86,6 +90,30 @@ def open_group(
     return group
 
 
+def open_stage_group(rank: Rank, members: int) -> dist.ProcessGroup | None:
+    """The group of the ranks that share this rank's stage; all ranks call it at the same time.
+
+    Args:
+        rank: with the number of all ranks.
+        members: ranks of a stage, neighbours.
+
+    Returns:
+        None: a stage has one rank, or all of them.
+    """
+    import torch.distributed as dist
+
+    if members in (1, rank.size):
+        return None
+    with group_environment():
+        groups = [
+            dist.new_group(list(range(first, first + members)))
+            for first in range(0, rank.size, members)
+        ]
+    group = groups[rank.index // members]
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def close_group() -> None:
     """Leaves the group; does nothing without one."""
     import torch.distributed as dist
@@ -94,12 +122,17 @@ def close_group() -> None:
         dist.destroy_process_group()
 
 
-def abort_group() -> None:
-    """Ends collectives of NCCL that wait for a dead rank; any thread may call it. Their kernels
-    return then, and leave anything in their results."""
+def abort_group(*further: dist.ProcessGroup) -> None:
+    """Ends what NCCL exchanges and waits for a dead rank; any thread may call it. Its kernels
+    return then, and leave anything in their results.
+
+    Args:
+        further: groups beside the default one.
+    """
     import torch
     import torch.distributed as dist
 
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is not None:
-        group._get_backend(torch.device("cuda")).abort()
+        for one in (group, *further):
+            one._get_backend(torch.device("cuda")).abort()

@@ -39,7 +39,6 @@ needs no lock of Python's, ten times a second."""
 _LOOK_SECONDS = 0.1  # between two looks of the watch
 _EXPLAIN_SECONDS = 2.0  # in which the watch finds what has ended a collective
 _STOP_SECONDS = 2.0  # that ranks have to end by themselves
-_FIELD = "tensor_parallel_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +48,12 @@ class RankProgram:
     Attributes:
         command: the rank's own arguments follow it.
         environment: of the processes.
+        field: the argument that asks for them, which errors name.
     """
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
+    field: str = "tensor_parallel_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +159,13 @@ class RankProcesses:
             self._writer = StepWriter(size)
             self.store = create_store()
         except (RingError, OSError) as error:
-            raise _not_started(size, error) from error
+            raise _not_started(program, size, error) from error
         try:
             for rank in range(1, size):
                 self._start(rank, program)
         except OSError as error:
             self._release()
-            raise _not_started(size, error) from error
+            raise _not_started(program, size, error) from error
         self._watch = threading.Thread(
             target=_watch, args=(weakref.ref(self), self._ended), name="hetero-llm-ranks",
             daemon=True,
@@ -364,8 +365,8 @@ def _watch(owner: weakref.ref[RankProcesses], ended: threading.Event) -> None:
         del ranks
 
 
-def _not_started(size: int, error: Exception) -> ConfigError:
-    return ConfigError(_FIELD, size, f"its processes cannot be started: {error}")
+def _not_started(program: RankProgram, size: int, error: Exception) -> ConfigError:
+    return ConfigError(program.field, size, f"its processes cannot be started: {error}")
 
 
 def _how_it_ended(code: int) -> str:

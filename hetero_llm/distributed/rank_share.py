@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hetero_llm.distributed.agreement import ALONE, Agreement
-from hetero_llm.models.collectives import ONE_RANK, Collectives
+from hetero_llm.models.collectives import NO_LINK, ONE_RANK, Collectives, StageLink
 
 
 def _nothing() -> None:
@@ -20,7 +20,7 @@ def _never() -> bool:
 @dataclass(frozen=True, slots=True)
 class RankShare:
     """Attributes:
-    collectives: of the model.
+    collectives: of the model, or of this rank's stage; their `rank` says which part it has.
     agreement: about what is measured at start.
     in_graphs: whether CUDA graphs may hold the collectives.
     serves: called when the engine begins to serve: from now on a peer is waited for as long as
@@ -28,6 +28,7 @@ class RankShare:
     gave_up: whether collectives have ended without a peer, and their results are garbage.
     abort: ends collectives that wait on the device for a peer that is dead; any thread calls it.
     leave: gives back what the collectives hold, and leaves the group of all ranks.
+    link: to the neighbouring stages.
     """
 
     collectives: Collectives
@@ -37,6 +38,7 @@ class RankShare:
     gave_up: Callable[[], bool] = _never
     abort: Callable[[], None] = _nothing
     leave: Callable[[], None] = _nothing
+    link: StageLink = NO_LINK
 
 
 ALONE_SHARE = RankShare(ONE_RANK, ALONE)

@@ -26,6 +26,18 @@ def test_sizes() -> None:
             parallel(tensor_parallel_size=size)
 
 
+def test_stages() -> None:
+    both = parallel(pipeline_parallel_size=3, tensor_parallel_size=2)
+    assert both == ParallelConfig(2, pipeline_parallel_size=3)
+    assert (both.num_ranks, both.field) == (6, ("tensor_parallel_size", 2))
+    alone = parallel(pipeline_parallel_size=3)
+    assert (alone.num_ranks, alone.field) == (3, ("pipeline_parallel_size", 3))
+    with pytest.raises(ConfigError, match=r"^pipeline_parallel_size=9: .*_size=8 at most 8"):
+        parallel(pipeline_parallel_size=9, tensor_parallel_size=8)
+    with pytest.raises(ConfigError, match=r"'uni': is one process, and pipeline_parallel_size=2"):
+        parallel(pipeline_parallel_size=2, distributed_executor_backend="uni")
+
+
 def test_ray_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match=r"^distributed_executor_backend='ray': .*one host"):
         parallel(distributed_executor_backend="ray", tensor_parallel_size=2)
@@ -40,7 +52,7 @@ def test_one_process_is_not_several() -> None:
         parallel(distributed_executor_backend="pigeon")
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "sequence_parallel_size"])
+@pytest.mark.parametrize("name", ["sequence_parallel_size"])
 def test_other_kinds_are_not_there_yet(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}=2: .*not available yet"):
         parallel(**{name: 2})

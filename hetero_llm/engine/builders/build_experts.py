@@ -106,17 +106,10 @@ def choose_experts(
     if device.type == "cpu":
         _warn_if(asked, "all experts are computed by the CPU")
         return None
-    size = config.parallel.tensor_parallel_size
-    if size > 1:
+    if config.parallel.num_ranks > 1:
         if asked and wanted.cpu_experts != "off":
             reason = "experts on the CPU cannot be combined with it yet: use one of them"
-            raise ConfigError("tensor_parallel_size", size, reason)
-        return None
-    if config.parallel.tensor_parallel_size > 1:
-        if asked:
-            size = config.parallel.tensor_parallel_size
-            reason = "experts on the CPU cannot be combined with several GPUs yet"
-            raise ConfigError("tensor_parallel_size", size, reason)
+            raise ConfigError(*config.parallel.field, reason)
         return None
     import torch
 

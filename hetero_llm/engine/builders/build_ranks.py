@@ -1,6 +1,8 @@
-"""Starts the rank processes of an engine, and gives each rank its part in the collectives.
+"""Starts the rank processes of an engine, and gives each rank its part in the exchanges.
 
-What a rank process runs is in `rank_process.py`.
+Ranks that share layers (tensor parallel) are neighbours. The engine's own process, rank 0, has a
+part of the last stage (pipeline parallel), so it samples; those of the first stage have the highest
+numbers. What a rank process runs is in `rank_process.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
+from hetero_llm.config.parallel_config import ParallelConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.distributed.agreement import GroupAgreement
+from hetero_llm.distributed.deferred_runner import DeferredRunner
 from hetero_llm.distributed.parallel_runner import ParallelRunner
 from hetero_llm.distributed.plain_form import PlainForm, types_within
 from hetero_llm.distributed.process_group import (
@@ -24,10 +28,11 @@ from hetero_llm.distributed.process_group import (
     check_no_group,
     close_group,
     open_group,
+    open_stage_group,
 )
 from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses, RankProgram
 from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
-from hetero_llm.models.collectives import Rank
+from hetero_llm.models.collectives import Collectives, OneRank, Rank
 from hetero_llm.utils import topology
 from hetero_llm.utils.env import child_environment, group_environment
 from hetero_llm.utils.log_sink import kind_of_root
@@ -47,8 +52,6 @@ MODULE = "hetero_llm.engine.processes.rank_process"
 IMPORTED, LOADED = "imported", "loaded"
 """Points of a rank's start, which the engine waits for: the rank is about to join the group; it has
 its weights."""
-
-_FIELD = "tensor_parallel_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +95,22 @@ class EngineRanks:
     processes: RankProcesses | NoRanks
     share: RankShare
 
-    def parallel(self, runner: ModelRunner[Any]) -> ModelRunner[Any]:
-        """The runner that the engine calls: that of rank 0, or one that announces steps, too."""
+    def parallel(
+        self, runner: ModelRunner[Any], store: AdapterStore | None, *, on_torch: bool
+    ) -> ModelRunner[Any]:
+        """The runner that the engine calls: that of rank 0, or one that announces steps, too.
+
+        Args:
+            store: of the adapters that steps load.
+            on_torch: `runner.launch` computes, rather than let a device compute.
+        """
         if isinstance(self.processes, NoRanks):
             return runner
+        if on_torch and self.share.collectives.rank.stages > 1:
+            from hetero_llm.lora.rank_adapters import NoRankAdapters, RankAdapters
+
+            resources = NoRankAdapters() if store is None else RankAdapters(store)
+            runner = DeferredRunner(runner, resources)
         self.processes.begin_serving()
         self.share.serves()
         return ParallelRunner(runner, self.processes, self.share.gave_up)
@@ -124,18 +139,22 @@ def check_parallel(config: EngineConfig, device: torch.device) -> None:
     Raises:
         ConfigError: there are fewer GPUs, or another argument cannot be combined with ranks.
     """
-    size = config.parallel.tensor_parallel_size
-    if size == 1:
+    parallel = config.parallel
+    ranks = parallel.num_ranks
+    if ranks == 1:
         return
-    check_no_group(size)
+    field, size = parallel.field
+    check_no_group(size, field)
     if device.type == "cuda":
         import torch
 
         count = torch.cuda.device_count()
-        if count < size:
-            reason = f"needs as many GPUs, and this process sees {count}"
-            raise ConfigError(_FIELD, size, reason)
-    reason = f"cannot be combined with {_FIELD} ({size}) yet: leave one of them out"
+        if count < ranks:
+            needed = "as many GPUs" if ranks == size else f"{ranks} GPUs with {_words(parallel)}"
+            raise ConfigError(field, size, f"needs {needed}, and this process sees {count}")
+    if parallel.pipeline_parallel_size > 1:
+        _check_stages(config)
+    reason = f"cannot be combined with {field} ({size}) yet: leave one of them out"
     offload = config.offload is not None
     refused: tuple[tuple[str, Any, bool], ...] = (
         ("enable_prefix_cache_offload", True, offload),
@@ -147,20 +166,40 @@ def check_parallel(config: EngineConfig, device: torch.device) -> None:
         if is_given:
             raise ConfigError(name, value, reason)
     if device.type == "cpu" and config.cpu.weight_dtype != "auto":
-        reason = f"needs the native backend, which does not share layers ({_FIELD}={size})"
+        reason = f"needs the native backend, which does not share layers ({field}={size})"
         raise ConfigError("cpu_weight_dtype", config.cpu.weight_dtype, reason)
+
+
+def _words(parallel: ParallelConfig) -> str:
+    return (
+        f"tensor_parallel_size={parallel.tensor_parallel_size} and "
+        f"pipeline_parallel_size={parallel.pipeline_parallel_size}"
+    )
+
+
+def _check_stages(config: EngineConfig) -> None:
+    """Raises ConfigError: an argument cannot be combined with stages."""
+    stages = config.parallel.pipeline_parallel_size
+    field = "pipeline_parallel_size"
+    if config.speculation is not None:
+        reason = "cannot be combined with drafts yet (use_lookahead, speculative_model, ...)"
+        raise ConfigError(field, stages, f"{reason}: leave one of them out")
+    if config.cache.scales_path is not None:
+        reason = f"cannot be combined with {field} ({stages}) yet: leave one of them out"
+        raise ConfigError("quantization_param_path", config.cache.scales_path, reason)
 
 
 def for_ranks(config: EngineConfig, device: torch.device) -> EngineConfig:
     """The configuration of each rank's part: on a CPU torch runs it, with a share of the cores."""
-    size = config.parallel.tensor_parallel_size
-    if size == 1 or device.type != "cpu":
+    ranks = config.parallel.num_ranks
+    if ranks == 1 or device.type != "cpu":
         return config
     if config.cpu.backend == "native":
-        logger.info("%s=%d: torch serves, the native executor does not share layers", _FIELD, size)
+        field, size = config.parallel.field
+        logger.info("%s=%d: torch serves, the native executor does not share layers", field, size)
     threads = config.cpu.threads or len(topology.compute_cpus(reserve=0))
     return replace(
-        config, cpu=replace(config.cpu, backend="torch", threads=max(1, threads // size))
+        config, cpu=replace(config.cpu, backend="torch", threads=max(1, threads // ranks))
     )
 
 
@@ -173,18 +212,23 @@ def start_ranks(config: EngineConfig, device: torch.device) -> RankProcesses | N
     Raises:
         ConfigError: they cannot be started.
     """
-    size = config.parallel.tensor_parallel_size
+    size = config.parallel.num_ranks
     if size == 1:
         return NoRanks()
     # -P: a module of the working folder must not shadow one of Python's own. Threads that spin
     # would take the cores of other ranks.
     environment = {"OMP_WAIT_POLICY": "PASSIVE"} | child_environment()
-    program = RankProgram((sys.executable, "-P", "-m", MODULE), environment)
+    command = (sys.executable, "-P", "-m", MODULE)
+    program = RankProgram(command, environment, config.parallel.field[0])
     abort = abort_group if device.type == "cuda" else _nothing_to_abort
     processes = RankProcesses(size, program, abort)
     pids = [os.getpid(), *processes.pids]
     words = ", ".join(f"{rank} is process {pid}" for rank, pid in enumerate(pids))
-    logger.info("tensor parallel on %d ranks: %s", size, words)
+    kind = "tensor parallel"
+    if config.parallel.pipeline_parallel_size > 1:
+        of_stage = config.parallel.tensor_parallel_size
+        kind = "pipeline parallel" if of_stage == 1 else f"stages of {of_stage} ranks each,"
+    logger.info("%s on %d ranks: %s", kind, size, words)
     return processes
 
 
@@ -226,58 +270,77 @@ def join_ranks(
         processes.send_settings(_FORM.write(settings))
     except TypeError as error:
         reason = f"an argument cannot be sent to other processes: {error}"
-        raise ConfigError(_FIELD, processes.size, reason) from error
+        raise ConfigError(*config.parallel.field, reason) from error
     processes.wait_for(IMPORTED)
     share = join_group(
         Rank(0, processes.size), processes.store, device,
-        row_bytes=row_bytes, peer_memory=config.parallel.peer_memory,
+        row_bytes=row_bytes, parallel=config.parallel,
     )  # fmt: skip
     processes.joined(share.leave, share.abort)
     return EngineRanks(processes, share)
 
 
+def part_of(rank: Rank, parallel: ParallelConfig) -> Rank:
+    """What a rank has of the model.
+
+    Args:
+        rank: its number among all ranks.
+    """
+    size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    return Rank(rank.index % size, size, stages - 1 - rank.index // size, stages)
+
+
 def join_group(
-    rank: Rank, store: int, device: torch.device, *, row_bytes: int, peer_memory: bool
+    rank: Rank, store: int, device: torch.device, *, row_bytes: int, parallel: ParallelConfig
 ) -> RankShare:
     """Joins the group of all ranks.
 
-    On GPUs that reach each other's memory, collectives go through it; else through NCCL.
+    On GPUs that reach each other's memory, collectives go through it; else through NCCL. Stages
+    hand over hidden states through NCCL.
 
     Args:
+        rank: among all ranks.
         store: see `open_group`.
         device: of this rank; a GPU becomes the current one.
         row_bytes: see `RankSettings`.
-        peer_memory: see `ParallelConfig`.
 
     Raises:
         ConfigError: see `open_group`.
     """
     import torch
 
+    from hetero_llm.distributed.stage_link import GroupLink
+
     if device.type == "cuda":
         torch.cuda.set_device(rank.index)
         device = torch.device("cuda", rank.index)
     group = open_group(rank, store, device)
-    agreement = GroupAgreement(rank.size)
+    part = part_of(rank, parallel)
+    of_stage = open_stage_group(rank, part.size)
+    first = rank.index - part.index
+    agreement = GroupAgreement(rank.size, first=first, members=part.size, group=of_stage)
+    link = GroupLink(
+        None if part.is_first else rank.index + part.size,
+        None if part.is_last else rank.index - part.size,
+    )
+    link.meet(device)
+    further = () if of_stage is None else (of_stage,)
+    abort = partial(abort_group, *further) if device.type == "cuda" else _nothing_to_abort
     peers = None
-    if device.type == "cuda" and peer_memory:
-        peers = _peer_collectives(group, device, row_bytes)
+    if device.type == "cuda" and parallel.peer_memory and part.size > 1:
+        peers = _peer_collectives(of_stage or group, device, row_bytes)
     if peers is None:
-        from hetero_llm.distributed.group_collectives import GroupCollectives
-
-        collectives = GroupCollectives(rank)
+        collectives, in_graphs = _group_collectives(part, of_stage)
         return RankShare(
-            collectives,
-            agreement,
-            in_graphs=collectives.in_graphs,
-            abort=abort_group if device.type == "cuda" else _nothing_to_abort,
-            leave=close_group,
+            collectives, agreement, in_graphs=in_graphs, abort=abort, leave=close_group, link=link
         )
     from hetero_llm.gpu.collectives import SERVING_SECONDS
 
-    def abort() -> None:
+    peers.rank = part
+
+    def abort_all() -> None:
         peers.abort()
-        abort_group()
+        abort()
 
     def leave() -> None:
         peers.close()
@@ -289,9 +352,24 @@ def join_group(
         in_graphs=peers.in_graphs,
         serves=partial(peers.set_patience, SERVING_SECONDS),
         gave_up=lambda: peers.gave_up,
-        abort=abort,
+        abort=abort_all,
         leave=leave,
+        link=link,
     )
+
+
+def _group_collectives(part: Rank, group: ProcessGroup | None) -> tuple[Collectives, bool]:
+    """Those of the ranks that share layers, and whether CUDA graphs may hold them.
+
+    Args:
+        group: of these ranks; None: the default group, unless this rank is the only one.
+    """
+    from hetero_llm.distributed.group_collectives import GroupCollectives
+
+    if part.size == 1:
+        return OneRank(part), True
+    collectives = GroupCollectives(part, group)
+    return collectives, collectives.in_graphs
 
 
 def _peer_collectives(

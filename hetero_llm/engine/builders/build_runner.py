@@ -208,7 +208,7 @@ def check_context(
     if cache.num_blocks is not None:
         _check_fixed_blocks(cache.num_blocks, needed, length)
     elif device.type == "cpu":
-        _blocks_in_host_memory(cache, scheduler, shape, config.parallel.tensor_parallel_size)
+        _blocks_in_host_memory(cache, scheduler, shape, config.parallel.num_ranks)
     else:
         _check_device_memory(cache, shape, length, device)
     table = 0 if model_config.rope is None else 4 * length * model_config.rope.rotary_dim
@@ -301,6 +301,7 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
             layer_ready=cast("DeviceLayerReadyFlags | None", inputs.layer_ready),
             adapters=inputs.adapters,
             experts=inputs.experts,
+            link=inputs.share.link,
         )
         runner.typical = inputs.typical
         return BuiltRunner(runner, cache)
@@ -487,4 +488,5 @@ def _torch_runner(
     )
     runner.typical = inputs.typical
     runner.layer_ready = inputs.layer_ready
+    runner.link = inputs.share.link
     return runner

@@ -413,7 +413,10 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.logits_processors and not self._takes_processors:
-            reason = "Python functions run in one process; tensor_parallel_size has to be 1"
+            reason = (
+                "Python functions run in one process; tensor_parallel_size and "
+                "pipeline_parallel_size have to be 1"
+            )
             raise SamplingError("logits_processors", params.logits_processors, reason)
         for name in ("logprobs", "prompt_logprobs"):
             wanted = self._count(getattr(params, name))

@@ -1,4 +1,4 @@
-"""A rank of a tensor-parallel model: `python -m hetero_llm.engine.processes.rank_process`.
+"""A rank of an engine, one of several: `python -m hetero_llm.engine.processes.rank_process`.
 
 It builds its part of the model as the engine's process builds rank 0, and then makes the same calls
 of its runner in the same order, step after step. It sends nothing back.
@@ -69,7 +69,8 @@ class RankLoop:
     Args:
         steps: the channel.
         runner: of this rank.
-        grammars: compiles grammars ahead of the steps that need them; None without a tokenizer.
+        grammars: compiles grammars ahead of the steps that need them; None without a tokenizer, and
+            in a stage that does not sample.
         adapters: in the host memory of this rank.
         gave_up: see `RankShare`.
     """
@@ -121,8 +122,8 @@ class RankLoop:
             self._adapters.open(value_from_words(words))
         elif kind == StepMessage.FORGET_ADAPTER:
             self._adapters.forget(value_from_words(words))
-        else:
-            assert kind == StepMessage.GRAMMAR and self._grammars is not None, kind
+        elif self._grammars is not None:
+            assert kind == StepMessage.GRAMMAR, kind
             arguments = (value_from_words(words),)
             threading.Thread(target=self._grammars.prepare, args=arguments, daemon=True).start()
 
@@ -176,7 +177,7 @@ def _run(
     device = torch.device(settings.device)
     share = join_group(
         rank, arguments.store, device,
-        row_bytes=settings.row_bytes, peer_memory=settings.config.parallel.peer_memory,
+        row_bytes=settings.row_bytes, parallel=settings.config.parallel,
     )  # fmt: skip
     runner, grammars, adapters = _build(settings, share, control)
     gc.collect()
@@ -238,8 +239,10 @@ def _build(
     ).runner  # fmt: skip
     if adapters is not None and device.type == "cpu":
         apply_adapters(runner, adapters.store, config, device)
-    tokenizer = open_tokenizer(config, folder)
-    grammars = open_grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
+    grammars = None
+    if share.collectives.rank.is_last:  # the other stages do not sample
+        tokenizer = open_tokenizer(config, folder)
+        grammars = open_grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
     if grammars is not None:
         runner.set_open_matcher(grammars.open)
         grammars.warm_up_beside()
