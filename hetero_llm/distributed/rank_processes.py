@@ -288,6 +288,11 @@ class RankProcesses:
             return
         beats, _ = self._writer.beats()
         now = time.monotonic()
+        codes = [popen.poll() for popen in self._holder.popens]
+        for index, code in enumerate(codes):
+            if code is not None and code < 0:  # others may have failed for want of it
+                self._fail(index + 1, _how_it_ended(code), said_why=False)
+                return
         for index, popen in enumerate(self._holder.popens):
             if popen.poll() is not None:
                 self._fail(index + 1, _how_it_ended(popen.returncode))
@@ -308,10 +313,15 @@ class RankProcesses:
                     elif isinstance(message, RankFailed) and self._failure is None:
                         self._failure = message.as_error(rank)
 
-    def _fail(self, rank: int, how: str) -> None:
-        """A rank has ended or hangs: ends the others, and what waits for them."""
+    def _fail(self, rank: int, how: str, *, said_why: bool = True) -> None:
+        """A rank has ended or hangs: ends the others, and what waits for them.
+
+        Args:
+            said_why: it may have.
+        """
         self._holder.kill()
-        self._receive()  # it may have said why
+        if said_why:
+            self._receive()
         if self._failure is None:
             pid = self._holder.popens[rank - 1].pid
             self._failure = RankDeadError(f"rank {rank} (process {pid}) {how}")

@@ -35,6 +35,7 @@ from hetero_llm.models.transformers_check import trial_step
 
 _WEIGHT = ".weight"
 _TRIED_TOKENS = 53
+_ELSEWHERE = "another stage's "  # before a name of the whole model, which may be one here, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Target:
         first_row, rows, columns: where its weight [rows, columns] lies in that of the `Linear`.
         arrange: stored rows [rows, ...] to rows in the order of the `Linear`; None: as stored.
         part: what a rank has of the module; None: all of it.
-        here: whether this stage has the `Linear`; else `linear` is its name in the whole model.
+        here: whether this stage has the `Linear`; else `linear` is none of its names.
     """
 
     linear: str
@@ -170,7 +171,7 @@ def _targets_of_rank(whole: AdapterTargets, own: DecoderLM, config: ModelConfig)
             linear=paths[target.linear],
         )
         if target.linear in paths
-        else replace(target, here=False)
+        else replace(target, here=False, linear=f"{_ELSEWHERE}{target.linear}")
         for name, target in whole.targets.items()
     }
     return replace(whole, targets=targets, sizes=sizes)
