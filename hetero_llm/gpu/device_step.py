@@ -33,14 +33,15 @@ class DeviceStep:
         experts: of the model's mixtures.
         results: [places, >= 2 * max_samples] int64 in page-locked memory, in which captured steps
             leave their results in turn.
-        max_graph_tokens: most tokens of a captured step.
+        max_graph_tokens: most tokens of a captured step that may have draft trees.
+        max_prompt_tokens: the same of one without.
         max_tokens: most tokens of any step.
         max_samples: most sampled tokens of any step.
 
     Attributes:
         last_tokens: [slots] int64, the token last sampled for each request slot.
         tokens: [max_samples] int64, the sampled tokens of the step.
-        hidden: [max_graph_tokens, hidden] output of a captured step's model.
+        hidden: [max_prompt_tokens, hidden] output of a captured step's model.
         verified: results of a step with draft trees.
         stage_input: [max_tokens, hidden] what the stage before has sent for the step; of the first
             stage it has no rows.
@@ -60,6 +61,7 @@ class DeviceStep:
         experts: HybridExperts | NoHybridExperts,
         *,
         max_graph_tokens: int,
+        max_prompt_tokens: int,
         max_tokens: int,
         max_samples: int,
     ) -> None:
@@ -79,7 +81,7 @@ class DeviceStep:
         self._workspace = make_sample_workspace(max_samples, config.vocab_size, device)
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(max_samples, dtype=torch.int64, device=device)
-        self.hidden = torch.zeros(max_graph_tokens, config.hidden_size, dtype=dtype, device=device)
+        self.hidden = torch.zeros(max_prompt_tokens, config.hidden_size, dtype=dtype, device=device)
         rank = model.config.rank
         self.samples, self._embeds = rank.is_last, rank.is_first
         received = 0 if rank.is_first else max_tokens

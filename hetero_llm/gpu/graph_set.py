@@ -16,6 +16,11 @@ is padded to the smallest bucket that holds it:
   "waiting verify with adapters" for adapters (a step that reads such KV has no drafts). No other
   graph waits, so a step that has to wait does not replay "decode".
 
+With several GPUs the host launches the kernels of up to some 3,000 tokens, sums included, for
+longer than they run (40 ms for 1,024 tokens, which take less than 15), so there "model" is captured
+up to 2,048 tokens, too. Contexts beyond 4,096 keys are left to the library's attention, which is
+faster and not captured.
+
 Larger steps, and with `enforce_eager` all steps, issue the same kernels uncaptured.
 """
 
@@ -23,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +41,7 @@ import torch
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.gpu.adapters import AdapterUse
 from hetero_llm.gpu.attention_context import AttentionContext
+from hetero_llm.gpu.compile_ahead import compile_ahead
 from hetero_llm.gpu.device_step import DeviceStep
 from hetero_llm.gpu.fill_step import StepFiller
 from hetero_llm.gpu.kernels.launch import num_multiprocessors
@@ -43,11 +50,15 @@ from hetero_llm.gpu.step_buffer import StepBuffer, StepBuffers, StepLayout
 from hetero_llm.models.layers import Attend
 from hetero_llm.runner.layer_ready import LayerReadyAttention, LayerReadyFlags
 
+logger = logging.getLogger(__name__)
+
 K = TypeVar("K")
 GraphKey = tuple[str, int]
 """Kind and bucket of a step's graph."""
 
 MAX_GRAPH_TOKENS = 512
+_PROMPT_BUCKETS = (640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+_PROMPT_CONTEXT = 4096
 _SHORT_CONTEXT = 384
 _WAITING = "waiting "
 _WITH_ADAPTERS = "{} with adapters"
@@ -61,11 +72,18 @@ class StepBuckets(NamedTuple):
         tokens: of "model" and "verify" graphs.
         decode: of "decode" and "head" graphs, in which it is the number of sampled tokens.
         waiting: of "waiting ..." graphs.
+        prompts: of "model" graphs of more tokens; none where launches take no longer than kernels.
     """
 
     tokens: tuple[int, ...]
     decode: tuple[int, ...]
     waiting: tuple[int, ...]
+    prompts: tuple[int, ...]
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a captured step."""
+        return (*self.tokens, *self.prompts)[-1]
 
 
 class DraftedSizes(NamedTuple):
@@ -85,11 +103,18 @@ class DraftedSizes(NamedTuple):
     num_keys: int
 
 
-def step_buckets(max_num_seqs: int, max_tokens: int) -> StepBuckets:
-    """The buckets of a runner whose steps have at most `max_tokens` tokens."""
+def step_buckets(max_num_seqs: int, max_tokens: int, *, prompts: bool = False) -> StepBuckets:
+    """The buckets of a runner whose steps have at most `max_tokens` tokens.
+
+    Args:
+        prompts: steps of more than `MAX_GRAPH_TOKENS` tokens are captured, too.
+    """
     tokens = token_buckets(min(MAX_GRAPH_TOKENS, max_tokens))
     decode = token_buckets(min(MAX_GRAPH_TOKENS, max_num_seqs))
-    return StepBuckets(tokens, decode, waiting_buckets(tokens))
+    larger: tuple[int, ...] = ()
+    if prompts and max_tokens > MAX_GRAPH_TOKENS:
+        larger = _up_to(_PROMPT_BUCKETS, max_tokens)
+    return StepBuckets(tokens, decode, waiting_buckets(tokens), larger)
 
 
 def token_buckets(limit: int) -> tuple[int, ...]:
@@ -101,8 +126,12 @@ def token_buckets(limit: int) -> tuple[int, ...]:
     """
     buckets = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
     buckets += [320, 384, MAX_GRAPH_TOKENS]
-    enough = next((i for i, bucket in enumerate(buckets) if bucket >= limit), len(buckets) - 1)
-    return tuple(buckets[: enough + 1])
+    return _up_to(buckets, limit)
+
+
+def _up_to(buckets: Sequence[int], limit: int) -> tuple[int, ...]:
+    """The buckets below `limit` and the first one that holds it, if one does."""
+    return tuple(buckets[: bisect_left(buckets, limit) + 1])
 
 
 def waiting_buckets(buckets: tuple[int, ...]) -> tuple[int, ...]:
@@ -246,6 +275,7 @@ class StepGraphs:
         self._adapters = adapters
         self._adapter_loads = adapter_loads
         self._filled: dict[GraphKey, StepBuffer] = {}
+        self._bodies: list[tuple[GraphKey, Callable[[], None]]] = []  # not captured yet
         self._capture(drafts, layer_ready)
 
     def replay_step(
@@ -264,10 +294,12 @@ class StepGraphs:
         """
         buckets = self._buckets
         num_samples = int(step.num_samples.sum())
-        if num_tokens > buckets.tokens[-1] or num_samples > buckets.decode[-1]:
+        waits = bool(step.kv_loads) or adapted is AdapterUse.LOADING
+        if num_tokens > buckets.tokens[-1] and (waits or not self._holds_prompts(step, num_tokens)):
+            return None
+        if num_samples > buckets.decode[-1]:
             return None
         single = len(step.request_slots) == num_tokens
-        waits = bool(step.kv_loads) or adapted is AdapterUse.LOADING
         if single and plain and not waits and bool((step.num_samples == 1).all()):
             bucket = _smallest(buckets.decode, num_tokens)
             if bucket is not None:
@@ -276,7 +308,8 @@ class StepGraphs:
                 self._fill_and_replay(step, key, adapted=adapted)
                 return "decode"
         kind = "waiting model" if waits else "model"
-        bucket = _smallest(buckets.waiting if waits else buckets.tokens, num_tokens)
+        held = buckets.waiting if waits else (*buckets.tokens, *buckets.prompts)
+        bucket = _smallest(held, num_tokens)
         assert bucket is not None
         self._fill_and_replay(step, (kind, bucket), adapted=adapted)
         if not plain:
@@ -286,6 +319,11 @@ class StepGraphs:
             assert head is not None
             self.captured.replay(("head", head))
         return "head"
+
+    def _holds_prompts(self, step: SchedulerOutput, num_tokens: int) -> bool:
+        """Whether a graph for prompts serves this step of more than `MAX_GRAPH_TOKENS` tokens."""
+        longest = int((step.num_computed_tokens + step.num_scheduled_tokens).max())
+        return num_tokens <= self._buckets.most_tokens and longest <= _PROMPT_CONTEXT
 
     def replay_verify(
         self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool, adapted: AdapterUse
@@ -332,22 +370,28 @@ class StepGraphs:
                 tile = self._context.decode_tile(bucket, short=short)
                 buffer = self._buffers.decode(bucket, tile, cut=not short)
                 attention = StepAttention(self._context, buffer.inputs, tile, any_cut=not short)
-                self._capture_step((kind, bucket), buffer, attention, self._device_step.decode)
-        for bucket in reversed(buckets.tokens):
-            self._capture_model("model", bucket, None)
+                self._add_step((kind, bucket), buffer, attention, self._device_step.decode)
+        for bucket in reversed((*buckets.tokens, *buckets.prompts)):
+            self._add_model("model", bucket, None)
         waiting = reversed(buckets.waiting)
         for bucket in waiting if layer_ready is not None or self._adapter_loads else ():
-            self._capture_model("waiting model", bucket, layer_ready)
+            self._add_model("waiting model", bucket, layer_ready)
         inputs = self._filled["model", buckets.tokens[-1]].inputs  # whose part is the same in all
         hidden = self._device_step.hidden
         for bucket in reversed(buckets.decode if self._device_step.samples else ()):
             body = partial(self._device_step.sample, inputs, hidden, bucket)
-            self.captured.capture(("head", bucket), body)
+            self._bodies.append((("head", bucket), body))
         for bucket in reversed(buckets.tokens if drafts else ()):
-            self._capture_verify("verify", bucket, short=False)
-            self._capture_verify("short verify", bucket, short=True)
+            self._add_verify("verify", bucket, short=False)
+            self._add_verify("short verify", bucket, short=True)
         for bucket in reversed(buckets.waiting if drafts and self._adapter_loads else ()):
-            self._capture_verify("waiting verify", bucket, short=False)
+            self._add_verify("waiting verify", bucket, short=False)
+        compiled = compile_ahead([body for _, body in self._bodies])
+        if compiled:
+            logger.info("compiled %d GPU kernels", compiled)
+        for key, body in self._bodies:
+            self.captured.capture(key, body)
+        self._bodies.clear()
         if drafts:
             keys = [("decode", 1), *(("verify", b) for b in buckets.tokens if b > 1)]
             seconds = replay_seconds(self.captured, keys)
@@ -355,24 +399,24 @@ class StepGraphs:
         self._device_step.reset_turns()
         torch.cuda.synchronize()
 
-    def _capture_model(self, kind: str, bucket: int, layer_ready: LayerReadyFlags | None) -> None:
+    def _add_model(self, kind: str, bucket: int, layer_ready: LayerReadyFlags | None) -> None:
         tile = self._context.chunk_tile(bucket)
         buffer = self._buffers.model(bucket, tile)
         attention: Attend = StepAttention(self._context, buffer.inputs, tile, any_cut=True)
         if layer_ready is not None:
             attention = LayerReadyAttention(attention, layer_ready)
-        self._capture_step((kind, bucket), buffer, attention, self._device_step.model)
+        self._add_step((kind, bucket), buffer, attention, self._device_step.model)
 
-    def _capture_verify(self, kind: str, bucket: int, *, short: bool) -> None:
+    def _add_verify(self, kind: str, bucket: int, *, short: bool) -> None:
         tile = self._context.tree_tile(bucket, short=short)
         buffer = self._buffers.verify(bucket, tile, cut=not short)
         attention = StepAttention(self._context, buffer.inputs, tile, any_cut=not short)
         layout = buffer.layout
         verified = self._device_step.verified.part(layout.groups, layout.samples)
         body = partial(self._device_step.verify, verified=verified)
-        self._capture_step((kind, bucket), buffer, attention, body)
+        self._add_step((kind, bucket), buffer, attention, body)
 
-    def _capture_step(
+    def _add_step(
         self,
         key: GraphKey,
         buffer: StepBuffer,
@@ -385,12 +429,12 @@ class StepGraphs:
         waits = kind.startswith(_WAITING)
         if not waits or isinstance(attention, LayerReadyAttention):
             plain = partial(body, buffer, attention, adapted=AdapterUse.NONE)
-            self.captured.capture(key, plain)
+            self._bodies.append((key, plain))
         if self._adapters:
             loads = waits and self._adapter_loads
             use = AdapterUse.LOADING if loads else AdapterUse.RESIDENT
             adapted = partial(body, buffer, attention, adapted=use)
-            self.captured.capture((_WITH_ADAPTERS.format(kind), bucket), adapted)
+            self._bodies.append(((_WITH_ADAPTERS.format(kind), bucket), adapted))
 
 
 def _smallest(buckets: tuple[int, ...], count: int) -> int | None:

@@ -129,6 +129,7 @@ class GpuModelRunner:
         max_model_len: longest sequence, in tokens.
         max_num_batched_tokens: most tokens of a step.
         graphs: capture graphs now (seconds) and replay them.
+        capture_prompts: capture steps of more tokens than usual, too; see `graph_set`.
         drafts: there will be steps with draft trees.
         layer_ready: what steps with `kv_loads` wait at; None: there will be no such steps.
         adapters: of the model's products; None: it has none.
@@ -157,6 +158,7 @@ class GpuModelRunner:
         max_model_len: int,
         max_num_batched_tokens: int,
         graphs: bool,
+        capture_prompts: bool = False,
         drafts: bool = False,
         layer_ready: DeviceLayerReadyFlags | None = None,
         adapters: GpuAdapters | None = None,
@@ -172,9 +174,13 @@ class GpuModelRunner:
         block_tables = torch.zeros(max_num_seqs, columns, dtype=torch.int32, device=device)
         self.experts = experts or NoHybridExperts()
         most_rows = self.experts.most_rows  # of a captured step
-        buckets = step_buckets(min(max_num_seqs, most_rows), min(max_num_batched_tokens, most_rows))
+        buckets = step_buckets(
+            min(max_num_seqs, most_rows),
+            min(max_num_batched_tokens, most_rows),
+            prompts=graphs and capture_prompts,
+        )
         max_graph_tokens, max_decode_tokens = buckets.tokens[-1], buckets.decode[-1]
-        max_tokens = max(max_num_batched_tokens, max_graph_tokens, max_decode_tokens)
+        max_tokens = max(max_num_batched_tokens, buckets.most_tokens, max_decode_tokens)
         max_samples = max(
             *(max_num_seqs, max_graph_tokens, max_decode_tokens), max_tokens if drafts else 0
         )
@@ -191,6 +197,7 @@ class GpuModelRunner:
             max_num_seqs=max_num_seqs,
             max_tokens=max_num_batched_tokens,
             max_graph_tokens=max_graph_tokens,
+            max_prompt_tokens=buckets.most_tokens,
             max_decode_tokens=max_decode_tokens,
             drafts=drafts,
         )
@@ -223,6 +230,7 @@ class GpuModelRunner:
             self._adapters,
             self.experts,
             max_graph_tokens=max_graph_tokens,
+            max_prompt_tokens=buckets.most_tokens,
             max_tokens=max_tokens,
             max_samples=max_samples,
         )

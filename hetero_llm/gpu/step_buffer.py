@@ -245,7 +245,8 @@ class StepBuffers:
         context: of attention.
         max_num_seqs: most sequences of a step.
         max_tokens: most tokens of a step.
-        max_graph_tokens: most tokens of a captured step.
+        max_graph_tokens: most tokens of a captured step that may have draft trees.
+        max_prompt_tokens: the same of one without.
         max_decode_tokens: most tokens of a captured step that only decodes.
         drafts: there will be steps with draft trees.
 
@@ -260,6 +261,7 @@ class StepBuffers:
         max_num_seqs: int,
         max_tokens: int,
         max_graph_tokens: int,
+        max_prompt_tokens: int,
         max_decode_tokens: int,
         drafts: bool,
     ) -> None:
@@ -269,7 +271,7 @@ class StepBuffers:
             largest = self._layout(max_tokens, max_tokens, _MOST_WRITES, groups=max_num_seqs)
         else:
             largest = self._layout(max_tokens, max_num_seqs, _MOST_WRITES)
-        captured = self._model_layout(max_graph_tokens), self._verify_layout(max_graph_tokens)
+        captured = self._model_layout(max_prompt_tokens), self._verify_layout(max_graph_tokens)
         self.num_words = max(int(step_offsets(x)["words"][0]) for x in (largest, *captured))
         device = context.block_tables.device
         self._words = torch.zeros(self.num_words, dtype=torch.int32, device=device)

@@ -176,11 +176,13 @@ def test_drafts_must_pay_for_the_device_that_idles() -> None:
     times = times_of((4, 1.0), (8, 1.1), (16, 5.0))
     drafts = [[0.6] * 1] * 4
     kept, gain = verdict(times, drafts, 4, 0.1)
-    assert kept == [1] * 4 and gain == pytest.approx(1.6 / 1.2)
+    assert kept == [1] * 4 and gain == pytest.approx(1.6 / 1.2 - 0.2 / 2)
     kept, gain = verdict(times, drafts, 4, 0.7)
     assert kept == [1] * 4, "best for a device that has idled"
-    assert gain == pytest.approx(1.6 / 1.8), "but it should not have"
-    assert verdict(times, drafts, 4, 0.7, 0.7)[1] == pytest.approx(1.6 * 1.7 / 1.8)
+    assert gain == pytest.approx(1.6 / 1.8 - 0.8 / 2), "but it should not have"
+    slowdown = 1.8 / 1.7
+    expected = 1.6 / slowdown - (slowdown - 1) / 2
+    assert verdict(times, drafts, 4, 0.7, 0.7)[1] == pytest.approx(expected)
     assert verdict(times, [[0.01]] * 4, 4, 0.25) == ([0] * 4, pytest.approx(0.8))
 
 
@@ -193,3 +195,15 @@ def test_the_likeliest_of_many_nodes_are_kept() -> None:
     for most in (1, 37, 400):
         kept = choose(verify_times(), [draft.tolist() for draft in drafts], 64, most_rows=64 + most)
         assert kept == [int((draft >= in_order[most - 1]).sum()) for draft in drafts]
+
+
+def test_one_sequences_drafts_do_not_pay_for_the_time_of_all_others() -> None:
+    """A step of 8 that takes a tenth longer, idle time included: 1.2 tokens a sequence are worth it
+    if all have drafts. 1.12 are a gain in tokens a second and no reason to delay the others; alone
+    the sequence may draft for less."""
+    times = times_of((1, 1.0), (2, 1.1), (8, 1.0), (16, 1.1))
+    assert verdict(times, [[0.2]] * 8, 8)[1] == pytest.approx(1.2 / 1.1 - 0.05)
+    kept, gain = verdict(times, [[0.96], *[[]] * 7], 8)
+    assert kept == [1, *[0] * 7] and gain == pytest.approx(1.12 / 1.1 - 0.05)
+    assert gain < 1.0
+    assert verdict(times, [[0.12]], 1)[1] == pytest.approx(1.12 / 1.1)

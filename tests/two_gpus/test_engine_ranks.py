@@ -75,6 +75,25 @@ def test_tokens_of_one_gpu(
         assert run(llm) == expected, "with cached prefixes, and drafts where there are any"
 
 
+def test_prompts_whose_steps_are_captured(tmp_path: Path) -> None:
+    """Of more than 512 tokens, up to 2,048; longer ones and long contexts are not."""
+    changes = {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 256,
+        "max_position_embeddings": 8192,
+    }  # fmt: skip
+    path = make_tiny_checkpoint(tmp_path / "llama", "llama", changes=changes)
+    sizes = {"max_num_batched_tokens": 2560, "max_model_len": 8192, "num_gpu_blocks_override": 1200}
+    lengths = (513, 768, 1000, 2048, 2100, 5200)
+    prompts = [[(7 * i + i // 11) % 90 + 1 for i in range(n)] for n in lengths]
+    found = []
+    for ranks in (1, 2):
+        arguments = SMALL | sizes | {"tensor_parallel_size": ranks, "skip_tokenizer_init": True}
+        with LLM(str(path), **arguments) as llm:
+            one_by_one = [llm.generate([p], GREEDY, use_tqdm=False)[0] for p in prompts]
+            found.append([output.outputs[0].token_ids for output in one_by_one])
+    assert found[1] == found[0]
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("nccl", [False, True])
 def test_the_death_of_a_rank_ends_the_engine(folder: Path, how: signal.Signals, nccl: bool) -> None:

@@ -297,6 +297,7 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
             max_model_len=inputs.scheduler.max_model_len,
             max_num_batched_tokens=inputs.scheduler.max_num_batched_tokens,
             graphs=graphs,
+            capture_prompts=inputs.share.agreement.size > 1,
             drafts=inputs.drafts,
             layer_ready=cast("DeviceLayerReadyFlags | None", inputs.layer_ready),
             adapters=inputs.adapters,

@@ -7,7 +7,7 @@ import numpy as np
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
 from hetero_llm.core.drafter import StepReport
 from hetero_llm.core.request import Request, Sequence
-from hetero_llm.spec_decode.budget import GUESSED_GAIN, GUESSED_LOSS
+from hetero_llm.spec_decode.budget import GUESSED_GAIN, GUESSED_LOSS, net_gain
 from hetero_llm.spec_decode.lookahead.sequence_state import TokenBuffer, TokenSpan
 from hetero_llm.spec_decode.ngram.prompt_lookup import propose_ngrams
 from hetero_llm.spec_decode.proposal_account import ProposalAccount
@@ -123,8 +123,8 @@ class PromptLookupDrafter:
         if plain:
             verify = self.account.step_times.predict(num_rows + num_nodes)
             expected = num_sequences + len(self._drafted) * self._accepted
-            faster = (plain + idle.plain) / (verify + idle.proposed)
-            gain = expected / num_sequences * faster
+            slowdown = (verify + idle.proposed) / (plain + idle.plain)
+            gain = net_gain(expected / num_sequences / slowdown, slowdown, num_sequences)
         self.account.note_gain(gain, num_rows, idle)
         if self.account.paused:  # the tokens of a pause say nothing about the drafts before it
             self._drafted = []
