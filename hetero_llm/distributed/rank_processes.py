@@ -148,6 +148,7 @@ class RankProcesses:
         self._abort = abort
         self._failure: HeteroLLMError | None = None
         self._failed = threading.Event()
+        self._one_ended = False
         self._ended = threading.Event()
         self._reached: list[set[str]] = [set() for _ in range(size - 1)]
         self._lock = threading.Lock()  # of the sockets, which the watch reads
@@ -293,6 +294,9 @@ class RankProcesses:
             if code is not None and code < 0:  # others may have failed for want of it
                 self._fail(index + 1, _how_it_ended(code), said_why=False)
                 return
+        if any(code is not None for code in codes) and not self._one_ended:
+            self._one_ended = True  # for want of one that is being killed? The next look shows it
+            return
         for index, popen in enumerate(self._holder.popens):
             if popen.poll() is not None:
                 self._fail(index + 1, _how_it_ended(popen.returncode))
