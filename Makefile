@@ -67,7 +67,8 @@ test-native: $(STAMP)
 	  tests/cpu/test_expert_team.py \
 	  tests/bridge/ipc/test_rings.py tests/bridge/ipc/test_rings_corruption.py tests/bridge/ipc/test_messages.py \
 	  tests/bridge/kv_offload/test_copier.py tests/bridge/kv_offload/test_copier_failures.py \
-	  tests/bridge/kv_offload/test_copy_calibration.py tests/bridge/kv_offload/test_pinned_pool.py
+	  tests/bridge/kv_offload/test_copy_calibration.py tests/bridge/kv_offload/test_pinned_pool.py \
+	  tests/bridge/kv_offload/test_transfer_reports.py
 
 # cpu_backend="ipex", in an environment of its own; `make test` skips these tests.
 test-ipex: $(IPEX_STAMP)

@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "expert_offload.profile": ("core", "utils.files"),
     "bridge": ("core", "utils"),
     "bridge.ipc": ("core", "utils"),
-    "bridge.kv_offload": ("core", "utils", "kv_cache.host_tier"),
+    "bridge.kv_offload": ("core", "utils", "bridge.ipc", "kv_cache.host_tier"),
     "bridge.build": ("utils", "bridge.ipc", "bridge.kv_offload"),
     "distributed": ("core", "utils", "bridge.ipc", "models.collectives"),
     "spec_decode": ("core", "config", "utils.jit", "utils.topology"),

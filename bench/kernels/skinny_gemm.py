@@ -77,6 +77,17 @@ def vector_candidates(k: int) -> list[SkinnyConfig]:
     ]
 
 
+def vector_rows_candidates(m: int, k: int) -> list[SkinnyConfig]:
+    """Configurations of the vector kernel for a few rows; 256 inputs a warp."""
+    rows, wide = triton.next_power_of_2(m), 4 if k % 1024 == 0 else 2
+    return [
+        SkinnyConfig(rows, features, 256 * warps, num_warps=warps, prefetch=prefetch, vector=True)
+        for features in (2, 4, 8)
+        if features * rows <= 32
+        for warps, prefetch in ((wide, 0), (wide, 1024), (2, 0))
+    ]
+
+
 def matrix_candidates(m: int, n: int) -> list[SkinnyConfig]:
     """Configurations of the tensor-core kernel, with splits that give each multiprocessor work."""
     block_m = next(size for size in (8, 16, 32, 64) if m <= size)
@@ -97,6 +108,8 @@ def candidates(m: int, n: int, k: int) -> list[SkinnyConfig]:
     configs = matrix_candidates(m, n)
     if m == 1:
         configs = vector_candidates(k) + configs[:3]
+    elif m <= 8:
+        configs = vector_rows_candidates(m, k) + configs
     chosen = choose(m, n, k)
     if chosen is not None:
         configs.append(chosen)
@@ -256,7 +269,12 @@ def label(config: SkinnyConfig | None) -> str:
     if config is None:
         return "library"
     parts = [
-        *(f"m{config.block_m}", f"n{config.block_n}", f"k{config.block_k}"),
+        *(
+            "vector" if config.vector else "",
+            f"m{config.block_m}",
+            f"n{config.block_n}",
+            f"k{config.block_k}",
+        ),
         *(f"split{config.split_k}", f"warps{config.num_warps}", f"stages{config.num_stages}"),
         *(f"pre{config.prefetch}", "" if config.evict_first else "keep"),
     ]

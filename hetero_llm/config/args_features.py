@@ -112,8 +112,8 @@ OFFLOAD = grouped(
         "cpu_prefill_memory_utilization",
         _FLOAT,
         0.3,
-        "Share of the host's total memory for offloaded blocks, in (0, 1]; what is not available "
-        "is not taken, and the log says so.",
+        "Share of the host's total memory for offloaded blocks, of all ranks together, in (0, 1]; "
+        "what is not available is not taken, and the log says so.",
         above=0,
         maximum=1,
     ),

@@ -311,8 +311,8 @@ _MEMORY = grouped(
         "cpu_offload_gb",
         _FLOAT,
         0,
-        "GiB of weights to keep in pinned host memory; each step copies them to the GPU. Needs "
-        "a GPU.",
+        "GiB of weights to keep in pinned host memory, for each GPU of the model; each step copies "
+        "them to the GPU. Needs one.",
         minimum=0,
     ),
     effective(

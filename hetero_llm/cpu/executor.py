@@ -47,6 +47,7 @@ from hetero_llm.quantization.matrix import (
     dequantize,
 )
 from hetero_llm.runner.kv_cache import PagedKVCache
+from hetero_llm.utils import topology
 
 logger = logging.getLogger(__name__)
 
@@ -368,7 +369,8 @@ class Executor:
         library: of `native.load`.
         threads: of the team, the caller included.
         cpus: one logical CPU per thread to pin it to (the caller, the first, is not pinned); None
-            leaves placement to the operating system.
+            leaves placement to the operating system. CPUs of several NUMA nodes are a pool of
+            threads for each node, see `topology.numa_pools`.
         weight_format: of `weight_forms.WEIGHT_FORMATS`; what a checkpoint has quantized stays as it
             is where the library has its form. The head of "int4" is int8.
         isa: level of csrc/step/isa.h; -1 for the machine's best.
@@ -401,6 +403,11 @@ class Executor:
         windows = np.array([window or 0 for window in config.sliding_windows], np.int64)
         rotary = model.rotary.table.float().contiguous()
         pinned = None if cpus is None else np.array(cpus, np.int32)
+        found = topology.numa_pools(cpus)
+        pools = None if found is None else np.array(found, np.int32)
+        if found is not None:
+            text = "%d NUMA nodes: the threads of each compute the outputs whose weights it has"
+            logger.info(text, found[-1] + 1)
         handle = library.hetero_executor_new(
             ctypes.byref(sizes),
             forms,
@@ -410,6 +417,7 @@ class Executor:
             rotary.data_ptr(),
             threads,
             None if pinned is None else pinned.ctypes.data,
+            None if pools is None else pools.ctypes.data,
             isa,
         )
         if not handle:
@@ -628,7 +636,7 @@ def _step(
 def _declare(library: ctypes.CDLL) -> None:
     library.hetero_executor_new.restype = _POINTER
     library.hetero_executor_new.argtypes = [
-        *(_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG)
+        *(_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG)
     ]
     library.hetero_executor_slept.restype = _LONG
     library.hetero_executor_slept.argtypes = [_POINTER]

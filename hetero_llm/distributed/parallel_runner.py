@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from hetero_llm.core.errors import RankDeadError
@@ -10,6 +12,7 @@ from hetero_llm.core.grammar import OpenMatcher
 from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.distributed.rank_processes import RankProcesses
+from hetero_llm.distributed.rank_share import never
 
 P = TypeVar("P")
 
@@ -26,21 +29,30 @@ class ParallelRunner(Generic[P]):
         runner: of this rank.
         ranks: the others.
         gave_up: see `RankShare`.
+        timed_out: whether another rank has given up a load of KV that the oldest step waited for;
+            called once for each step with loads, when it has finished here.
 
     Attributes:
         runner: see Args.
     """
 
     def __init__(
-        self, runner: ModelRunner[P], ranks: RankProcesses, gave_up: Callable[[], bool]
+        self,
+        runner: ModelRunner[P],
+        ranks: RankProcesses,
+        gave_up: Callable[[], bool],
+        timed_out: Callable[[], bool] = never,
     ) -> None:
         self.runner = runner
         self._gave_up = gave_up
         self._ranks = ranks
+        self._timed_out = timed_out
+        self._waits: deque[bool] = deque()  # whether each launched step waits for loads
 
     def launch(self, step: SchedulerOutput) -> P:
         """Raises HeteroLLMError: a rank has failed."""
         self._ranks.launch(step)
+        self._waits.append(bool(step.kv_loads))
         try:
             return self.runner.launch(step)
         except Exception as error:
@@ -63,6 +75,8 @@ class ParallelRunner(Generic[P]):
         if self._gave_up():
             self._raise(RuntimeError(GAVE_UP))
             raise RankDeadError(GAVE_UP)
+        if self._waits.popleft() and self._timed_out():
+            output = replace(output, kv_loads_timed_out=True)
         return output
 
     def _raise(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Plain values as bytes: numbers, texts, containers and dataclasses of a fixed table.
+"""Plain values as bytes: numbers, texts, arrays, containers and dataclasses of a fixed table.
 
 Every value begins with a byte that says its type. Reading makes nothing but these types, and runs
 no code of theirs: dataclasses get their fields without `__init__`, since the writer has checked
@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, get_args, get_type_hints
+
+import numpy as np
 
 _INT, _FLOAT, _COUNT = struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<I")
 _MOST_INT = 2**63
@@ -40,7 +42,7 @@ class PlainForm:
 
     def read(self, data: bytes) -> Any:
         """What `write` has written: tuples as tuples, mappings as dicts, `array` as arrays of
-        32-bit integers."""
+        32-bit integers, numpy's as arrays that cannot be written to."""
         value, end = self._get(data, 0)
         assert end == len(data), "bytes are left over"
         return value
@@ -65,6 +67,8 @@ class PlainForm:
             self._put_bytes(b"b", value, parts)
         elif kind is array and value.typecode == "i":
             self._put_bytes(b"a", value.tobytes(), parts)
+        elif kind is np.ndarray:
+            self._put_array(value, parts)
         elif place is not None:
             parts += (b"E" if issubclass(kind, Enum) else b"D", _COUNT.pack(place))
             if issubclass(kind, Enum):
@@ -83,6 +87,14 @@ class PlainForm:
         else:
             raise TypeError(f"{kind.__name__} has no plain form")
 
+    def _put_array(self, value: np.ndarray, parts: list[bytes]) -> None:
+        if value.dtype.kind not in "biuf":
+            raise TypeError(f"an array of {value.dtype} has no plain form")
+        parts.append(b"n")
+        self._put(value.dtype.str, parts)
+        self._put(value.shape, parts)
+        self._put(value.tobytes(), parts)
+
     @staticmethod
     def _put_bytes(kind: bytes, data: bytes, parts: list[bytes]) -> None:
         parts += (kind, _COUNT.pack(len(data)), data)
@@ -96,6 +108,11 @@ class PlainForm:
             return _INT.unpack_from(data, at)[0], at + 8
         if kind == b"d":
             return _FLOAT.unpack_from(data, at)[0], at + 8
+        if kind == b"n":
+            dtype, at = self._get(data, at)
+            shape, at = self._get(data, at)
+            held, at = self._get(data, at)
+            return np.frombuffer(held, np.dtype(dtype)).reshape(shape), at
         count, at = _COUNT.unpack_from(data, at)[0], at + 4
         if kind in b"Isba":
             held, end = data[at : at + count], at + count

@@ -21,6 +21,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from hetero_llm.bridge.ipc.shared_memory import allocate_shared
 from hetero_llm.core.errors import ConfigError, HeteroLLMError, RankDeadError, RingError
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.lora import LoRARequest
@@ -28,7 +31,7 @@ from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.distributed.control_socket import ControlSocket, RankFailed, RankReached
 from hetero_llm.distributed.process_group import create_store
 from hetero_llm.distributed.step_channel import StepWriter
-from hetero_llm.distributed.step_codec import StepMessage
+from hetero_llm.distributed.step_codec import StepMessage, TransferOrder
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,7 @@ needs no lock of Python's, ten times a second."""
 _LOOK_SECONDS = 0.1  # between two looks of the watch
 _EXPLAIN_SECONDS = 2.0  # in which the watch finds what has ended a collective
 _STOP_SECONDS = 2.0  # that ranks have to end by themselves
+_NO_BLOCKS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +52,13 @@ class RankProgram:
     Attributes:
         command: the rank's own arguments follow it.
         environment: of the processes.
+        shared_bytes: of zero-filled memory that all ranks share; 0: none.
         field: the argument that asks for them, which errors name.
     """
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
+    shared_bytes: int = 0
     field: str = "tensor_parallel_size"
 
 
@@ -75,6 +81,10 @@ class RankArguments:
     store: int
     parent: int
     dies_with_thread: int
+
+    @property
+    def descriptors(self) -> tuple[int, int, int]:
+        return self.control, self.channel, self.store
 
     def words(self) -> list[str]:
         return [str(getattr(self, name)) for name in self.__slots__]
@@ -126,6 +136,7 @@ class _Holder:
             popen.wait()
 
 
+# large: start, steps, watch and end of the same processes
 class RankProcesses:
     """Ranks 1 to size - 1 of one engine. One thread at a time.
 
@@ -137,6 +148,8 @@ class RankProcesses:
     Attributes:
         size: see Args.
         store: descriptor for `process_group`.
+        shared: descriptor of the memory that all ranks share, the same number in all of them; -1:
+            there is none.
         pids: process ids of ranks 1 to size - 1.
 
     Raises:
@@ -159,6 +172,7 @@ class RankProcesses:
         try:
             self._writer = StepWriter(size)
             self.store = create_store()
+            self.shared = allocate_shared(program.shared_bytes) if program.shared_bytes else -1
         except (RingError, OSError) as error:
             raise _not_started(program, size, error) from error
         try:
@@ -194,7 +208,7 @@ class RankProcesses:
                 subprocess.Popen(
                     [*program.command, *given.words()],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=(given.control, given.channel, given.store),
+                    pass_fds=(*given.descriptors, *([self.shared] if self.shared >= 0 else [])),
                     env=dict(program.environment),
                 )
             )
@@ -264,6 +278,35 @@ class RankProcesses:
     def forget_adapter(self, name: str) -> None:
         """Lets the ranks forget the name of an adapter."""
         self._send(StepMessage.FORGET_ADAPTER, name)
+
+    def load_blocks(
+        self,
+        transfer_id: int,
+        host_blocks: np.ndarray,
+        blocks: np.ndarray,
+        after_step: int,
+        compute: float | None,
+    ) -> None:
+        """Lets the ranks load their part of KV blocks; see `TransferOrder`."""
+        order = TransferOrder(transfer_id, host_blocks, blocks, after_step, compute)
+        self._transfer(StepMessage.LOAD_BLOCKS, order)
+
+    def store_blocks(
+        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
+    ) -> None:
+        """Lets the ranks store their part of KV blocks; see `TransferOrder`."""
+        order = TransferOrder(transfer_id, host_blocks, blocks, after_step)
+        self._transfer(StepMessage.STORE_BLOCKS, order)
+
+    def abort_load(self, transfer_id: int) -> None:
+        """Lets the ranks abort a load."""
+        self._transfer(
+            StepMessage.ABORT_LOAD, TransferOrder(transfer_id, _NO_BLOCKS, _NO_BLOCKS, 0)
+        )
+
+    def _transfer(self, kind: StepMessage, order: TransferOrder) -> None:
+        self.check()
+        self._writer.transfer(kind, order, self.check)
 
     def _send(self, kind: StepMessage, value: Grammar | LoRARequest | str) -> None:
         self.check()
@@ -362,6 +405,8 @@ class RankProcesses:
         for control in self._sockets:
             control.close()
         os.close(self.store)
+        if self.shared >= 0:
+            os.close(self.shared)
 
 
 def _watch(owner: weakref.ref[RankProcesses], ended: threading.Event) -> None:

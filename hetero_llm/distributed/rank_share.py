@@ -13,7 +13,8 @@ def _nothing() -> None:
     pass
 
 
-def _never() -> bool:
+def never() -> bool:
+    """False: what cannot happen here."""
     return False
 
 
@@ -35,7 +36,7 @@ class RankShare:
     agreement: Agreement
     in_graphs: bool = True
     serves: Callable[[], None] = _nothing
-    gave_up: Callable[[], bool] = _never
+    gave_up: Callable[[], bool] = never
     abort: Callable[[], None] = _nothing
     leave: Callable[[], None] = _nothing
     link: StageLink = NO_LINK

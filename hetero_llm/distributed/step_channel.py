@@ -23,7 +23,9 @@ from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.distributed.step_codec import (
     FINISH_MESSAGE,
     StepMessage,
+    TransferOrder,
     step_to_bytes,
+    transfer_to_bytes,
     value_to_bytes,
 )
 
@@ -58,6 +60,10 @@ class StepWriter:
     ) -> None:
         """Send a message with one value; see `step_codec.value_to_bytes`."""
         self._writer.write(value_to_bytes(kind, value), check)
+
+    def transfer(self, kind: StepMessage, order: TransferOrder, check: Callable[[], None]) -> None:
+        """Announce a copy of KV; see `step_codec.transfer_to_bytes`."""
+        self._writer.write(transfer_to_bytes(kind, order), check)
 
     def beats(self) -> tuple[list[int], list[int]]:
         """See `BroadcastWriter.beats`."""

@@ -10,14 +10,18 @@
     S 2N   drafts: nodes of each sequence, token ids, parents; only where N >= 0
            the extras, padded to whole words
 
+A load or store of KV (`TransferOrder`) is such a row, too: kind, blocks N; then in eight bytes each
+transfer id, step, seconds, N host blocks and N blocks of the device.
+
 A step of a batch that only decodes has no extras: nothing of it is looked at one by one. What else
 a step may have, admitted sequences above all, is in the extras in a plain form (`plain_form`).
 """
 
 from __future__ import annotations
 
+import math
 import struct
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -25,6 +29,7 @@ import numpy as np
 
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.grammar import Grammar
+from hetero_llm.core.images import PromptImage, PromptImages
 from hetero_llm.core.lora import AdapterLoad, AdapterRef, LoRARequest
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.core.step import AdmittedSequence, PromptLogprobSpan, SchedulerOutput
@@ -44,31 +49,47 @@ class StepMessage(IntEnum):
     """Read the adapter of the `LoRARequest` that follows: a step may load it soon."""
     FORGET_ADAPTER = 5
     """Forget the name of an adapter that follows."""
+    LOAD_BLOCKS = 6
+    """Begin the load of KV that follows."""
+    STORE_BLOCKS = 7
+    """Begin the store of KV that follows."""
+    ABORT_LOAD = 8
+    """Abort the load of the `TransferOrder` that follows, which has no blocks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferOrder:
+    """What a rank copies between its part of the KV cache and host memory.
+
+    Attributes:
+        host_blocks, blocks: [N] int64 each.
+        after_step, compute: see `kv_cache.host_tier.HostTier.load`; a store has no `compute`.
+    """
+
+    transfer_id: int
+    host_blocks: np.ndarray
+    blocks: np.ndarray
+    after_step: int
+    compute: float | None = None
 
 
 _LAUNCH = int(StepMessage.LAUNCH)
 _HEAD = struct.Struct("<8i")
 _HEAD_WORDS = 8
+_TRANSFER = struct.Struct("<qqd")
 _FORM = PlainForm(
     AdmittedSequence, SamplingParams, RequestOutputKind, Grammar, PromptLogprobSpan, AdapterLoad,
-    AdapterRef, LoRARequest,
+    AdapterRef, LoRARequest, PromptImages, PromptImage,
 )  # fmt: skip
 
 FINISH_MESSAGE = _HEAD.pack(StepMessage.FINISH, *[0] * 7)
-
-
-def why_not_sent(state: AdmittedSequence) -> str | None:
-    """The field of an admitted sequence that stays in its process; None: there is none."""
-    if state.params.logits_processors:
-        return "logits_processors"
-    return "images" if state.images is not None else None
 
 
 def step_to_bytes(step: SchedulerOutput) -> bytes:
     """The message LAUNCH of a step. Its arrays are int32.
 
     Raises:
-        TypeError: the step has something that is not sent: see `why_not_sent`.
+        TypeError: a sequence has logits processors, which stay in their process.
         AssertionError: an array is of another type.
     """
     drafts = step.drafts
@@ -160,6 +181,27 @@ def value_from_words(words: np.ndarray) -> Any:
     return _FORM.read(words[_HEAD_WORDS:].tobytes()[: int(words[6])])
 
 
+def transfer_to_bytes(kind: StepMessage, order: TransferOrder) -> bytes:
+    """The message LOAD_BLOCKS, STORE_BLOCKS or ABORT_LOAD of an order."""
+    count = len(order.blocks)
+    assert count == len(order.host_blocks)
+    seconds = math.nan if order.compute is None else order.compute
+    head = _HEAD.pack(kind, count, 0, 0, 0, -1, 0, 0)
+    numbers = _TRANSFER.pack(order.transfer_id, order.after_step, seconds)
+    blocks = np.concatenate((order.host_blocks, order.blocks)).astype(np.int64, copy=False)
+    return b"".join((head, numbers, blocks.tobytes()))
+
+
+def transfer_from_words(words: np.ndarray) -> TransferOrder:
+    """The order of such a message, given as in `step_from_words`."""
+    count = int(words[1])
+    data = words[_HEAD_WORDS:].tobytes()
+    transfer_id, after_step, seconds = _TRANSFER.unpack_from(data)
+    blocks = np.frombuffer(data, np.int64, 2 * count, _TRANSFER.size)
+    compute = None if math.isnan(seconds) else seconds
+    return TransferOrder(transfer_id, blocks[:count], blocks[count:], after_step, compute)
+
+
 def message_kind(words: np.ndarray) -> int:
     """One of `StepMessage`."""
     return int(words[0])
@@ -176,10 +218,9 @@ def _extras(step: SchedulerOutput) -> bytes:
 def _sendable(state: AdmittedSequence) -> AdmittedSequence:
     """The sequence without what only the engine's process reads: of a constraint the runners follow
     the grammar."""
-    field = why_not_sent(state)
-    if field is not None:
-        raise TypeError(f"{field} of a sequence are not sent to other ranks")
     params = state.params
+    if params.logits_processors:
+        raise TypeError("logits_processors of a sequence are not sent to other ranks")
     if params.structured_outputs is None and params.guided_decoding is None:
         return state
     params = params.clone()

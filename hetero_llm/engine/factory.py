@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
-from hetero_llm.config.offload_config import no_effect_on_cpu
 from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig
 from hetero_llm.core.drafter import CostAware
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.core.step_times import StepTimes
+from hetero_llm.distributed.rank_share import never
 from hetero_llm.engine.builders.build_adapters import (
     ServedAdapters,
     apply_adapters,
@@ -41,6 +41,7 @@ from hetero_llm.engine.builders.build_experts import ExpertMemory, choose_expert
 from hetero_llm.engine.builders.build_host_tier import (
     HostMemory,
     HostPlatform,
+    host_platform,
     offload_limits,
     open_host_memory,
     step_times,
@@ -223,7 +224,7 @@ def build_engine(
     config = for_ranks(config, device)
     inputs = _EngineInputs(
         folder, model_config, max_model_len, tokenizer, dtype, device, steps, show_progress,
-        platform or _platform(config, device), images,
+        platform or host_platform(config, device), images,
         open_grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids),
         open_event_stream(
             config.kv_events, replica=config.replica, block_size=config.cache.block_size
@@ -336,8 +337,9 @@ def _join(
     shape = cache_shape(config, own_config, dtype, device)
     events = inputs.events
     host = open_host_memory(
-        config.offload, inputs.platform, shape, inputs.scheduler, events=events.log
-    )
+        config.offload, inputs.platform, shape, inputs.scheduler,
+        events=events.log, own=ranks.host_share(),
+    )  # fmt: skip
     built = build_runner(
         config,
         inputs.scheduler,
@@ -391,7 +393,12 @@ def _join(
             takes_processors=config.parallel.num_ranks == 1,
         ),
         scheduler,
-        ranks.parallel(runner, adapters, on_torch=on_torch),
+        ranks.parallel(
+            runner,
+            adapters,
+            on_torch=on_torch,
+            timed_out=never if host is None else host.gave_up,
+        ),
         OutputProcessor(tokenizer, scheduler.stop_sequence),
         asynchronous=stages > 1 or not on_torch,
         speculation_log=make_log(config.speculation),
@@ -560,29 +567,6 @@ def free_unreachable(device: str) -> None:
         from hetero_llm.gpu.memory import free_unreachable as free
 
         free()
-
-
-def _platform(config: EngineConfig, device: torch.device) -> HostPlatform | None:
-    """Access to the device for the host tier; None without offload, and on a CPU."""
-    if config.offload is None:
-        return None
-    if device.type == "cpu":
-        logger.warning("%s", no_effect_on_cpu())
-        return None
-    import torch
-
-    from hetero_llm.engine.core_plan import plan_cores
-    from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
-    from hetero_llm.utils.numa import numa_node
-
-    plan = plan_cores(config, target_on_cpu=False)
-    return HostPlatform(
-        libcuda="libcuda.so.1",
-        current_stream=lambda: torch.cuda.current_stream(device).cuda_stream,
-        make_layer_ready=lambda: DeviceLayerReadyFlags(device, lambda transfer_id: None),
-        node=numa_node(device.index or 0),
-        core=None if plan is None else plan.copy,
-    )
 
 
 def _check_offload(config: EngineConfig, device: torch.device) -> None:

@@ -256,10 +256,15 @@ def quantized_sizes(
     dtype: torch.dtype,
     load_format: str = "auto",
     allow_pickle: bool = False,
+    rank: Rank = ONE_RANK.rank,
 ) -> dict[int, int]:
     """Bytes of each quantized weight that `load_model` will make, by the place of its `Linear` in
     the order in which the model creates them: of checkpoints as stored, which differs by a few
-    percent from the form in memory. Arguments and errors are those of `load_model`."""
+    percent from the form in memory. Arguments and errors are those of `load_model`.
+
+    Args:
+        rank: whose part of the weights counts.
+    """
     wanted = checkpoint_format(config, folder)
     if wanted is None:
         return {}
@@ -267,11 +272,14 @@ def quantized_sizes(
         model = model_class(config.architecture)(config)
     linears = [place for place, one in enumerate(weights) if isinstance(one.layer, Linear)]
     order = {place: index for index, place in enumerate(linears)}  # experts are left out
+    with default_dtype(dtype), torch.device("meta"), weights_of() as parts:
+        model_class(config.architecture)(sharded_config(config, rank))
+    own = [one.parameter.numel() for one in parts]
     share = 1.0 if config.online_quantization is None else ONLINE_BYTES[config.online_quantization]
     if load_format == "dummy":
         if config.online_quantization is None:  # MXFP4, whose linear layers are plain
             return {}
-        return {order[one]: int(weights[one].parameter.numel() * share) for one in linears}
+        return {order[one]: int(own[one] * share) for one in linears}
     files = find_weight_files(folder, load_format, allow_pickle=allow_pickle, keep_blocks=True)
     stored, _ = _stored_tensors(model, folder, files)
     sizes: dict[int, int] = {}
@@ -281,6 +289,7 @@ def quantized_sizes(
         size = stored_bytes(plan, stored)
         if config.online_quantization is not None:
             size = int(plan.rows * plan.columns * share)
+        size = size * own[plan.weight] // weights[plan.weight].parameter.numel()
         sizes[order[plan.weight]] = sizes.get(order[plan.weight], 0) + size
     return sizes
 

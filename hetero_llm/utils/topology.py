@@ -142,6 +142,23 @@ def compute_cpus(reserve: int, root: Path = _ROOT) -> tuple[int, ...]:
     return tuple(chosen[: max(1, host.usable_cores - reserve)])
 
 
+def numa_pools(cpus: tuple[int, ...] | None, root: Path = _ROOT) -> tuple[int, ...] | None:
+    """Which of these logical CPUs are on one NUMA node.
+
+    Args:
+        cpus: as of `compute_cpus`: those of a node follow each other. None: any.
+
+    Returns:
+        For each of them the number of its node among theirs, ascending from 0; None if they are on
+        one node, or in an order that goes back to an earlier one.
+    """
+    node_of = {cpu: node.index for node in read_numa_nodes(root) for cpu in node.cpus}
+    nodes = [node_of.get(cpu, -1) for cpu in cpus or ()]
+    order = list(dict.fromkeys(nodes))
+    pools = tuple(order.index(node) for node in nodes)
+    return pools if len(order) > 1 and list(pools) == sorted(pools) else None
+
+
 def split_cpus(parts: int, root: Path = _ROOT) -> tuple[tuple[int, ...], ...]:
     """Divides the logical CPUs of this process into parts of whole cores, near each other: cores
     are dealt in runs, in the order of their NUMA nodes. Beyond the cgroup's quota no core is dealt.

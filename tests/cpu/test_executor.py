@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import torch
 from torch import nn
 
 from hetero_llm import LLM, RequestOutput, SamplingParams
-from hetero_llm.cpu import native
+from hetero_llm.cpu import backend, native
 from hetero_llm.cpu.model_runner import NativeModelRunner
 from hetero_llm.models import loader
 from hetero_llm.models.layers import Linear
 from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedWeight, dequantize
+from hetero_llm.utils import topology
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
 from tests.quantization.matrices import random_matrix
 
@@ -197,3 +199,39 @@ def test_the_executor_frees_what_it_has_packed(
             weights = [each for each in model.modules() if isinstance(each, QuantizedWeight)]
             assert weights and all(b.is_meta for each in weights for b in each.buffers())
             assert all(each.matrix.device.type == "meta" for each in weights)
+
+
+# -- several NUMA nodes -----------------------------------------------------------------------
+
+
+POOLS = [(0, 0, 0, 1, 1), (0, 1, 1, 1, 1), (0, 1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("family", "weights"),
+    [("llama", "auto"), ("llama", "int8"), ("llama", "int4"), ("mixtral", "auto")],
+)
+def test_pools_of_threads_change_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, weights: str
+) -> None:
+    """Five threads on this machine's cores, as if these were on several nodes. Prompts are taken in
+    steps of few and of many tokens."""
+    cpus = sorted(os.sched_getaffinity(0))
+    chosen = tuple(cpus[i % len(cpus)] for i in range(5))
+    folder = make_tiny_checkpoint(tmp_path / family, family)
+    monkeypatch.setattr(backend, "compute_cpus", lambda reserve: chosen)
+    found = []
+    for pools in (None, *POOLS):
+        monkeypatch.setattr(topology, "numa_pools", lambda cpus, pools=pools: pools)
+        with start(
+            folder, cpu_threads=5, cpu_weight_dtype=weights, max_num_batched_tokens=40
+        ) as llm:
+            outputs = generate(llm) + generate(llm)
+        found.append(
+            [
+                (one.token_ids, one.logprobs, output.prompt_logprobs)
+                for output in outputs
+                for one in output.outputs
+            ]
+        )
+    assert all(other == found[0] for other in found[1:])

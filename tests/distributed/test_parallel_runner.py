@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,8 +67,10 @@ class Runner:
         return OUTPUT
 
 
-def parallel(ranks: Ranks, gave_up: bool = False) -> ParallelRunner[int]:
-    return ParallelRunner(Runner(ranks), ranks, lambda: gave_up)  # type: ignore[arg-type]
+def parallel(
+    ranks: Ranks, gave_up: bool = False, timed_out: Callable[[], bool] = lambda: False
+) -> ParallelRunner[int]:
+    return ParallelRunner(Runner(ranks), ranks, lambda: gave_up, timed_out)  # type: ignore[arg-type]
 
 
 def test_each_call_is_announced_first() -> None:
@@ -108,3 +112,16 @@ def test_a_collective_that_gave_up_ends_the_engine() -> None:
     runner = parallel(Ranks(), gave_up=True)
     with pytest.raises(RankDeadError, match="did not come to it in time"):
         runner.finish(runner.launch(STEP))
+
+
+def test_a_load_that_another_rank_has_given_up() -> None:
+    """Asked only of steps that wait for loads, in their order."""
+    said = iter([False, True])
+    runner = parallel(Ranks(), timed_out=lambda: next(said))
+    waiting = replace(STEP, kv_loads=(3, 4))
+    found = []
+    for step in (waiting, STEP, waiting):
+        runner.launch(step)
+    for _ in range(3):
+        found.append(runner.finish(7).kv_loads_timed_out)
+    assert found == [False, False, True] and next(said, None) is None

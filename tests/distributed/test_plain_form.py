@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig, LoadConfig
@@ -90,3 +92,19 @@ def test_a_configuration() -> None:
     config = EngineConfig.from_args(resolve_engine_args({**given, "use_lookahead": True}))
     form = PlainForm(*types_within(EngineConfig))
     assert form.read(form.write(config)) == config
+
+
+@given(arrays.arrays(arrays.scalar_dtypes(), arrays.array_shapes(min_dims=0, min_side=0)))
+def test_arrays(value: np.ndarray) -> None:
+    if value.dtype.kind not in "biuf":
+        with pytest.raises(TypeError, match="^an array of .* has no plain form$"):
+            FORM.write(value)
+        return
+    read = FORM.read(FORM.write({"a": value}))["a"]
+    np.testing.assert_array_equal(read, value, strict=True)
+    assert read.dtype == value.dtype
+
+
+def test_an_array_whose_rows_do_not_follow_each_other() -> None:
+    value = np.arange(12).reshape(3, 4).T
+    np.testing.assert_array_equal(FORM.read(FORM.write(value)), value, strict=True)

@@ -49,11 +49,11 @@ STEP = SchedulerOutput(
 
 @contextmanager
 def ranks(
-    size: int, code: str, abort: Callable[[], None] = lambda: None
+    size: int, code: str, abort: Callable[[], None] = lambda: None, *, shared_bytes: int = 0
 ) -> Iterator[RankProcesses]:
     command = (sys.executable, "-c", BEGIN + textwrap.dedent(code))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    started = RankProcesses(size, RankProgram(command, environment), abort)
+    started = RankProcesses(size, RankProgram(command, environment, shared_bytes), abort)
     try:
         yield started
     finally:
@@ -89,6 +89,24 @@ def test_the_settings_arrive() -> None:
     with ranks(2, code) as processes:
         processes.send_settings(b"settings")
         processes.wait_for("settings")
+
+
+def test_memory_that_all_ranks_share() -> None:
+    code = """
+    import os
+    os.pwrite(int(control.receive_bytes()), str(given.rank).encode(), given.rank)
+    control.send(RankReached("written"))
+    """
+    with ranks(3, textwrap.dedent(code) + WAIT_FOR_THE_END, shared_bytes=4096) as processes:
+        fd = processes.shared
+        assert os.fstat(fd).st_size == 4096 and os.pread(fd, 4096, 0) == bytes(4096)
+        processes.send_settings(str(fd).encode())
+        processes.wait_for("written")
+        assert os.pread(fd, 4, 0) == b"\x0012\x00"
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    with ranks(2, WAIT_FOR_THE_END) as processes:
+        assert processes.shared == -1
 
 
 def test_a_killed_rank_is_the_failure_of_all() -> None:

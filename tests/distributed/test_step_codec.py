@@ -7,21 +7,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from hetero_llm.core.grammar import Grammar
-from hetero_llm.core.images import PromptImages
 from hetero_llm.core.lora import LoRARequest
+from hetero_llm.core.prompt_adapter import VirtualPrompt
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.distributed.step_codec import (
     FINISH_MESSAGE,
     StepMessage,
+    TransferOrder,
     message_kind,
     step_from_words,
     step_to_bytes,
+    transfer_from_words,
+    transfer_to_bytes,
     value_from_words,
     value_to_bytes,
-    why_not_sent,
 )
 from tests.distributed.steps import GRAMMARS, assert_same, steps
 
@@ -65,14 +68,20 @@ def test_a_constraint_is_sent_as_its_grammar() -> None:
     assert params.structured_outputs is not None, "the scheduler's own is left alone"
 
 
-def test_what_is_not_sent_is_an_error() -> None:
+def test_functions_are_not_sent() -> None:
     functions = replace(SEQUENCE, params=SamplingParams(logits_processors=[lambda _, x: x]))
-    images = replace(SEQUENCE, images=PromptImages((), "key"))
-    for state, field in ((functions, "logits_processors"), (images, "images"), (SEQUENCE, None)):
-        assert why_not_sent(state) == field
-        if field is not None:
-            with pytest.raises(TypeError, match=f"^{field} of a sequence"):
-                step_to_bytes(replace(EMPTY, admitted=(state,)))
+    with pytest.raises(TypeError, match="^logits_processors of a sequence"):
+        step_to_bytes(replace(EMPTY, admitted=(functions,)))
+
+
+def test_embeddings_of_a_prompt_adapter() -> None:
+    virtual = VirtualPrompt(np.arange(12, dtype=np.float32).reshape(3, 4), "hash")
+    state = replace(SEQUENCE, images=virtual.as_images(), num_virtual_tokens=3)
+    (read,) = step_from_words(words_of(step_to_bytes(replace(EMPTY, admitted=(state,))))).admitted
+    assert read.images is not None and read.images.key == "hash"
+    (found,), (sent,) = read.images.items, virtual.as_images().items
+    assert (found.start, found.count, found.grid) == (sent.start, sent.count, sent.grid)
+    np.testing.assert_array_equal(found.arrays["embeddings"], virtual.embeddings, strict=True)
 
 
 def test_arrays_of_another_type_are_a_bug() -> None:
@@ -94,3 +103,29 @@ def test_messages_with_one_value(grammar: Grammar) -> None:
 
 def test_the_message_that_finishes_a_step() -> None:
     assert message_kind(words_of(FINISH_MESSAGE)) == StepMessage.FINISH
+
+
+BLOCKS = st.lists(st.tuples(*[st.integers(0, 2**40)] * 2), max_size=5)
+
+
+@given(
+    st.sampled_from([StepMessage.LOAD_BLOCKS, StepMessage.STORE_BLOCKS, StepMessage.ABORT_LOAD]),
+    BLOCKS, st.integers(1, 2**62), st.integers(0, 2**62), st.none() | st.floats(0, 10),
+)  # fmt: skip
+def test_orders_of_copies(
+    kind: StepMessage,
+    pairs: list[tuple[int, int]],
+    transfer_id: int,
+    after_step: int,
+    compute: float | None,
+) -> None:
+    host_blocks, blocks = np.array(pairs, np.int64).reshape(-1, 2).T
+    order = TransferOrder(transfer_id, host_blocks, blocks, after_step, compute)
+    words = words_of(transfer_to_bytes(kind, order))
+    assert message_kind(words) == kind
+    read = transfer_from_words(words)
+    np.testing.assert_array_equal(read.host_blocks, host_blocks)
+    np.testing.assert_array_equal(read.blocks, blocks)
+    assert read.host_blocks.dtype == read.blocks.dtype == np.int64
+    assert (read.transfer_id, read.after_step) == (transfer_id, after_step)
+    assert read.compute == compute

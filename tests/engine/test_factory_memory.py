@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,13 +29,16 @@ from hetero_llm.gpu.weight_offload import (
     staged,
     weights_on_host,
 )
+from hetero_llm.models.collectives import Collectives
 from hetero_llm.models.layers import CausalLM, Linear
 from hetero_llm.models.loader import load_model, quantized_sizes
 from hetero_llm.models.quantized_writer import write_quantized
+from hetero_llm.models.rank_config import sharded_config
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.quantization.names import ONLINE_NAMES, OnlineName
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.model_runner import TorchModelRunner
+from tests.helpers.rank_models import Ranks, load_rank
 from tests.models.test_loader_online import WIDE
 from tests.models.tiny import DenseAttend, make_tiny_checkpoint
 
@@ -480,6 +484,36 @@ def test_some_quantized_weights_stay_on_the_device(wide_folder: Path) -> None:
         model = load_model(wide_folder, config, dtype=FP32, device="cpu", show_progress=False)
     on_host = {n for n, m in model.named_modules() if isinstance(m, Linear) and m.on_host}
     assert len(moved) == 4 and all(name.startswith("layers.1.") for name in on_host)
+
+
+@pytest.mark.parametrize("name", [None, "fp8", "int4"])
+def test_each_rank_keeps_its_part_of_weights_on_the_host(
+    name: OnlineName | None, wide_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ranks are threads here, and Triton's interpreter runs in one.
+    monkeypatch.setattr(weight_offload, "prepares", lambda matrix: False)
+    plain = Ranks(wide_folder, 2, quantization=name)
+    expected, tokens = plain.greedy(3)
+    config = load_model_config(wide_folder, quantization=name)
+    plans: list[OffloadPlan] = []
+
+    def staged_rank(folder: Path, collectives: Collectives, **options: Any) -> CausalLM:
+        rank = collectives.rank
+        sizes = quantized_sizes(folder, config, dtype=FP32, rank=rank)
+        plans.append(plan_offload(sharded_config(config, rank), FP32, 1.0, sizes))
+        with weights_on_host(plans[-1], pin=False) as moved:
+            model = load_rank(folder, collectives, **options)
+        assert len(moved) == len(plans[-1].chosen) > 0
+        stage_products(moved, CPU, plans[-1])
+        return model
+
+    ranks = Ranks(wide_folder, 2, load=staged_rank, quantization=name)
+    assert len({plan.chosen for plan in plans}) == 1 and plans[0].freed_bytes > 0
+    whole = plan_offload(config, FP32, 1.0, quantized_sizes(wide_folder, config, dtype=FP32))
+    assert plans[0].moved_bytes == pytest.approx(whole.moved_bytes / 2, rel=0.01)
+    logits, found = ranks.greedy(3)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert found == tokens
 
 
 @pytest.mark.parametrize("name", ONLINE_NAMES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,17 @@ class Ranks:
     """The ranks of one model.
 
     Args:
+        load: Loads a model.
         options: Of `load_rank`.
     """
 
-    def __init__(self, folder: Path, size: int, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, size: int, *, load: Callable[..., CausalLM] = load_rank, **options: Any
+    ) -> None:
         self.threads = ThreadRanks(size)
         # One after the other: what models are built with is the process's, not the thread's.
         self.models = [
-            load_rank(folder, ThreadCollectives(self.threads, index), **options)
-            for index in range(size)
+            load(folder, ThreadCollectives(self.threads, index), **options) for index in range(size)
         ]
 
     def greedy(self, count: int) -> tuple[Tensor, list[int]]:

@@ -4,8 +4,7 @@ that is played on host memory: the manual's example to the letter, and tokens as
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_llm.bridge.kv_offload.copier import NUM_FLAGS, NativeCopier
-from hetero_llm.bridge.kv_offload.copier_protocol import LayerReadyFlag
+from hetero_llm.bridge.kv_offload.copier import NativeCopier
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.engine.builders.build_host_tier import HostPlatform
@@ -22,35 +20,7 @@ from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import build_engine
 from tests.bridge.kv_offload.conftest import FakeCuda, fake, fake_cuda_library  # noqa: F401
 from tests.helpers import offload_traffic as traffic
-
-_PATIENCE_S = 60
-
-
-class PolledGates:
-    """Flags in host memory, looked at until they say what is waited for."""
-
-    def __init__(self) -> None:
-        self.flag_of: Callable[[int], LayerReadyFlag | None] = lambda transfer_id: None
-        self._flags = np.zeros(NUM_FLAGS, np.int32)
-        self._armed: list[LayerReadyFlag] = []
-
-    @property
-    def flags_address(self) -> int:
-        return self._flags.ctypes.data
-
-    def arm(self, transfer_ids: Sequence[int]) -> None:
-        flags = [self.flag_of(transfer_id) for transfer_id in transfer_ids]
-        self._armed = [flag for flag in flags if flag is not None]
-
-    def wait(self, layer: int) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        for flag in self._armed:
-            while not self._landed(flag, layer):
-                assert time.monotonic() < deadline, "a flag that is never set"
-                time.sleep(0)
-
-    def _landed(self, flag: LayerReadyFlag, layer: int) -> bool:
-        return int(self._flags[flag.place]) - (flag.base + layer + 1) >= 0
+from tests.helpers.polled_gates import PolledGates
 
 
 @pytest.fixture(scope="module")

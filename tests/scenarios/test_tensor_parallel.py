@@ -25,11 +25,14 @@ from hetero_llm import (
     EngineArgs,
     LLMEngine,
     LoRARequest,
+    PromptAdapterRequest,
     RequestOutput,
     SamplingError,
     SamplingParams,
 )
+from hetero_llm.models.read_config import load_model_config
 from tests.helpers.adapters import write_adapter
+from tests.helpers.prompt_adapters import write_prompt_adapter
 from tests.models.tiny import make_tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
@@ -162,6 +165,36 @@ def test_adapters(folder: Path, tmp_path: Path) -> None:
     with LLM(str(folder), **TIGHT, lora_merge=merged.lora_path, tensor_parallel_size=2) as llm:
         (output,) = llm.generate([[6, 6, 7]], GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == expected[1]
+
+
+def with_virtual_tokens(llm: LLM, folders: list[Path]) -> list[list[int]]:
+    """Outputs of two prompts an adapter and of two without, the second ones with cached prefixes;
+    and of two samples that begin with one prompt."""
+    requests = [None] + [
+        PromptAdapterRequest(folder.name, number, str(folder), 11)
+        for number, folder in enumerate(folders, 1)
+    ]
+    found = []
+    for _ in range(2):
+        outputs = llm.generate(
+            [[5, 6, 7]] * len(requests), [replace(SAMPLED, n=2)] * len(requests), use_tqdm=False,
+            prompt_adapter_request=requests,
+        )  # fmt: skip
+        found += [one.token_ids for output in outputs for one in output.outputs]
+    return found
+
+
+def test_prompt_adapters(folder: Path, tmp_path: Path) -> None:
+    size = load_model_config(folder).hidden_size
+    folders = [tmp_path / name for name in ("one", "two")]
+    for seed, one in enumerate(folders):
+        write_prompt_adapter(one, 11, size, seed=seed)
+    options = {**TIGHT, "enable_prompt_adapter": True, "max_prompt_adapter_token": 16}
+    with LLM(str(folder), **options) as llm:
+        expected = with_virtual_tokens(llm, folders)
+    assert len(set(map(tuple, expected))) == len(expected) // 2
+    with LLM(str(folder), **options, tensor_parallel_size=2) as llm:
+        assert with_virtual_tokens(llm, folders) == expected
 
 
 def test_four_ranks_step_by_step_with_an_abort(

@@ -64,8 +64,9 @@ def expected(folder: Path) -> list[list[list[int]]]:
         {"enforce_eager": True},
         {"disable_custom_all_reduce": True},
         {"use_lookahead": True, "num_speculative_tokens": 5},
+        {"cpu_offload_gb": 0.001},
     ],
-    ids=["graphs", "eager", "nccl", "drafts"],
+    ids=["graphs", "eager", "nccl", "drafts", "weights on the host"],
 )
 def test_tokens_of_one_gpu(
     folder: Path, expected: list[list[list[int]]], arguments: dict[str, Any]

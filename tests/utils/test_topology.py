@@ -12,6 +12,7 @@ import pytest
 from hetero_llm.utils.topology import (
     NumaNode,
     compute_cpus,
+    numa_pools,
     parse_cpu_list,
     parse_cpuinfo,
     read_cpu_quota,
@@ -207,6 +208,29 @@ def test_compute_threads_get_a_core_each(
     files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{quota} 100000\n"}
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(allowed))
     assert compute_cpus(reserve, write(two_sockets(tmp_path), files)) == cpus
+
+
+@pytest.mark.parametrize(
+    ("cpus", "pools"),
+    [
+        ((0, 1, 2, 3), (0, 0, 1, 1)),
+        ((2, 3, 0), (0, 0, 1)),
+        ((0, 1), None),
+        ((2,), None),
+        ((0, 2, 1), None),
+        (None, None),
+        ((), None),
+    ],
+)
+def test_cpus_of_a_node_are_a_pool(
+    tmp_path: Path, cpus: tuple[int, ...] | None, pools: tuple[int, ...] | None
+) -> None:
+    root = write(
+        tmp_path,
+        {f"sys/devices/system/node/node{n}/cpulist": text for n, text in enumerate(("0-1", "2-3"))},
+    )
+    assert numa_pools(cpus, root) == pools
+    assert numa_pools(cpus, tmp_path / "nothing") is None
 
 
 def test_compute_cpus_where_the_kernel_tells_nothing(

@@ -23,7 +23,8 @@ NUM_FLAGS = 64
 PART_BYTES = 16 << 20
 """Maximum size of one submission: larger groups of layers are submitted in parts."""
 
-_DONE = np.dtype([("transfer_id", np.int64), ("ok", np.int64), ("seconds", np.float64)])
+DONE = np.dtype([("transfer_id", np.int64), ("ok", np.int64), ("seconds", np.float64)])
+"""`Done` of the library."""
 _POLLED = 256
 _LONGEST_WAIT_S = 0.1  # Python handles signals in between
 _HALF_WORD = 1 << 31
@@ -75,6 +76,8 @@ class CopyOptions:
         lazy: False: submit everything at once, without these limits.
         libcuda: the driver's library.
         core: CPU core of the copy thread; None: any.
+        board, rank: address of the memory of a `transfer_reports.ReportBoard` where ends are
+            reported, too, and as whose; 0: nowhere.
     """
 
     lookahead: int = 2
@@ -83,6 +86,8 @@ class CopyOptions:
     lazy: bool = True
     libcuda: str = "libcuda.so.1"
     core: int | None = None
+    board: int = 0
+    rank: int = 0
 
 
 # large: `Copier` has 13 methods, and calibration needs some more
@@ -131,6 +136,8 @@ class NativeCopier:
             part_bytes=min(PART_BYTES, options.max_inflight),
             lazy=options.lazy,
             core=-1 if options.core is None else options.core,
+            board=options.board,
+            rank=options.rank,
         )
         handle, warning = copier_library.open_copier(self._library, options.libcuda, setup)
         if warning:
@@ -141,7 +148,7 @@ class NativeCopier:
         self._flags: dict[int, LayerReadyFlag] = {}
         self._last_step = 0
         self._reported = False
-        self._done = np.zeros(_POLLED, _DONE)
+        self._done = np.zeros(_POLLED, DONE)
         self._after_close: list[Done] = []
         self._totals = copier_library.Totals()
         self.calibration = assumed(self.methods(), self.layer_bytes)
@@ -273,6 +280,12 @@ class NativeCopier:
             left = min(deadline - time.monotonic(), _LONGEST_WAIT_S)
             if left <= 0 or self._library.waiting.hetero_copier_wait(self._handle, int(left * 1e9)):
                 return
+
+    def report_step(self, ok: bool) -> None:
+        """Reports to the board that a step has ended that waited for loads; `ok`: it has given up
+        none of them."""
+        if self._handle is not None:
+            self._quick.hetero_copier_report_step(self._handle, int(ok))
 
     def metrics(self) -> dict[str, float]:
         """Counters since start. Each ended load is counted in one of kv_offload_loads,

@@ -65,6 +65,8 @@ class Setup(ctypes.Structure):
             "part_bytes",
             "lazy",
             "core",
+            "board",
+            "rank",
         )
     ]
 
@@ -124,11 +126,20 @@ FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("hetero_copier_ahead", _INT, [_POINTER, _INT]),
     ("hetero_copier_poll", _INT, [_POINTER, _POINTER, _INT]),
     ("hetero_copier_wait", _INT, [_POINTER, _INT]),
+    ("hetero_copier_report_step", None, [_POINTER, _INT]),
     ("hetero_copier_set_rate", None, [_POINTER, ctypes.c_double]),
     ("hetero_copier_totals", None, [_POINTER, _POINTER]),
     ("hetero_copier_first_error", _INT, [_POINTER, _TEXT, _INT]),
     ("hetero_copier_close", None, [_POINTER]),
     ("hetero_copier_free", None, [_POINTER]),
+    ("hetero_reports_bytes", _INT, [_INT]),
+    ("hetero_reports_format", None, [_POINTER, _INT]),
+    ("hetero_reports_ranks", _INT, [_POINTER, _INT]),
+    ("hetero_reports_take", _INT, [_POINTER, _INT, _POINTER, _INT]),
+    ("hetero_reports_wait", _INT, [_POINTER, _INT]),
+    ("hetero_reports_ready_rows", _INT, [_POINTER]),
+    ("hetero_reports_broken", _INT, [_POINTER]),
+    ("hetero_reports_set_ready_rows", None, [_POINTER, _INT, _INT]),
 )
 """Name, result and arguments of each function of the library."""
 

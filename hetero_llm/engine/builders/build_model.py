@@ -114,7 +114,9 @@ def load_weights(
     if device.type == "cuda":
         from hetero_llm.gpu.memory import load_weights as load_onto_gpu
         from hetero_llm.gpu.weight_offload import plan_offload
+        from hetero_llm.models.rank_config import sharded_config
 
+        rank = share.collectives.rank
         offload_gb, sizes = config.load.cpu_offload_gb, {}
         if offload_gb:
             sizes = quantized_sizes(
@@ -123,8 +125,9 @@ def load_weights(
                 dtype=dtype,
                 load_format=config.load.load_format,
                 allow_pickle=config.load.allow_pickle_weights,
+                rank=rank,
             )
-        plan = plan_offload(model_config, dtype, offload_gb, sizes)
+        plan = plan_offload(sharded_config(model_config, rank), dtype, offload_gb, sizes)
         model = load_onto_gpu(load, device, plan)
     else:
         model = load()

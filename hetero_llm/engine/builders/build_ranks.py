@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_llm.bridge.kv_offload.transfer_reports import board_bytes
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.config.parallel_config import ParallelConfig
 from hetero_llm.core.errors import ConfigError
@@ -31,7 +33,8 @@ from hetero_llm.distributed.process_group import (
     open_stage_group,
 )
 from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses, RankProgram
-from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
+from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare, never
+from hetero_llm.engine.builders.build_host_tier import HostShare
 from hetero_llm.models.collectives import Collectives, OneRank, Rank
 from hetero_llm.utils import topology
 from hetero_llm.utils.env import child_environment, group_environment
@@ -67,6 +70,7 @@ class RankSettings:
         drafts: steps may have draft trees.
         threads: of torch, on the CPU.
         log_level, log_format: of the engine's log.
+        board: see `build_host_tier.HostShare`.
     """
 
     config: EngineConfig
@@ -78,6 +82,7 @@ class RankSettings:
     threads: int
     log_level: int
     log_format: str
+    board: int = -1
 
 
 _FORM = PlainForm(*types_within(RankSettings))
@@ -95,14 +100,26 @@ class EngineRanks:
     processes: RankProcesses | NoRanks
     share: RankShare
 
+    def host_share(self) -> HostShare:
+        """Rank 0's share of what all ranks keep in host memory."""
+        if isinstance(self.processes, NoRanks):
+            return HostShare()
+        return HostShare(self.share, self.processes, self.processes.shared)
+
     def parallel(
-        self, runner: ModelRunner[Any], store: AdapterStore | None, *, on_torch: bool
+        self,
+        runner: ModelRunner[Any],
+        store: AdapterStore | None = None,
+        *,
+        on_torch: bool = False,
+        timed_out: Callable[[], bool] = never,
     ) -> ModelRunner[Any]:
         """The runner that the engine calls: that of rank 0, or one that announces steps, too.
 
         Args:
             store: of the adapters that steps load.
             on_torch: `runner.launch` computes, rather than let a device compute.
+            timed_out: see `ParallelRunner`.
         """
         if isinstance(self.processes, NoRanks):
             return runner
@@ -113,7 +130,7 @@ class EngineRanks:
             runner = DeferredRunner(runner, resources)
         self.processes.begin_serving()
         self.share.serves()
-        return ParallelRunner(runner, self.processes, self.share.gave_up)
+        return ParallelRunner(runner, self.processes, self.share.gave_up, timed_out)
 
     def adapters(self, store: AdapterStore | None) -> AdapterStore | ParallelAdapters | None:
         """What the engine opens adapters with: the store of rank 0, or all ranks' stores."""
@@ -154,17 +171,9 @@ def check_parallel(config: EngineConfig, device: torch.device) -> None:
             raise ConfigError(field, size, f"needs {needed}, and this process sees {count}")
     if parallel.pipeline_parallel_size > 1:
         _check_stages(config)
-    reason = f"cannot be combined with {field} ({size}) yet: leave one of them out"
-    offload = config.offload is not None
-    refused: tuple[tuple[str, Any, bool], ...] = (
-        ("enable_prefix_cache_offload", True, offload),
-        ("enable_prompt_adapter", True, config.prompt_adapters.enabled),
-        ("cpu_offload_gb", config.load.cpu_offload_gb, bool(config.load.cpu_offload_gb)),
-        ("cpu_backend", config.cpu.backend, config.cpu.backend == "ipex"),
-    )
-    for name, value, is_given in refused:
-        if is_given:
-            raise ConfigError(name, value, reason)
+    if config.cpu.backend == "ipex":
+        reason = f"cannot be combined with {field} ({size}) yet: leave one of them out"
+        raise ConfigError("cpu_backend", config.cpu.backend, reason)
     if device.type == "cpu" and config.cpu.weight_dtype != "auto":
         reason = f"needs the native backend, which does not share layers ({field}={size})"
         raise ConfigError("cpu_weight_dtype", config.cpu.weight_dtype, reason)
@@ -184,9 +193,16 @@ def _check_stages(config: EngineConfig) -> None:
     if config.speculation is not None:
         reason = "cannot be combined with drafts yet (use_lookahead, speculative_model, ...)"
         raise ConfigError(field, stages, f"{reason}: leave one of them out")
-    if config.cache.scales_path is not None:
-        reason = f"cannot be combined with {field} ({stages}) yet: leave one of them out"
-        raise ConfigError("quantization_param_path", config.cache.scales_path, reason)
+    reason = f"cannot be combined with {field} ({stages}) yet: leave one of them out"
+    refused: tuple[tuple[str, Any, bool], ...] = (
+        ("enable_prefix_cache_offload", True, config.offload is not None),
+        ("enable_prompt_adapter", True, config.prompt_adapters.enabled),
+        ("cpu_offload_gb", config.load.cpu_offload_gb, bool(config.load.cpu_offload_gb)),
+        ("quantization_param_path", config.cache.scales_path, config.cache.scales_path is not None),
+    )
+    for name, value, is_given in refused:
+        if is_given:
+            raise ConfigError(name, value, reason)
 
 
 def for_ranks(config: EngineConfig, device: torch.device) -> EngineConfig:
@@ -218,8 +234,9 @@ def start_ranks(config: EngineConfig, device: torch.device) -> RankProcesses | N
     # -P: a module of the working folder must not shadow one of Python's own. Threads that spin
     # would take the cores of other ranks.
     environment = {"OMP_WAIT_POLICY": "PASSIVE"} | child_environment()
+    shared = 0 if config.offload is None else board_bytes(size)
     command = (sys.executable, "-P", "-m", MODULE)
-    program = RankProgram(command, environment, config.parallel.field[0])
+    program = RankProgram(command, environment, shared, config.parallel.field[0])
     abort = abort_group if device.type == "cuda" else _nothing_to_abort
     processes = RankProcesses(size, program, abort)
     pids = [os.getpid(), *processes.pids]
@@ -265,6 +282,7 @@ def join_ranks(
         threads=config.cpu.threads or 1,
         log_level=logging.getLogger("hetero_llm").getEffectiveLevel(),
         log_format=kind_of_root(),
+        board=processes.shared,
     )
     try:
         processes.send_settings(_FORM.write(settings))

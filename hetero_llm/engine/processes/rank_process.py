@@ -21,9 +21,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.bridge.ipc.broadcast import ChannelClosedError
+from hetero_llm.bridge.kv_offload.rank_copies import NoRankCopies, RankCopies
 from hetero_llm.core.errors import HeteroLLMError, RankDeadError
 from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.distributed.control_socket import ControlSocket, RankFailed, RankReached
@@ -33,9 +35,16 @@ from hetero_llm.distributed.rank_share import RankShare
 from hetero_llm.distributed.step_channel import StepReader
 from hetero_llm.distributed.step_codec import (
     StepMessage,
+    TransferOrder,
     message_kind,
     step_from_words,
+    transfer_from_words,
     value_from_words,
+)
+from hetero_llm.engine.builders.build_host_tier import (
+    HostShare,
+    host_platform,
+    open_host_memory,
 )
 from hetero_llm.engine.builders.build_ranks import (
     IMPORTED,
@@ -58,6 +67,7 @@ logger = logging.getLogger(__name__)
 EXIT_FAILED = 1
 _PR_SET_PDEATHSIG = 1
 _WAIT_US = 1_000_000  # of a read of the channel, before the next one
+_TRANSFERS = (StepMessage.LOAD_BLOCKS, StepMessage.STORE_BLOCKS, StepMessage.ABORT_LOAD)
 _SPIN_US = {"cpu": 0, "cuda": 2000}
 """How long a rank spins for its next message: beside a GPU it has a core to itself, and a step
 follows the one before within milliseconds."""
@@ -73,6 +83,7 @@ class RankLoop:
             in a stage that does not sample.
         adapters: in the host memory of this rank.
         gave_up: see `RankShare`.
+        copies: between this rank's part of the KV cache and host memory; None: there are none.
     """
 
     def __init__(
@@ -82,19 +93,22 @@ class RankLoop:
         grammars: GrammarCompiler | None,
         adapters: RankAdapters | NoRankAdapters,
         gave_up: Callable[[], bool],
+        copies: RankCopies | None = None,
     ) -> None:
         self._adapters = adapters
         self._gave_up = gave_up
         self._steps = steps
         self._runner = runner
         self._grammars = grammars
-        self._launched: deque[Any] = deque()
+        self._copies = NoRankCopies() if copies is None else copies
+        self._launched: deque[tuple[Any, bool]] = deque()  # with whether it waits for KV
 
     def run(self) -> None:
         """Runs until the engine closes the channel."""
         with suppress(ChannelClosedError):
             while True:
                 self.run_once(_WAIT_US)
+        self._copies.close()
 
     def run_once(self, timeout_us: int) -> None:
         """Waits for one message and does what it says; nothing if none comes in time.
@@ -105,27 +119,48 @@ class RankLoop:
             AdapterError: this rank cannot read an adapter that rank 0 has read.
         """
         words = self._steps.read(timeout_us)
+        self._copies.observe()
         if words is None:
             return
         kind = message_kind(words)
         if kind == StepMessage.LAUNCH:
             step = step_from_words(words)
             self._adapters.begin(step)
-            self._launched.append(self._runner.launch(step))
+            self._launched.append((self._runner.launch(step), bool(step.kv_loads)))
+            self._copies.step_launched()
             collect_if_due(calm=not step.has_chunks)
         elif kind == StepMessage.FINISH:
-            self._runner.finish(self._launched.popleft())
+            launched, waits = self._launched.popleft()
+            output = self._runner.finish(launched)
             if self._gave_up():
                 raise RankDeadError(GAVE_UP)
+            if waits:
+                self._copies.step_finished(timed_out=output.kv_loads_timed_out)
             self._adapters.end()
         elif kind == StepMessage.ADAPTER:
             self._adapters.open(value_from_words(words))
         elif kind == StepMessage.FORGET_ADAPTER:
             self._adapters.forget(value_from_words(words))
+        elif kind in _TRANSFERS:
+            self._transfer(kind, transfer_from_words(words))
         elif self._grammars is not None:
             assert kind == StepMessage.GRAMMAR, kind
             arguments = (value_from_words(words),)
             threading.Thread(target=self._grammars.prepare, args=arguments, daemon=True).start()
+
+    def _transfer(self, kind: int, order: TransferOrder) -> None:
+        if kind == StepMessage.LOAD_BLOCKS:
+            self._copies.load(
+                order.transfer_id,
+                order.host_blocks,
+                order.blocks,
+                order.after_step,
+                order.compute,
+            )
+        elif kind == StepMessage.STORE_BLOCKS:
+            self._copies.store(order.transfer_id, order.blocks, order.host_blocks, order.after_step)
+        else:
+            self._copies.abort(order.transfer_id)
 
 
 def main(words: list[str]) -> int:
@@ -179,18 +214,26 @@ def _run(
         rank, arguments.store, device,
         row_bytes=settings.row_bytes, parallel=settings.config.parallel,
     )  # fmt: skip
-    runner, grammars, adapters = _build(settings, share, control)
+    built = _build(settings, share, control)
     gc.collect()
     gc.freeze()  # later collections skip all objects that were loaded
     steps.set_spin(_SPIN_US[settings.device])
     share.serves()
-    RankLoop(steps, runner, grammars, adapters, share.gave_up).run()
+    RankLoop(steps, built.runner, built.grammars, built.adapters, share.gave_up, built.copies).run()
 
 
-def _build(
-    settings: RankSettings, share: RankShare, control: ControlSocket
-) -> tuple[ModelRunner[Any], GrammarCompiler | None, RankAdapters | NoRankAdapters]:
-    """The rank's runner, built as the engine builds that of rank 0, with what its steps need."""
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """The rank's runner and what its steps need; see `RankLoop`."""
+
+    runner: ModelRunner[Any]
+    grammars: GrammarCompiler | None
+    adapters: RankAdapters | NoRankAdapters
+    copies: RankCopies | None
+
+
+def _build(settings: RankSettings, share: RankShare, control: ControlSocket) -> _Built:
+    """Builds them as the engine builds those of rank 0."""
     import dataclasses
 
     import torch
@@ -202,7 +245,7 @@ def _build(
         prepare_adapters,
     )
     from hetero_llm.engine.builders.build_model import backend_name, find_served_model, load_weights
-    from hetero_llm.engine.builders.build_runner import build_runner
+    from hetero_llm.engine.builders.build_runner import build_runner, cache_shape
     from hetero_llm.engine.resolve import open_tokenizer
     from hetero_llm.engine.text.tokenizer import open_grammars
     from hetero_llm.lora.rank_adapters import NoRankAdapters, RankAdapters
@@ -231,14 +274,24 @@ def _build(
     )  # fmt: skip
     adapters = served[0]
     control.send(RankReached(LOADED))
-    runner = build_runner(
+    rank = share.collectives.rank
+    own_config = sharded_config(model_config, rank)
+    host = open_host_memory(
+        config.offload, host_platform(config, device, rank.index),
+        cache_shape(config, own_config, dtype, device), settings.scheduler,
+        own=HostShare(share, board=settings.board),
+    )  # fmt: skip
+    made = build_runner(
         config, settings.scheduler, model,
-        model_config=sharded_config(model_config, share.collectives.rank),
+        model_config=own_config,
         dtype=dtype, device=device, drafts=settings.drafts, native=None,
+        layer_ready=None if host is None else host.layer_ready,
         adapters=device_adapters(adapters, model, config, device), share=share,
-    ).runner  # fmt: skip
+    )  # fmt: skip
+    runner = made.runner
     if adapters is not None and device.type == "cpu":
         apply_adapters(runner, adapters.store, config, device)
+    copies = None if host is None else host.join_rank(made.cache)
     grammars = None
     if share.collectives.rank.is_last:  # the other stages do not sample
         tokenizer = open_tokenizer(config, folder)
@@ -246,11 +299,8 @@ def _build(
     if grammars is not None:
         runner.set_open_matcher(grammars.open)
         grammars.warm_up_beside()
-    return (
-        runner,
-        grammars,
-        NoRankAdapters() if adapters is None else RankAdapters(adapters.store),
-    )
+    served_adapters = NoRankAdapters() if adapters is None else RankAdapters(adapters.store)
+    return _Built(runner, grammars, served_adapters, copies)
 
 
 def _open_log(rank: int, settings: RankSettings) -> None:

@@ -1,24 +1,26 @@
 """Matrix products of few rows: y = x @ weight^T + bias at the speed at which weights are read.
 
 A decode step reads every weight once for a handful of rows, so a product is as fast as its reads.
-Two kernels, both over tiles of `BLOCK_N` output features:
+The kernels work on tiles of `BLOCK_N` output features:
 
 - `vector_product_kernel`, one row: multiplies and sums in fp32 outside the tensor cores. A tile is
   loaded into registers as soon as the one before is summed, and many small programs per
   multiprocessor keep enough bytes in flight; the first tile is loaded before the wait for the
   previous kernel.
+- `vector_rows_kernel`, the same for a few rows, as long as their arithmetic takes less time than
+  the weights.
 - `matrix_product_kernel`, up to 64 rows: the weight tile is the left operand of the tensor cores
   and the few rows are the right one ("swap AB"), so that only the rows' padding to 8 is wasted,
   with a software pipeline of asynchronous copies.
 
-Both may split K among programs. Partial sums in fp32 go to memory, and the program that arrives
+All may split K among programs. Partial sums in fp32 go to memory, and the program that arrives
 last at a tile adds them up in the order of the splits, so a result does not depend on timing (the
 merge of "stream-K" products, Osama et al. 2023, with the last program instead of the first).
 
 Before the wait for the previous kernel (see `launch`), programs may also prefetch their first
 weights into L2. So the previous kernel must not write the weights.
 
-Both may add the low-rank adapters of their rows: see `fused_lora`.
+The first and the last may add the low-rank adapters of their rows: see `fused_lora`.
 
 Wrapper `skinny_gemm`, reference `skinny_gemm_reference`; timed by `bench.kernels.skinny_gemm`.
 """
@@ -93,6 +95,7 @@ class SkinnyConfig:
         evict_first: Weights are the first to leave L2.
         waits: With split K the last share's program waits for the others' sums, instead of the last
             program to arrive merging all.
+        vector: Several rows go through the vector kernel; then there is one stage.
     """
 
     block_m: int
@@ -104,11 +107,12 @@ class SkinnyConfig:
     prefetch: int = 0
     evict_first: bool = True
     waits: bool = False
+    vector: bool = False
 
     @property
     def loads_early(self) -> bool:
         """The first tile is in registers before the wait."""
-        return self.block_m == 1 and self.num_stages == 1
+        return (self.block_m == 1 or self.vector) and self.num_stages == 1
 
     def fits(self, m: int, n: int, k: int) -> bool:
         """Whether an [m, k] x [n, k] product can be launched so."""
@@ -392,6 +396,86 @@ def vector_product_kernel(
 
 
 @triton.jit
+def _load_rows(x, columns, m, k, x_stride, ROWS: tl.constexpr, EVEN_K: tl.constexpr):
+    """A tuple of ROWS rows of x [m, k], the last one in place of those that x does not have."""
+    rows = ()
+    for i in tl.static_range(ROWS):
+        row = x + tl.minimum(i, m - 1).to(tl.int64) * x_stride
+        rows = rows + (load_row(row, columns, k, EVEN_K),)
+    return rows
+
+
+@triton.jit
+def _add_products_of_rows(
+    sums, w, rows, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`add_products` of each row; the compiler unpacks a weight once for all."""
+    added = ()
+    for i in tl.static_range(ROWS):
+        added = added + (add_products(sums[i], w, rows[i], BLOCK_N, PAIRS, DTYPE),)
+    return added
+
+
+@triton.jit(do_not_specialize=["m", "steps"])
+def vector_rows_kernel(
+    x,  # [m, k / 2] int32: pairs of neighbours, rows x_stride apart
+    weight,  # [n, k / 2] int32
+    bias,  # [n] or None
+    y,  # [m, n], the dtype of the product
+    partials,  # as of `vector_product_kernel`, of BLOCK_M rows
+    counters,
+    m,
+    n,
+    k_pairs,  # k / 2
+    x_stride,  # in pairs
+    steps,  # tiles of K of one split
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PIECES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EVICT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A few rows, as `vector_product_kernel`; grid (tiles of N, SPLIT_K)."""
+    PAIRS: tl.constexpr = BLOCK_K // 2
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    tile = tl.program_id(0)
+    features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(1) * steps * PAIRS
+    stop = tl.minimum(k_pairs, start + steps * PAIRS)
+    columns = start + tl.arange(0, PAIRS)
+    sums = ()
+    for _ in tl.static_range(BLOCK_M):
+        sums = sums + (tl.zeros((BLOCK_N, PAIRS // 4), tl.float32),)
+    w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+    if PREFETCH > 0:
+        prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    inputs = _load_rows(x, columns, m, k_pairs, x_stride, BLOCK_M, EVEN_K)
+    for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
+        sums = _add_products_of_rows(sums, w, inputs, BLOCK_M, BLOCK_N, PAIRS, DTYPE)
+        columns += PAIRS
+        w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+        inputs = _load_rows(x, columns, m, k_pairs, x_stride, BLOCK_M, EVEN_K)
+    sums = _add_products_of_rows(sums, w, inputs, BLOCK_M, BLOCK_N, PAIRS, DTYPE)
+    rows = tl.arange(0, BLOCK_M)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for i in tl.static_range(BLOCK_M):
+        total += tl.where((rows == i)[None, :], tl.sum(sums[i], axis=1)[:, None], 0.0)
+    finish_tile(
+        *(total, y, bias, partials, counters, features, rows, m, n, tile),
+        *(None, None, HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, 0, 0, 1, 1),
+    )
+
+
+@triton.jit
 def _multiply_rows(
     tile, x, weight, bias, y, partials, counters, lora, m, n, k, x_stride, steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
@@ -561,10 +645,15 @@ def plan_launch(
         options |= constants
         if config.block_m == 1 and config.block_n in _MOST_REGISTERS and x.is_cuda:
             options["maxnreg"] = _MOST_REGISTERS[config.block_n]
-    if config.block_m == 1:
+    if config.block_m == 1 or config.vector:
         pairs = x.view(torch.int32), weight.view(torch.int32)
         arguments: tuple[Any, ...] = (*pairs, bias, y, partials, counters, lora, n, k // 2, steps)
-        return Launch(vector_product_kernel, (tiles, config.split_k), arguments, options)
+        if not config.vector:
+            return Launch(vector_product_kernel, (tiles, config.split_k), arguments, options)
+        del options["STAGES"]
+        options["BLOCK_M"] = config.block_m
+        arguments = (*pairs, bias, y, partials, counters, m, n, k // 2, x.stride(0) // 2, steps)
+        return Launch(vector_rows_kernel, (tiles, config.split_k), arguments, options)
     arguments = (x, weight, bias, y, partials, counters, lora, m, n, k, x.stride(0), steps)
     options["BLOCK_M"] = config.block_m
     return Launch(matrix_product_kernel, (tiles, config.split_k), arguments, options)
@@ -572,7 +661,9 @@ def plan_launch(
 
 def fuses(config: SkinnyConfig, weights: LoraSlots) -> bool:
     """Whether a product that is launched so can add these adapters."""
-    return fits(weights, config.block_n) and (config.block_m > 1 or config.split_k == 1)
+    if config.vector or not fits(weights, config.block_n):
+        return False
+    return config.block_m > 1 or config.split_k == 1
 
 
 def shrinking_programs(config: SkinnyConfig, m: int, weights: LoraSlots) -> Shrinking:
@@ -688,13 +779,18 @@ _VECTOR = (
     SkinnyConfig(1, 8, 256, num_warps=1),
 )
 _VECTOR_NARROW = (SkinnyConfig(1, 4, 1024, num_warps=4), *_VECTOR)
+_VECTOR_ROWS = (
+    SkinnyConfig(2, 4, 1024, num_warps=4, vector=True),
+    SkinnyConfig(2, 4, 512, num_warps=2, vector=True),
+    SkinnyConfig(2, 4, 256, num_warps=1, vector=True),
+)
 _MOST, _HEAD = 8192, 1 << 16
 """Features up to which a layer's product is narrow, and from which it can only be the head."""
 
 # In order; the first row whose limits hold decides. bench/results/small_linear.*.json, and whole
 # steps: a product is launched while the kernel before it still runs, and unless one program takes
 # more than half of a multiprocessor's shared memory, some get two programs and some none.
-_TABLE = (
+_FUSING = (
     _Row(1, 0, 4096, _VECTOR_NARROW),
     _Row(1, 0, _ANY_N, _VECTOR),
     _Row(8, 0, 4096, (SkinnyConfig(8, 32, 256, num_stages=7),)),
@@ -707,12 +803,17 @@ _TABLE = (
     _Row(32, _HEAD, _ANY_N, (SkinnyConfig(32, 64, 128, num_stages=4),)),
     _Row(64, _HEAD, _ANY_N, (SkinnyConfig(64, 64, 128, num_stages=4),)),
 )
+_TABLE = (
+    *_FUSING[:2],
+    _Row(2, 0, _ANY_N, _VECTOR_ROWS),  # of four rows the arithmetic takes longer than the weights
+    *_FUSING[2:],
+)
 
 # Where the library is faster, a product with adapters is ours nevertheless: with the library's it
 # would take two launches more. The fastest of ours by bench/results/kernels_small_linear.g.json; at
 # 32 rows, which it does not have, what lies between its neighbours.
 _WITH_ADAPTERS = (
-    *_TABLE,
+    *_FUSING,
     _Row(16, _MOST, _ANY_N, (SkinnyConfig(16, 64, 128, num_stages=5),)),
     _Row(32, 0, _MOST, (SkinnyConfig(32, 64, 128, split_k=2, num_stages=4),)),
     _Row(32, _MOST, _ANY_N, (SkinnyConfig(32, 64, 128, num_stages=4),)),

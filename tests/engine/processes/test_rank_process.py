@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.distributed.step_channel import StepReader, StepWriter
-from hetero_llm.distributed.step_codec import StepMessage
+from hetero_llm.distributed.step_codec import StepMessage, TransferOrder
 from hetero_llm.engine.processes.rank_process import RankLoop
 from hetero_llm.lora.rank_adapters import NoRankAdapters
 
@@ -131,4 +132,63 @@ def test_a_collective_that_gave_up_ends_the_rank(writer: StepWriter) -> None:
     loop.run_once(0)
     with pytest.raises(RankDeadError, match="did not come to it in time"):
         loop.run_once(0)
+    reader.close()
+
+
+class Copies:
+    """Notes calls among those of the runner."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.observed = 0
+
+    def load(
+        self, transfer_id: int, host_blocks: Any, blocks: Any, after_step: int, compute: Any
+    ) -> None:
+        self.calls.append(f"load {transfer_id} {host_blocks} {blocks} {after_step} {compute}")
+
+    def store(self, transfer_id: int, blocks: Any, host_blocks: Any, after_step: int) -> None:
+        self.calls.append(f"store {transfer_id} {blocks} {host_blocks} {after_step}")
+
+    def abort(self, transfer_id: int) -> None:
+        self.calls.append(f"abort {transfer_id}")
+
+    def step_launched(self) -> None:
+        self.calls.append("launched")
+
+    def step_finished(self, *, timed_out: bool) -> None:
+        self.calls.append(f"timed out {timed_out}")
+
+    def observe(self) -> None:
+        self.observed += 1
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_copies_between_the_steps_of_rank_0(writer: StepWriter) -> None:
+    reader = StepReader(str(os.dup(writer.channel.fd)), 1)
+    runner = Runner()
+    copies = Copies(runner.calls)
+    loop = RankLoop(reader, runner, None, NoRankAdapters(), lambda: False, copies)  # type: ignore[arg-type]
+    host_blocks, blocks = np.array([5, 6]), np.array([1, 2])
+    none = np.zeros(0, np.int64)
+    loop.run_once(0)
+    assert copies.observed == 1, "host memory grows while nothing comes, too"
+    for kind, order in (
+        (StepMessage.LOAD_BLOCKS, TransferOrder(7, host_blocks, blocks, 0, 0.5)),
+        (StepMessage.STORE_BLOCKS, TransferOrder(8, host_blocks, blocks, 0)),
+        (StepMessage.ABORT_LOAD, TransferOrder(7, none, none, 0)),
+    ):
+        writer.transfer(kind, order, never)
+    writer.launch(replace(step(1), kv_loads=(7,)), never)
+    writer.launch(step(2), never)
+    writer.finish(never)
+    writer.finish(never)
+    writer.end()
+    loop.run()
+    assert runner.calls == [
+        "load 7 [5 6] [1 2] 0 0.5", "store 8 [1 2] [5 6] 0", "abort 7", "launch 1", "launched",
+        "launch 2", "launched", "finish 1", "timed out False", "finish 2", "close",
+    ]  # fmt: skip
     reader.close()

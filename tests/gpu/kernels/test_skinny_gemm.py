@@ -11,6 +11,7 @@ from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig
 
 VECTOR = SkinnyConfig(1, 4, 256, num_warps=1)
 MATRIX = SkinnyConfig(16, 16, 32, num_stages=3)
+ROWS = SkinnyConfig(4, 4, 256, num_warps=1, vector=True)
 
 # (hidden, inner, features of the fused q, k and v, vocabulary) of the models that we measure.
 MODELS = {
@@ -49,6 +50,9 @@ def check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, conf
         (1, VECTOR),
         (1, SkinnyConfig(1, 4, 256, num_warps=1, num_stages=3, evict_first=False)),
         (1, SkinnyConfig(1, 4, 256, split_k=2, num_warps=1)),
+        (2, SkinnyConfig(2, 4, 256, num_warps=1, vector=True)),
+        (3, ROWS),
+        (7, SkinnyConfig(8, 2, 256, split_k=2, num_warps=1, evict_first=False, vector=True)),
         (3, MATRIX),
         (16, SkinnyConfig(16, 16, 32, split_k=4, num_stages=3)),
         (64, SkinnyConfig(64, 16, 128, split_k=2, num_stages=3)),
@@ -68,6 +72,9 @@ def test_equals_the_reference(device, dtype, m, config):
         (1, 10, 624, SkinnyConfig(1, 4, 256, split_k=3, num_warps=1)),
         (1, 10, 624, SkinnyConfig(1, 4, 256, split_k=2, num_warps=1, num_stages=2)),
         (1, 1, 16, VECTOR),
+        (3, 10, 624, ROWS),
+        (4, 10, 624, SkinnyConfig(4, 4, 256, split_k=3, num_warps=1, vector=True)),
+        (2, 1, 16, ROWS),
         (5, 24, 80, MATRIX),
         (17, 24, 80, SkinnyConfig(32, 16, 32, split_k=3, num_stages=2)),
         (2, 40, 144, SkinnyConfig(16, 32, 64, split_k=2, num_stages=2)),
@@ -82,6 +89,7 @@ def test_sizes_that_are_no_multiples_of_the_tiles(device, m, n, k, config):
     "m, config",
     [
         (1, SkinnyConfig(1, 4, 256, split_k=4, num_warps=1)),
+        (3, SkinnyConfig(4, 4, 256, split_k=4, num_warps=1, vector=True)),
         (9, SkinnyConfig(16, 16, 64, split_k=4, num_stages=2)),
         (9, SkinnyConfig(16, 16, 64, split_k=4, num_stages=2, waits=True)),
     ],
@@ -94,17 +102,19 @@ def test_split_products_repeat_exactly(device, m, config):
         assert torch.equal(op.skinny_gemm(x, weight, bias, config=config), first)
 
 
-def test_rows_and_weights_may_be_parts_of_larger_tensors(device):
+@pytest.mark.parametrize("config", [MATRIX, ROWS])
+def test_rows_and_weights_may_be_parts_of_larger_tensors(device, config):
     x, weight, _ = tensors(device, 4, 48, 128)
-    y = op.skinny_gemm(x[1:3, 32:96], weight[16:48, :].view(64, 64), config=MATRIX)
+    y = op.skinny_gemm(x[1:3, 32:96], weight[16:48, :].view(64, 64), config=config)
     expected = op.skinny_gemm_reference(x[1:3, 32:96], weight[16:48, :].reshape(64, 64))
     torch.testing.assert_close(y.float(), expected.float(), rtol=0.01, atol=1e-3)
 
 
-def test_nothing_is_written_beside_the_output(device):
+@pytest.mark.parametrize("config", [MATRIX, ROWS])
+def test_nothing_is_written_beside_the_output(device, config):
     x, weight, _ = tensors(device, 3, 20, 64)
     frame = torch.full((5, 20), 7.0, dtype=x.dtype, device=device)
-    op.plan_launch(x, weight, None, y=frame[1:4], config=MATRIX)()
+    op.plan_launch(x, weight, None, y=frame[1:4], config=config)()
     assert (frame[0] == 7).all() and (frame[4] == 7).all()
     torch.testing.assert_close(
         frame[1:4].float(), op.skinny_gemm_reference(x, weight).float(), rtol=0.01, atol=1e-3

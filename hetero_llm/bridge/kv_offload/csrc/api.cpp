@@ -85,6 +85,8 @@ int64_t hetero_copier_poll(void* copier, Done* done, int64_t room) {
     return of(copier).poll(done, room);
 }
 
+void hetero_copier_report_step(void* copier, int64_t ok) { of(copier).report_step(ok != 0); }
+
 int64_t hetero_copier_wait(void* copier, int64_t ns) { return of(copier).wait(ns); }
 
 void hetero_copier_set_rate(void* copier, double rate) { of(copier).set_rate(rate); }

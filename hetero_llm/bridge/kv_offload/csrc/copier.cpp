@@ -192,6 +192,30 @@ bool Copier::wait(int64_t ns) {
     return !done_.empty();
 }
 
+void Copier::report_step(bool ok) {
+    Held held(mutex_);
+    report({0, ok, 0.0});
+    if (!unreported_.empty()) work_.signal();
+}
+
+// Reports an end to the board, if there is one. Called with mutex_ held.
+void Copier::report(const Done& done) {
+    if (setup_.board == 0) return;
+    unreported_.push_back(done);
+    flush_reports();
+}
+
+// Called with mutex_ held.
+void Copier::flush_reports() {
+    if (unreported_.empty()) return;
+    Board& board = *(Board*)setup_.board;
+    if (broken_.load()) board.ring(setup_.rank).broken.store(1, std::memory_order_relaxed);
+    while (!unreported_.empty() && board.put(setup_.rank, unreported_.front())) {
+        unreported_.pop_front();
+    }
+    board.ring_bell();
+}
+
 void Copier::set_rate(double rate) {
     Held held(mutex_);
     rate_bytes_ = kRateBytes;
@@ -241,9 +265,10 @@ void Copier::run() {
         const bool moved = submit_load() | submit_store() | moved_in | moved_out;
         {
             Held held(mutex_);
+            flush_reports();
             if (inbox_.empty() && !moved && closing == closing_) {
                 if (closing && transfers_.empty()) break;
-                if (transfers_.empty()) {
+                if (transfers_.empty() && unreported_.empty()) {
                     work_.wait(mutex_);
                 } else {
                     const bool flying = !in_.parts.empty() || !out_.parts.empty();
@@ -375,6 +400,7 @@ void Copier::report_done() {
         if (!transfer->submitted || transfer->parts > 0) continue;
         const bool ok = !transfer->failed && !transfer->aborted;
         done_.push_back({transfer->id, ok, (double)(now - transfer->begun_ns) * 1e-9});
+        if (transfer->id > 0) report(done_.back());  // others are measurements
         if (transfer->loads) {
             ++(ok                 ? totals_.loads
                : transfer->failed ? totals_.failed_loads

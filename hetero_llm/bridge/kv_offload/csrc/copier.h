@@ -31,6 +31,7 @@ struct Setup {
     int64_t part_bytes;
     int64_t lazy;          // 0: everything is submitted at once, without the limits above
     int64_t core;          // CPU core of the thread; -1: any
+    int64_t board, rank;   // where ends are reported, too (reports.h), and as whose; 0: nowhere
 };
 
 struct Load {
@@ -90,6 +91,10 @@ int64_t hetero_copier_ahead(void* copier, int64_t transfer_id);
 int64_t hetero_copier_poll(void* copier, hetero::kv::Done* done, int64_t room);
 // Sleeps until there is something to poll, for at most `ns`; returns whether there is.
 int64_t hetero_copier_wait(void* copier, int64_t ns);
+
+// Reports to the board, under transfer id 0, that a step has ended that waited for loads. `ok`: it
+// has given up none of them.
+void hetero_copier_report_step(void* copier, int64_t ok);
 
 // Sets the initial value of the measured rate, and all counters to 0.
 void hetero_copier_set_rate(void* copier, double rate);

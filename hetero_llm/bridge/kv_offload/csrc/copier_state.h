@@ -11,6 +11,7 @@
 
 #include "copier.h"
 #include "driver.h"
+#include "reports.h"
 #include "sync.h"
 
 namespace hetero::kv {
@@ -112,6 +113,7 @@ class Copier {
     int64_t ahead(int64_t transfer_id);
     int64_t poll(Done* done, int64_t room);
     bool wait(int64_t ns);
+    void report_step(bool ok);
     void set_rate(double rate);
     void totals(Totals* totals);
     int64_t first_error(char* text, int64_t size);
@@ -128,6 +130,8 @@ class Copier {
     bool has_landed(Lane& lane, size_t index, bool& known);
     void note_landed(Lane& lane, const Part& part, int64_t now);
     void report_done();
+    void report(const Done& done);
+    void flush_reports();
     // One submission: `layers` layers of `count` pairs.
     struct Piece {
         int64_t layers;
@@ -170,6 +174,7 @@ class Copier {
     std::vector<Command> inbox_;
     bool closing_ = false, ended_ = false;
     std::vector<Done> done_;
+    std::deque<Done> unreported_;  // the board had no room for them
     std::vector<Progress> progress_;
     Totals totals_{};
     int64_t loading_since_ns_ = 0;

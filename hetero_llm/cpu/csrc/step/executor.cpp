@@ -3,6 +3,9 @@
 // Threads share a phase by outputs (strips of the weight matrix), so each part of the weights is
 // read once; between phases there is a barrier. Most of a phase is divided evenly, the rest in
 // units that the next free thread takes: cores that a virtual machine grants are not equally fast.
+// On several NUMA nodes each node's threads are a pool that has the outputs whose weights it packed,
+// so weights are read from the node's own memory; results are the same to the bit, as every output
+// is one thread's.
 // A thread's outputs leave registers for a small tile and go from there to where the next phase
 // reads them: rotated into queries and the KV cache, added to the residual, gated. The residual is
 // float; inputs of a product are rounded to its weights' format.
@@ -311,7 +314,22 @@ void run_thread(void* context, int thread) {
     release_tiles();
 }
 
+// Pools of the team's threads, which are fewer than asked for if the system refused some.
+void arrange_pools(Executor& e) {
+    const int threads = e.team->size();
+    if ((int)e.pool_of.size() == threads) return;
+    e.pool_of.assign(e.nodes.begin(), e.nodes.begin() + threads);
+    e.pools.clear();
+    for (int i = 0; i < threads; ++i) {
+        if (i == 0 || e.pool_of[i] != e.pool_of[i - 1]) e.pools.push_back({i, i});
+        ++e.pools.back().last;
+        e.pool_of[i] = (int)e.pools.size() - 1;
+    }
+    e.rests.reset(new Rest[2 * e.pools.size()]);
+}
+
 Run make_run(Executor& e, const HeteroStep& step) {
+    arrange_pools(e);
     const HeteroModel& m = e.model.sizes;
     const int64_t head_width = m.heads * m.dim;
     Run r{e, m, step, e.isa, e.team->size(), step.num_tokens, head_width, 0, 0, 1};
@@ -411,7 +429,8 @@ extern "C" {
 
 void* hetero_executor_new(const HeteroModel* model, const HeteroForm* forms, void* cache,
                           int64_t block_size, const int64_t* windows, const float* rotary,
-                          int64_t threads, const int32_t* cpus, int64_t isa) {
+                          int64_t threads, const int32_t* cpus, const int32_t* pools,
+                          int64_t isa) {
     using namespace hetero;
     Executor* e = new (std::nothrow) Executor;
     if (!e) return nullptr;
@@ -433,6 +452,8 @@ void* hetero_executor_new(const HeteroModel* model, const HeteroForm* forms, voi
         }
         e->window_of.push_back((int)index);
     }
+    e->nodes.assign((size_t)threads, 0);
+    if (pools) e->nodes.assign(pools, pools + threads);
     e->team = new Team((int)threads, cpus, kSpin);
     return e;
 }
@@ -474,8 +495,9 @@ void hetero_executor_step(void* executor, const HeteroStep* step) {
     using namespace hetero;
     Executor& e = *(Executor*)executor;
     plan_step(e, *step);
-    for (Rest& rest : e.rests) rest.taken.store(0, std::memory_order_relaxed);
     Run run = make_run(e, *step);
+    for (size_t i = 0; i < 2 * e.pools.size(); ++i)
+        e.rests[i].taken.store(0, std::memory_order_relaxed);
     e.team->run(run_thread, &run);
     choose_tokens(run);
     if (run.found && step->num_samples <= kMergedAlone) merge_found(run, 0, step->num_samples);

@@ -73,10 +73,12 @@ struct HeteroStep {
 // layer (those that it does not have mean nothing), then of the head; int8 with groups takes
 // quantized weights only, a router bf16 or float. cache: the paged KV cache; windows [layers]: 0 for none; rotary
 // [max_positions][rotary_dim] floats, cos then sin. isa: isa.h's level, -1 for the best. cpus: see
-// team.h; may be null. Returns null if there is no memory.
+// team.h; may be null. pools [threads]: of each thread its NUMA node's number, from 0 on and
+// ascending; null: one node. Returns null if there is no memory.
 void* hetero_executor_new(const HeteroModel* model, const HeteroForm* forms, void* cache,
                           int64_t block_size, const int64_t* windows, const float* rotary,
-                          int64_t threads, const int32_t* cpus, int64_t isa);
+                          int64_t threads, const int32_t* cpus, const int32_t* pools,
+                          int64_t isa);
 void hetero_executor_free(void* executor);
 
 // Team::slept_ns of its threads.

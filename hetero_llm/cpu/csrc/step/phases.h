@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <memory>
 #include <vector>
 
 #include "adapters.h"
@@ -36,6 +37,11 @@ struct alignas(128) Rest {
     std::atomic<int64_t> taken{0};
 };
 
+// Threads [first, last) of one NUMA node.
+struct Pool {
+    int first, last;
+};
+
 struct Executor {
     Model model;
     Isa isa;
@@ -49,7 +55,10 @@ struct Executor {
         found, final_rows;
     Adapters adapters;
     Mixture mixture;
-    Rest rests[2];
+    std::vector<int> nodes;               // of each thread its pool, ascending from 0
+    std::vector<Pool> pools;              // of the team as it is
+    std::vector<int> pool_of;             // of each thread
+    std::unique_ptr<Rest[]> rests;        // [2][pools]
     int64_t widest_row = 0;               // bytes of a prepared row of any product
 
     ~Executor() {
@@ -156,23 +165,37 @@ void product(const Run& r, const Matrix& matrix, const Rows& in, Range rows, int
     }
 }
 
-// Divides `count` units among the threads, which call body(first, last): three quarters in even
-// shares, then the others one by one. The caller has a barrier before and after each phase.
+// Divides `count` units among the threads, which call body(first, last): each pool has a share, of
+// which its threads take three quarters in even shares, then the others one by one; a thread whose
+// pool has none left helps the next pool. Weights are where the threads of these shares have packed
+// them: see `set_weight`. The caller has a barrier before and after each phase.
 template <typename Body>
 void share_units(const Run& r, int64_t phase, int64_t count, int thread, Body body) {
     if (r.threads == 1) {
         body(0, count);
         return;
     }
-    Rest* rests = r.e.rests;
-    if (thread == 0) rests[(phase + 1) % 2].taken.store(0, std::memory_order_relaxed);
-    const int64_t own = count * 3 / 4 / r.threads, even = own * r.threads;
-    if (own) body(thread * own, (thread + 1) * own);
-    for (;;) {
-        const int64_t unit =
-            even + rests[phase % 2].taken.fetch_add(1, std::memory_order_relaxed);
-        if (unit >= count) return;
-        body(unit, unit + 1);
+    const std::vector<Pool>& pools = r.e.pools;
+    const int num_pools = (int)pools.size(), mine = r.e.pool_of[thread];
+    Rest* next = r.e.rests.get() + (phase + 1) % 2 * num_pools;
+    Rest* rests = r.e.rests.get() + phase % 2 * num_pools;
+    for (int i = 0; thread == 0 && i < num_pools; ++i)
+        next[i].taken.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < num_pools; ++i) {
+        const int which = (mine + i) % num_pools;
+        const Pool pool = pools[which];
+        const int size = pool.last - pool.first;
+        const int64_t begin = share(count, pool.first, r.threads);
+        const int64_t end = share(count, pool.last, r.threads);
+        const int64_t own = (end - begin) * 3 / 4 / size, even = begin + own * size;
+        const int64_t at = begin + (thread - pool.first) * own;
+        if (i == 0 && own) body(at, at + own);
+        for (;;) {
+            const int64_t unit =
+                even + rests[which].taken.fetch_add(1, std::memory_order_relaxed);
+            if (unit >= end) break;
+            body(unit, unit + 1);
+        }
     }
 }
 

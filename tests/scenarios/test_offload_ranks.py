@@ -1,0 +1,123 @@
+"""Prefix offload of a model that two processes run: each has its part of every block in its own
+host memory, on a driver that is played there. Tokens are those of one process without offload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_llm.config.args import resolve_engine_args
+from hetero_llm.config.engine_config import EngineConfig
+from hetero_llm.engine.builders import build_ranks
+from hetero_llm.engine.builders.build_host_tier import HostPlatform
+from hetero_llm.engine.engine import Engine
+from hetero_llm.engine.factory import build_engine
+from tests.bridge.kv_offload.conftest import FakeCuda, fake, fake_cuda_library  # noqa: F401
+from tests.helpers import offload_traffic as traffic
+from tests.helpers.polled_gates import PolledGates
+
+TIGHT: dict[str, Any] = {
+    "device": "cpu", "cpu_backend": "torch", "dtype": "float32", "skip_tokenizer_init": True,
+    "max_num_seqs": 4, "block_size": 16, "max_model_len": 400, "max_num_batched_tokens": 96,
+    "disable_log_stats": True,
+}  # fmt: skip
+OFFLOAD: dict[str, Any] = {
+    "enable_prefix_cache_offload": True, "apc_offload_background_pin": False,
+    "apc_offload_gpu_evictor_limit": 4, "tensor_parallel_size": 2, "num_gpu_blocks_override": 40,
+}  # fmt: skip
+
+HOST_BLOCKS = 60
+BLOCK_BYTES = 2 * 3 * 2 * 16 * 16 * 4  # K and V, layers, KV heads, their size, tokens, float32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return traffic.tiny_folder(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture
+def compute(fake: FakeCuda) -> Iterator[int]:  # noqa: F811
+    stream = fake.new_stream()
+    yield stream
+    fake.destroy_stream(stream)
+
+
+def config_of(folder: Path, **given: Any) -> EngineConfig:
+    return EngineConfig.from_args(resolve_engine_args({"model": str(folder), **TIGHT, **given}))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Engine:
+    torch.set_num_threads(1)
+    config = config_of(folder, num_gpu_blocks_override=400)
+    return build_engine(config, show_progress=False).engine
+
+
+@pytest.fixture
+def start(
+    folder: Path,
+    fake: FakeCuda,  # noqa: F811
+    compute: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Any]:
+    monkeypatch.setattr(build_ranks, "MODULE", "tests.helpers.offload_rank")
+    monkeypatch.setenv("OFFLOAD_RANK_DRIVER", fake.path)
+    started: list[Engine] = []
+
+    def begin(fault: str = "", **given: Any) -> Engine:
+        monkeypatch.setenv("OFFLOAD_RANK_FAULT", fault)
+        share = traffic.share_for(HOST_BLOCKS * BLOCK_BYTES)
+        config = config_of(folder, cpu_prefill_memory_utilization=share, **OFFLOAD, **given)
+        platform = HostPlatform(fake.path, lambda: compute, PolledGates)
+        engine = build_engine(config, show_progress=False, platform=platform).engine
+        started.append(engine)
+        traffic.join_at_once(engine)
+        traffic.load_always(engine)
+        return engine
+
+    yield begin
+    for engine in started:
+        engine.shut_down()
+
+
+def compare(engine: Engine, plain: Engine, seed: int, count: int = 16) -> int:
+    jobs = traffic.traffic(seed, count)
+    expected = traffic.serve(plain, jobs, aborts=False)
+    return traffic.check_same(jobs, traffic.serve(engine, jobs), expected)
+
+
+def test_tokens_are_those_of_one_process(start: Any, plain: Engine) -> None:
+    """With drafts of the lookahead cache; the same traffic again, so that some are accepted."""
+    engine = start(use_lookahead=True, num_speculative_tokens=4)
+    assert sum(compare(engine, plain, seed) for seed in (2, 2, 3)) > 250
+    traffic.check_over(engine)
+    metrics = engine.metrics()
+    assert metrics["kv_offload_loads"] > 3 and metrics["kv_offload_stores"] > 3
+    assert not metrics["kv_offload_failed_loads"] and not metrics["kv_offload_broken"]
+    assert metrics["kv_offload_host_evictions"] > 0
+    assert metrics["spec_decode_num_accepted_tokens"] > 10
+    # Bytes of both ranks: an aborted load may have brought some of its own.
+    assert metrics["kv_offload_bytes_d2h"] == metrics["kv_offload_stored_blocks"] * BLOCK_BYTES
+
+
+def test_what_fails_in_another_rank_changes_no_token(start: Any, plain: Engine) -> None:
+    """Copies of rank 1 fail, and its steps do not wait for loads but say that they gave them up:
+    rank 0 drops the tokens of such steps."""
+    engine = start("failures")
+    assert sum(compare(engine, plain, seed) for seed in (4, 5)) > 120
+    traffic.check_over(engine)
+    metrics = engine.metrics()
+    assert metrics["kv_offload_failed_loads"] > 0 and metrics["kv_offload_failed_stores"] > 0
+    assert metrics["kv_offload_loads"] > 0 and not metrics["kv_offload_broken"]
+
+
+def test_wrong_bytes_in_another_rank_are_seen(start: Any, plain: Engine) -> None:
+    """The negative control: loads of rank 1 bring other blocks than those asked for."""
+    engine = start("poison")
+    with pytest.raises(traffic.WrongTokens):
+        for seed in range(6, 12):
+            compare(engine, plain, seed)
