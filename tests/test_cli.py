@@ -172,7 +172,7 @@ class TestGenerate:
             (("--no-detokenize",), "token ids are shown with --json only"),
             (("--temperature", "-1"), "temperature=-1.0: must be at least 0"),
             (("--early-stopping", "perhaps"), "early_stopping='perhaps'"),
-            (("-pp", "2"), "pipeline_parallel_size=2: pipeline parallelism is not available yet"),
+            (("-pp", "0"), "pipeline_parallel_size=0: must be at least 1"),
             (("--block-size", "7"), "block_size=7: must be 8, 16 or 32"),
             (("--prompt-file", "nowhere.txt"), "prompt_file='nowhere.txt': No such file"),
         ],

@@ -33,13 +33,18 @@ Rows = list[dict[str, Any]]
 def measure(
     shape: str, size: int, batches: list[int], lengths: list[int], engine_args: dict[str, Any]
 ) -> tuple[Rows, Rows, float]:
-    """Rows of decode steps and of first tokens, and the seconds until the engine was ready."""
+    """Rows of decode steps and of first tokens, and the seconds until the engine was ready.
+
+    Args:
+        size: GPUs.
+        engine_args: replace those for `size` ranks and prompts in one step.
+    """
+    defaults: dict[str, Any] = {"max_num_batched_tokens": 16384, "tensor_parallel_size": size}
     llm, ready = start(
-        SHAPES[shape], dtype="bfloat16", max_num_batched_tokens=16384,
-        max_model_len=ttft.context_for(shape, lengths or [1024]),
-        tensor_parallel_size=size, **engine_args,
+        SHAPES[shape], dtype="bfloat16", max_model_len=ttft.context_for(shape, lengths or [1024]),
+        **{**defaults, **engine_args},
     )  # fmt: skip
-    peers = (shape, size) == (VLLM_SHAPE, VLLM_SIZE)
+    peers = (shape, size) == (VLLM_SHAPE, VLLM_SIZE) and "tensor_parallel_size" not in engine_args
     steps, first = [], []
     with llm:
         prompts = Prompts(SHAPES[shape]["vocab_size"], seed=2)

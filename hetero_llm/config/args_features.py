@@ -237,12 +237,14 @@ PARALLEL = grouped(
         maximum=MAX_RANKS,
         short=("-tp",),
     ),
-    not_yet(
+    effective(
         "pipeline_parallel_size",
         _INT,
         1,
-        "Stages that the layers are cut into.",
-        feature="pipeline parallelism",
+        "Stages that the layers are cut into, one GPU of this host each, or tensor_parallel_size "
+        "GPUs; on a CPU processes. docs/design/parallel.md.",
+        minimum=1,
+        maximum=MAX_RANKS,
         short=("-pp",),
     ),
     effective(

@@ -103,15 +103,27 @@ class GenerationDefaults:
     override: Mapping[str, Any] = field(default_factory=dict)
 
 
+MAX_IN_FLIGHT = 4
+"""Steps that a runner has places for."""
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one step, in tokens; `max_num_seqs` in sequences."""
+    """Limits of one step, in tokens; `max_num_seqs` in sequences. `num_stages`: parts of the layers
+    that work on different steps at the same time."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     enable_chunked_prefill: bool
     block_size: int
+    num_stages: int = 1
+
+    @property
+    def num_in_flight(self) -> int:
+        """The most steps that are launched and not finished: one for each stage; one stage has the
+        next step ready behind the one that runs. Runners have buffers for `MAX_IN_FLIGHT`."""
+        return min(max(2, self.num_stages), MAX_IN_FLIGHT)
 
     def __post_init__(self) -> None:
         if self.max_num_seqs > self.max_num_batched_tokens:

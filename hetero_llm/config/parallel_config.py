@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,27 +19,32 @@ class ParallelConfig:
     tensor_parallel_size: ranks that share each layer; 1: one process runs it alone.
     peer_memory: GPUs exchange through memory that they map of each other, where they can.
     sequence_parallel_size: such groups of ranks, which share the tokens of long prompts.
+    pipeline_parallel_size: stages that the layers are cut into.
     """
 
     tensor_parallel_size: int = 1
     peer_memory: bool = True
     sequence_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     @property
     def num_ranks(self) -> int:
         """Processes that run the model, the engine's own included."""
-        return self.tensor_parallel_size * self.sequence_parallel_size
+        sizes = self.tensor_parallel_size, self.sequence_parallel_size, self.pipeline_parallel_size
+        return math.prod(sizes)
 
     @property
     def asked_by(self) -> tuple[str, int]:
         """The argument that errors about ranks name, and its value."""
-        if self.tensor_parallel_size > 1 or self.sequence_parallel_size == 1:
-            return "tensor_parallel_size", self.tensor_parallel_size
-        return "sequence_parallel_size", self.sequence_parallel_size
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "sequence_parallel_size"):
+            if getattr(self, name) > 1:
+                return name, getattr(self, name)
+        return "tensor_parallel_size", self.tensor_parallel_size
 
 
 def parallel_from_args(args: Mapping[str, Any]) -> ParallelConfig:
-    """Reads `tensor_parallel_size`, `sequence_parallel_size`, `distributed_executor_backend` and
+    """Reads `tensor_parallel_size`, `sequence_parallel_size`, `pipeline_parallel_size`,
+    `distributed_executor_backend` and
     `disable_custom_all_reduce`.
 
     Raises:
@@ -49,6 +55,7 @@ def parallel_from_args(args: Mapping[str, Any]) -> ParallelConfig:
         args["tensor_parallel_size"],
         peer_memory=not args["disable_custom_all_reduce"],
         sequence_parallel_size=args["sequence_parallel_size"],
+        pipeline_parallel_size=args["pipeline_parallel_size"],
     )
     if backend == "ray":
         reason = (
@@ -60,10 +67,15 @@ def parallel_from_args(args: Mapping[str, Any]) -> ParallelConfig:
     if backend == "uni" and size > 1:
         reason = f"is one process, and {name}={size} needs as many; use 'mp'"
         raise ConfigError("distributed_executor_backend", backend, reason)
+    stages, sequence = config.pipeline_parallel_size, config.sequence_parallel_size
+    if stages > 1 and sequence > 1:
+        reason = f"cannot be combined with pipeline_parallel_size ({stages}) yet: use one of them"
+        raise ConfigError("sequence_parallel_size", sequence, reason)
     if config.num_ranks > MAX_RANKS:
         reason = (
             f"with tensor_parallel_size={config.tensor_parallel_size} these are "
             f"{config.num_ranks} processes; {MAX_RANKS} at most"
         )
-        raise ConfigError("sequence_parallel_size", config.sequence_parallel_size, reason)
+        field = "pipeline_parallel_size" if stages > 1 else "sequence_parallel_size"
+        raise ConfigError(field, max(stages, sequence), reason)
     return config

@@ -94,6 +94,7 @@ class Request:
         return self.prompt_token_ids[virtual:] if virtual else self.prompt_token_ids
 
 
+# large: all that the scheduler knows of one sequence.
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One continuation of a request's prompt.
@@ -111,6 +112,8 @@ class Sequence:
         earlier_sums: `cumulative_logprob` before each token that the last step added.
         skips_host: its next prefix is not loaded from host memory, since a load failed.
         kv_counted: what the block manager counted of it in its earlier request slots.
+        last_step: number of the last step that computes a token of it; kept where stages share the
+            running sequences out among steps.
     """
 
     request: Request
@@ -128,6 +131,7 @@ class Sequence:
     stop_reason: int | str | None = None
     skips_host: bool = False
     kv_counted: tuple[int, int] = (0, 0)
+    last_step: int = 0
 
     @property
     def output_ids(self) -> list[int]:

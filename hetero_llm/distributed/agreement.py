@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 class Agreement(Protocol):
-    """All ranks call the same methods in the same order; each call waits for all of them.
+    """All ranks call the same methods in the same order; each call waits for those concerned.
 
     Attributes:
         size: number of ranks.
@@ -20,7 +23,8 @@ class Agreement(Protocol):
         ...
 
     def of_first(self, values: Sequence[int]) -> list[int]:
-        """The values of rank 0; all ranks give as many."""
+        """The values of the first rank that shares this rank's layers; all that share them give as
+        many."""
         ...
 
 
@@ -40,10 +44,25 @@ ALONE = Alone()
 
 
 class GroupAgreement:
-    """`Agreement` over torch's default group (`process_group`), in host memory."""
+    """`Agreement` over torch's default group (`process_group`), in host memory.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: number of ranks.
+        first, members: the first rank that shares this rank's layers, and how many share them; by
+            default all do.
+        group: of these; None: the default group.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        first: int = 0,
+        members: int | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.size = size
+        self._first, self._members, self._group = first, members or size, group
 
     def least(self, value: int) -> int:
         import torch
@@ -57,6 +76,8 @@ class GroupAgreement:
         import torch
         import torch.distributed as dist
 
+        if self._members == 1:
+            return list(values)
         shared = torch.tensor(list(values), dtype=torch.int64)
-        dist.broadcast(shared, 0)
+        dist.broadcast(shared, self._first, group=self._group)
         return shared.tolist()

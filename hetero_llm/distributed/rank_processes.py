@@ -43,7 +43,6 @@ _LOOK_SECONDS = 0.1  # between two looks of the watch
 _EXPLAIN_SECONDS = 2.0  # in which the watch finds what has ended a collective
 _STOP_SECONDS = 2.0  # that ranks have to end by themselves
 _NO_BLOCKS = np.zeros(0, np.int64)
-_FIELD = "tensor_parallel_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +161,7 @@ class RankProcesses:
         self._abort = abort
         self._failure: HeteroLLMError | None = None
         self._failed = threading.Event()
+        self._one_ended = False
         self._ended = threading.Event()
         self._reached: list[set[str]] = [set() for _ in range(size - 1)]
         self._lock = threading.Lock()  # of the sockets, which the watch reads
@@ -169,7 +169,7 @@ class RankProcesses:
         self._holder = _Holder()
         weakref.finalize(self, self._holder.end)
         self._sockets: list[ControlSocket] = []
-        argument = program.argument or (_FIELD, size)
+        argument = program.argument or ("tensor_parallel_size", size)
         try:
             self._writer = StepWriter(size)
             self.store = create_store()
@@ -333,6 +333,14 @@ class RankProcesses:
             return
         beats, _ = self._writer.beats()
         now = time.monotonic()
+        codes = [popen.poll() for popen in self._holder.popens]
+        for index, code in enumerate(codes):
+            if code is not None and code < 0:  # others may have failed for want of it
+                self._fail(index + 1, _how_it_ended(code), said_why=False)
+                return
+        if any(code is not None for code in codes) and not self._one_ended:
+            self._one_ended = True  # for want of one that is being killed? The next look shows it
+            return
         for index, popen in enumerate(self._holder.popens):
             if popen.poll() is not None:
                 self._fail(index + 1, _how_it_ended(popen.returncode))
@@ -353,10 +361,15 @@ class RankProcesses:
                     elif isinstance(message, RankFailed) and self._failure is None:
                         self._failure = message.as_error(rank)
 
-    def _fail(self, rank: int, how: str) -> None:
-        """A rank has ended or hangs: ends the others, and what waits for them."""
+    def _fail(self, rank: int, how: str, *, said_why: bool = True) -> None:
+        """A rank has ended or hangs: ends the others, and what waits for them.
+
+        Args:
+            said_why: it may have.
+        """
         self._holder.kill()
-        self._receive()  # it may have said why
+        if said_why:
+            self._receive()
         if self._failure is None:
             pid = self._holder.popens[rank - 1].pid
             self._failure = RankDeadError(f"rank {rank} (process {pid}) {how}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hetero_llm.distributed.agreement import ALONE, Agreement
-from hetero_llm.models.collectives import ONE_RANK, Collectives
+from hetero_llm.models.collectives import NO_LINK, ONE_RANK, Collectives, StageLink
 
 
 def _nothing() -> None:
@@ -21,7 +21,7 @@ def never() -> bool:
 @dataclass(frozen=True, slots=True)
 class RankShare:
     """Attributes:
-    collectives: of the model: between the ranks that share its layers.
+    collectives: of the model, or of this rank's stage: between the ranks that share its layers.
     agreement: about what is measured at start.
     in_graphs: whether CUDA graphs may hold the collectives.
     sequence: between the ranks with the same part of each layer, which share the tokens of a step.
@@ -30,6 +30,7 @@ class RankShare:
     gave_up: whether collectives have ended without a peer, and their results are garbage.
     abort: ends collectives that wait on the device for a peer that is dead; any thread calls it.
     leave: gives back what the collectives hold, and leaves the group of all ranks.
+    link: to the neighbouring stages.
     """
 
     collectives: Collectives
@@ -40,6 +41,7 @@ class RankShare:
     abort: Callable[[], None] = _nothing
     leave: Callable[[], None] = _nothing
     sequence: Collectives = ONE_RANK
+    link: StageLink = NO_LINK
 
 
 ALONE_SHARE = RankShare(ONE_RANK, ALONE)

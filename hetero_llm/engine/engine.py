@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,10 @@ the scheduler, producing text."""
 
 _BOUNDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1,
            0.25, 0.5, 1.0, 2.5, 10.0)  # fmt: skip
+
+
+_Launched = tuple[SchedulerOutput, Any, float]
+"""A step, the runner's handle for `finish`, and the time when its launch began."""
 
 
 class StepClock:
@@ -138,7 +143,7 @@ class Engine:
         self._hit_log = hit_log
         self._kv_events: EventStream = kv_events or NoEventStream()
         self._compiling = CompileQueue(grammars)
-        self._pending: tuple[SchedulerOutput, Any, float] | None = None  # launched, not finished
+        self._pending: deque[_Launched] = deque()  # not finished, oldest first
         self._clock = StepClock()
         self._last_finish = 0.0  # when the last step finished, `perf_counter` time
         self._failure: BaseException | None = None
@@ -202,8 +207,9 @@ class Engine:
 
         With asynchronous stepping the next step is launched, too, and stays pending until the next
         call: before this step's tokens are known where the scheduler allows it, else right after.
-        When the last request ends, the pending step computes only tokens of ended requests; the
-        next call of `step`, if there is one, finishes it and drops its results.
+        Where the layers are cut into stages, several are. When the last request ends, pending steps
+        compute only tokens of ended requests; the next calls of `step`, if there are any, finish
+        them and drop their results.
         """
         self.check_alive()
         clock = self._clock
@@ -211,8 +217,9 @@ class Engine:
         for request in self._compiling.take_ready():
             self.scheduler.add_request(request)
         try:
-            pending = self._pending or self._launch(self.scheduler.schedule())
-            if pending is None:
+            if not self._pending:
+                self._launch(self.scheduler.schedule())
+            if not self._pending:
                 if self.scheduler.loads:  # all requests wait for KV loads
                     self.scheduler.loads.nap()
                 elif self._compiling:
@@ -220,24 +227,27 @@ class Engine:
                 self._kv_events.flush()
                 return self.output_processor.process(self.scheduler.take_failed())
             if self.asynchronous:
-                self._pending = self._launch(self.scheduler.schedule_ahead())
+                self._launch_ahead()
+            step, launched, begun = self._pending.popleft()
+            if self.asynchronous:
                 self.scheduler.run_deferred()
-                if self._pending is None:
+                if not self._pending:
                     self.scheduler.prepare_next()
-                prompt_pending = self.scheduler.num_waiting or pending[0].has_chunks
+                prompt_pending = self.scheduler.num_waiting or step.has_chunks
                 collect_if_due(calm=not prompt_pending)
-            step, launched, begun = pending
             output = self.runner.finish(launched)
             now = clock.lap("wait")
             idle = begun - self._last_finish
             self._last_finish = now
-            if self.asynchronous and self._pending is None:
-                self._pending = self._launch(self.scheduler.schedule_next(output))
+            if self.asynchronous and not self._pending:
+                self._launch(self.scheduler.schedule_next(output))
             self.scheduler.observe_step(step, now - begun + min(idle, 0.0), max(idle, 0.0))
             touched = self.scheduler.update(step, output)
             clock.lap("update")
-            if self.asynchronous and self._pending is None:
-                self._pending = self._launch(self.scheduler.schedule())
+            if self.asynchronous and not self._pending:
+                self._launch(self.scheduler.schedule())
+            if self.scheduler.num_stages > 1 and self._pending:
+                self._launch_ahead()  # the first stage would wait for the outputs to be made
             if not self.asynchronous:
                 self.scheduler.run_deferred()  # the next drafts may depend on these tokens
             elif not self.has_unfinished:
@@ -278,6 +288,7 @@ class Engine:
             "num_requests_finished": stats.num_requests_finished,
             "num_preemptions": stats.num_preemptions,
             "num_steps": stats.num_steps,
+            "num_steps_ahead": stats.num_steps_ahead,
             "prefix_cache_queries": stats.prefix_cache_queries,
             "prefix_cache_hits": stats.prefix_cache_hits,
             "prompt_tokens": stats.prompt_tokens,
@@ -342,13 +353,20 @@ class Engine:
         self.scheduler.reset_prefix_cache()
         self._kv_events.flush()
 
-    def _launch(self, step: SchedulerOutput | None) -> tuple[SchedulerOutput, Any, float] | None:
-        """Launches a step. Returns the step, the runner's handle for `finish`, and the time when
-        the launch began; None if there is no step."""
+    def _launch_ahead(self) -> None:
+        """Launches further steps behind those in flight, as many as the scheduler makes."""
+        while self.scheduler.may_run_ahead:
+            count = len(self._pending)
+            self._launch(self.scheduler.schedule_ahead())
+            if len(self._pending) == count:
+                return
+
+    def _launch(self, step: SchedulerOutput | None) -> None:
+        """Launches a step, if there is one."""
         begun = self._clock.lap("schedule")
         if step is None:
-            return None
+            return
         launched = self.runner.launch(step)
         self.scheduler.step_launched()
         self._clock.lap("launch")
-        return step, launched, begun
+        self._pending.append((step, launched, begun))

@@ -210,8 +210,9 @@ def build_engine(
         triton_cache.prepare()
     _check_offload(config, device)
     folder, model_config = find_served_model(config, device)
-    check_ranks(model_config, config.parallel.tensor_parallel_size)
-    check_sequence_ranks(model_config, config.parallel)
+    parallel = config.parallel
+    check_ranks(model_config, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    check_sequence_ranks(model_config, parallel)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     check_draft_length(config.speculation, max_model_len)
     model_config = dataclasses.replace(model_config, max_model_len=max_model_len)
@@ -221,7 +222,8 @@ def build_engine(
     images = open_images(folder, model_config, config.max_images, config.media_domains)
     sampling = {} if serving else default_sampling(config.generation, folder)
     dtype: torch.dtype = getattr(torch, dtype_name)
-    part = sharded_config(model_config, Rank(0, config.parallel.tensor_parallel_size))
+    largest = Rank(0, parallel.tensor_parallel_size, 0, parallel.pipeline_parallel_size)
+    part = sharded_config(model_config, largest)
     check_context(config, steps, part, dtype, device)
     draft_model = None
     if drafter is None:
@@ -383,7 +385,11 @@ def _join(
     offload = None if tier is None or host is None else host
     if inputs.grammars is not None:
         runner.set_open_matcher(inputs.grammars.open)
+    stages = config.parallel.pipeline_parallel_size
+    on_torch = device.type == "cpu" or runs_on_torch(config, model_config)
     forced = inputs.grammars if drafter is not None or device.type == "cpu" else None
+    if stages > 1:
+        forced = None  # drafts, which stages do not have
     scheduler, hits = _scheduler(
         config, inputs, built, drafter, (tier, offload, times), forced, adapters
     )
@@ -402,9 +408,14 @@ def _join(
             takes_processors=config.parallel.num_ranks == 1,
         ),
         scheduler,
-        ranks.parallel(runner, never if host is None else host.gave_up),
+        ranks.parallel(
+            runner,
+            adapters,
+            on_torch=on_torch,
+            timed_out=never if host is None else host.gave_up,
+        ),
         OutputProcessor(tokenizer, scheduler.stop_sequence),
-        asynchronous=device.type == "cuda" and not runs_on_torch(config, model_config),
+        asynchronous=stages > 1 or not on_torch,
         speculation_log=make_log(config.speculation),
         background_drafter=background_drafter_of(drafter, config.speculation),
         grammars=inputs.grammars,

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"half": "float16", "float": "float32"}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}  # measured: docs/history/log.md
+_TOKENS_OF_STAGES = 1024  # all stages work on a prompt only if it is cut into several steps
 _TOKENS_WHEN_SERVING = 2048  # on a GPU: other requests' streams pause for a whole prompt chunk
 
 
@@ -239,6 +240,8 @@ def limit_steps(
         if serving:
             tokens = min(tokens, _TOKENS_WHEN_SERVING)
         tokens *= config.parallel.sequence_parallel_size  # a step takes as long as on one device
+        if config.parallel.pipeline_parallel_size > 1:
+            tokens = min(tokens, _TOKENS_OF_STAGES)
         tokens = max(tokens, config.max_num_seqs)
         if not config.enable_chunked_prefill:
             tokens = max(tokens, max_model_len)
@@ -248,6 +251,7 @@ def limit_steps(
         max_model_len=max_model_len,
         enable_chunked_prefill=config.enable_chunked_prefill,
         block_size=config.cache.block_size,
+        num_stages=config.parallel.pipeline_parallel_size,
     )
 
 

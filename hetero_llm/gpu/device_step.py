@@ -21,6 +21,7 @@ from hetero_llm.models.layers import Attend, CausalLM
 from hetero_llm.runner.kv_cache import PagedKVCache
 
 
+# large: the tensors between all kernels of a step.
 class DeviceStep:
     """Owns the tensors between the kernels of a step, which steps share: they run one at a time.
 
@@ -42,6 +43,9 @@ class DeviceStep:
         tokens: [max_samples] int64, the sampled tokens of the step.
         hidden: [max_prompt_tokens, hidden] output of a captured step's model.
         verified: results of a step with draft trees.
+        stage_input: [max_tokens, hidden] what the stage before has sent for the step; of the first
+            stage it has no rows.
+        samples: whether it has the last layers: else a step ends with `hidden`.
     """
 
     def __init__(
@@ -78,15 +82,23 @@ class DeviceStep:
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(max_samples, dtype=torch.int64, device=device)
         self.hidden = torch.zeros(max_prompt_tokens, config.hidden_size, dtype=dtype, device=device)
+        rank = model.config.rank
+        self.samples, self._embeds = rank.is_last, rank.is_first
+        received = 0 if rank.is_first else max_tokens
+        self.stage_input = torch.zeros(received, config.hidden_size, dtype=dtype, device=device)
         max_groups = max(max_num_seqs, max_graph_tokens)
         self.verified = make_verified_trees(max_groups, max_samples, device)
 
     def decode(self, buffer: StepBuffer, attention: Attend, *, adapted: AdapterUse) -> None:
-        """Model, head, sampling and results of a step that samples once after every token.
+        """Model, head, sampling and results of a step that samples once after every token; of a
+        stage before the last one `model`.
 
         Args:
             adapted: see `run_model`.
         """
+        if not self.samples:
+            self.model(buffer, attention, adapted=adapted)
+            return
         inputs = buffer.inputs
         self.sample_rows(inputs, self.run_model(buffer, attention, adapted=adapted))
         send_results(self.tokens[: buffer.layout.tokens], self._turns[1:], ring=self._results)
@@ -113,7 +125,8 @@ class DeviceStep:
     def run_model(
         self, buffer: StepBuffer, attention: Attend, *, adapted: AdapterUse
     ) -> torch.Tensor:
-        """Fetches the buffer whose turn it is and runs the model: [T, hidden] after the last norm.
+        """Fetches the buffer whose turn it is and runs the model: [T, hidden] after the last norm,
+        or what the next stage takes.
 
         Args:
             buffer: how the host has filled it.
@@ -135,6 +148,8 @@ class DeviceStep:
         waits = adapted is AdapterUse.LOADING
         self._adapters.begin(inputs.token_slots if adapted else None, waits=waits)
         self._experts.begin(inputs.slot_mapping)
+        if not self._embeds:  # a copy, which the layers overwrite; rows of padding stay as they are
+            input_ids = self.stage_input[: buffer.layout.tokens].clone()
         hidden = self._model(input_ids, inputs.positions, attention)
         self._adapters.end()
         return hidden

@@ -281,7 +281,7 @@ def _sums_before_norms(model: DecoderLM) -> list[tuple[Summing | None, nn.Module
             before = None
         else:
             before = None
-    if type(model).forward is DecoderLM.forward:
+    if type(model).forward is DecoderLM.forward and model.config.rank.is_last:
         pairs.append((before, model.norm))
     return pairs
 

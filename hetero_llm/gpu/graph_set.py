@@ -314,7 +314,7 @@ class StepGraphs:
         self._fill_and_replay(step, (kind, bucket), adapted=adapted)
         if not plain:
             return "model"
-        if num_samples:
+        if num_samples and self._device_step.samples:
             head = _smallest(buckets.decode, num_samples)
             assert head is not None
             self.captured.replay(("head", head))
@@ -378,7 +378,7 @@ class StepGraphs:
             self._add_model("waiting model", bucket, layer_ready)
         inputs = self._filled["model", buckets.tokens[-1]].inputs  # whose part is the same in all
         hidden = self._device_step.hidden
-        for bucket in reversed(buckets.decode):
+        for bucket in reversed(buckets.decode if self._device_step.samples else ()):
             body = partial(self._device_step.sample, inputs, hidden, bucket)
             self._bodies.append((("head", bucket), body))
         for bucket in reversed(buckets.tokens if drafts else ()):

@@ -46,6 +46,7 @@ from hetero_llm.gpu.sampled_rows import SampledRowsPlanner
 from hetero_llm.gpu.shared_kv import NoStepSharer, SharedKV, SharedRows, StepSharer
 from hetero_llm.gpu.step_buffer import LEAST_WRITES, StepBuffers
 from hetero_llm.gpu.token_masks import DeviceTokenMasks, StepMasks
+from hetero_llm.models.collectives import NO_LINK, StageLink
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import Attend, CausalLM
 from hetero_llm.runner.kv_cache import PagedKVCache
@@ -140,6 +141,8 @@ class GpuModelRunner:
         layer_ready: what steps with `kv_loads` wait at; None: there will be no such steps.
         adapters: of the model's products; None: it has none.
         experts: of the model's mixtures, some of them on the host; None: all are on the device.
+        link: to the neighbouring stages, where the model is one of several; those before the last
+            one sample nothing.
         most_looks: see `kernels.sample.MaskPlaces`.
         sequence: which steps other ranks share.
 
@@ -168,10 +171,13 @@ class GpuModelRunner:
         layer_ready: DeviceLayerReadyFlags | None = None,
         adapters: GpuAdapters | None = None,
         experts: HybridExperts | None = None,
+        link: StageLink = NO_LINK,
         most_looks: int = MOST_LOOKS,
         sequence: SequenceParallel | NoSequenceParallel = NO_SEQUENCE_PARALLEL,
     ) -> None:
         check_supported(config)
+        self._rank, self._link = model.config.rank, link
+        assert self._rank.stages == 1 or not drafts, "stages verify no draft trees"
         device, dtype = cache.data.device, next(model.parameters()).dtype
         columns = -(-max_model_len // cache.shape.block_size)
         block_tables = torch.zeros(max_num_seqs, columns, dtype=torch.int32, device=device)
@@ -345,6 +351,10 @@ class GpuModelRunner:
         if step.drafts is not None:
             return self._launch_drafted(step, step.drafts, adapted=adapted)
         num_tokens = int(step.num_scheduled_tokens.sum())
+        if not self._rank.is_first:
+            self._link.receive(self._device_step.stage_input[:num_tokens])
+        if not self._rank.is_last:
+            return self._launch_for_next_stage(step, num_tokens, adapted=adapted)
         plain = not step.prompt_logprob_spans and self._sampler.is_plain(step.request_slots)
         masks = self._plan_masks(step, plain=plain)
         kind = None
@@ -396,10 +406,30 @@ class GpuModelRunner:
         assert self.layer_ready is not None
         return dataclasses.replace(output, kv_loads_timed_out=self.layer_ready.take_error(turn))
 
+    def _launch_for_next_stage(
+        self, step: SchedulerOutput, num_tokens: int, *, adapted: AdapterUse
+    ) -> LaunchedStep:
+        """Runs this stage's layers and sends what they leave to the next stage; its step has no
+        results."""
+        self.filler.mask_places = _NO_PLACES
+        kind = None
+        if self.graphs is not None:
+            kind = self.graphs.replay_step(step, num_tokens, plain=True, adapted=adapted)
+        if kind is None:
+            hidden, _ = self._run_uncaptured(step, num_tokens, plain=False, adapted=adapted)
+        else:  # a copy: the next step may overwrite it before this one is sent
+            hidden = self._device_step.hidden[:num_tokens].clone()
+        self._link.send(hidden)
+        return self._completed(
+            self._copy_results(step, self._device_step.tokens[:0]), None, adapted
+        )
+
     def _apply_changes(self, step: SchedulerOutput) -> None:
         """Admitted sequences, block tables on the host, copies of blocks."""
         for state in step.admitted:
             self.filler.sampling.admit(state)
+            if not self._rank.is_last:
+                continue
             self._sampler.admit(state)
             if state.params.prompt_logprobs is not None:
                 self._prompts[state.request_slot] = state

@@ -136,7 +136,8 @@ def read_adapter(
     linears = _by_linear(stored, tensors, dtype)
     rank = max(linear.a.shape[0] for linear in linears.values())
     ref = AdapterRef(request, content_hash, rank)
-    return Adapter(ref, linears)
+    own = targets.linears()  # all stages read all of it, so they agree on what it is
+    return Adapter(ref, {name: linear for name, linear in linears.items() if name in own})
 
 
 class _Checks:

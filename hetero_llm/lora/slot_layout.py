@@ -150,6 +150,8 @@ def _bounds(targets: AdapterTargets) -> dict[str, tuple[int, ...]]:
     """Where the parts of each `Linear` begin, and N; rows without a target are parts, too."""
     found: dict[str, set[int]] = {}
     for target in targets.targets.values():
+        if not target.here:
+            continue
         bounds = found.setdefault(target.linear, {0, targets.sizes[target.linear][0]})
         bounds |= {target.first_row, target.first_row + target.rows}
     return {name: tuple(sorted(bounds)) for name, bounds in found.items()}

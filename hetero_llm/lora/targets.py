@@ -35,6 +35,7 @@ from hetero_llm.models.transformers_check import trial_step
 
 _WEIGHT = ".weight"
 _TRIED_TOKENS = 53
+_ELSEWHERE = "another stage's "  # before a name of the whole model, which may be one here, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Target:
         first_row, rows, columns: where its weight [rows, columns] lies in that of the `Linear`.
         arrange: stored rows [rows, ...] to rows in the order of the `Linear`; None: as stored.
         part: what a rank has of the module; None: all of it.
+        here: whether this stage has the `Linear`; else `linear` is none of its names.
     """
 
     linear: str
@@ -54,6 +56,7 @@ class Target:
     columns: int
     arrange: Callable[[Tensor], Tensor] | None = None
     part: TargetPart | None = None
+    here: bool = True
 
     @property
     def stored_size(self) -> tuple[int, int]:
@@ -94,7 +97,7 @@ class AdapterTargets:
         targets: by the module's name in the checkpoint.
         refused: modules that cannot have an adapter here, and why.
         checkpoint_name: see `CausalLM`.
-        sizes: [rows, columns] of each `Linear` that has a target, by name.
+        sizes: [rows, columns] of each `Linear` of this stage that has a target, by name.
     """
 
     targets: Mapping[str, Target]
@@ -103,8 +106,8 @@ class AdapterTargets:
     sizes: Mapping[str, tuple[int, int]]
 
     def linears(self) -> set[str]:
-        """The names of the `Linear` layers that may have an adapter."""
-        return {target.linear for target in self.targets.values()}
+        """The names of the `Linear` layers of this stage that may have an adapter."""
+        return {target.linear for target in self.targets.values() if target.here}
 
     def own_name(self, module: str) -> str | None:
         """The name in `targets` or `refused` of a module as an adapter calls it; None if the model
@@ -137,10 +140,11 @@ def adapter_targets(
     rank = model.config.rank
     with torch.device("meta"):
         whole = _targets_of(model_class(config.architecture)(config), {})
-        if rank.size == 1:
+        if rank.is_whole:
             return whole
         own = model_class(config.architecture)(sharded_config(config, rank))
     assert isinstance(own, DecoderLM)
+    own.leave_out_other_stages()
     return _targets_of_rank(whole, own, config)
 
 
@@ -151,18 +155,25 @@ def _targets_of_rank(whole: AdapterTargets, own: DecoderLM, config: ModelConfig)
         own: the rank's model, perhaps without memory.
         config: of the whole model.
     """
-    cuts = rank_parts(own, config).cuts
+    cuts = rank_parts(own, config).cuts if own.config.rank.size > 1 else {}
+    paths: dict[str, str] = {}
+    sizes: dict[str, tuple[int, int]] = {}
+    for path, module in own.named_modules():
+        name = own.whole_name(path)
+        if name in whole.sizes:
+            assert isinstance(module, Linear)
+            paths[name] = path
+            height, width = module.weight.shape
+            sizes[path] = height, width
     targets = {
-        name: _part_of(target, cuts.get(f"{target.linear}.weight"))
+        name: replace(
+            _part_of(target, cuts.get(f"{paths[target.linear]}.weight")),
+            linear=paths[target.linear],
+        )
+        if target.linear in paths
+        else replace(target, here=False, linear=f"{_ELSEWHERE}{target.linear}")
         for name, target in whole.targets.items()
     }
-    modules = dict(own.named_modules())
-    sizes: dict[str, tuple[int, int]] = {}
-    for name in whole.sizes:
-        linear = modules[name]
-        assert isinstance(linear, Linear)
-        height, width = linear.weight.shape
-        sizes[name] = height, width
     return replace(whole, targets=targets, sizes=sizes)
 
 

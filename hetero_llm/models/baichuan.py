@@ -24,7 +24,7 @@ class BaichuanForCausalLM(LlamaForCausalLM):
     def checkpoint_tensors(self) -> Tensors:
         tensors = super().checkpoint_tensors()
         # As in vLLM, the size of the vocabulary distinguishes Baichuan2 from Baichuan.
-        if self.config.vocab_size == _BAICHUAN2_VOCAB_SIZE:
+        if self.config.vocab_size == _BAICHUAN2_VOCAB_SIZE and "lm_head.weight" in tensors:
             tensors["lm_head.weight"] = RearrangedView.of(
                 self.lm_head.weight, _unit_rows, by_row=True
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -367,30 +368,78 @@ class SandwichLayer(DecoderLayer):
         return tensors
 
 
+class OtherStage(nn.Module):
+    """In the place of a module that another stage has."""
+
+
+def _sum_of_terms(x: Any, residual: Any = None, extra: Any = None) -> Tensor:
+    """[T, hidden]: the sum of a layer's terms, with the additions and roundings of the norm that
+    would come next, so that the next stage computes what it would compute behind this layer.
+
+    Args:
+        x, residual, extra: see `AddLayerNorm.forward`.
+    """
+    if extra is not None:
+        x = x + extra
+    return x if residual is None else residual.add_(x)
+
+
 class DecoderLM(CausalLM):
     """Embedding, decoder layers, final norm and head: Llama's, unless a family overrides them.
+
+    The model of a stage (`config.rank`) has the layers of that stage; `leave_out_other_stages`
+    takes from it what comes before or after them.
 
     Attributes:
         names, layer_names: What the family's checkpoints call the parts.
         norm_class: Of all norms.
+        first_parts, last_parts: Modules of the first stage alone, and of the last one alone, but
+            for a head that is the embedding's: both stages have those two.
     """
 
     names = ModelNames()
     layer_names = LayerNames()
     norm_class: NormClass = RMSNorm
     selects_rows = True
+    first_parts: tuple[str, ...] = ("embed_tokens",)
+    last_parts: tuple[str, ...] = ("norm", "lm_head")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.word_embed_size)
+        self.selects_rows = config.rank.is_last
+        with self._memory_of("embed_tokens"):
+            self.embed_tokens = Embedding(config.vocab_size, config.word_embed_size)
         self.rotary = RotaryEmbedding(config.rope, config.max_model_len)
         self.layers = nn.ModuleList(self.make_layer(config, i) for i in range(config.num_layers))
         self.norm = self.make_norm(config)
         first, rows = head_rows(config.vocab_size, config.rank)
-        self.lm_head = Head(config.word_embed_size, first, rows, bias=config.head_bias)
+        with self._memory_of("lm_head"):
+            self.lm_head = Head(config.word_embed_size, first, rows, bias=config.head_bias)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+
+    def _memory_of(self, part: str) -> AbstractContextManager[object]:
+        """A large module of another stage is made without memory, before it is left out."""
+        return torch.device("meta") if part in self._parts_of_others() else nullcontext()
+
+    def _parts_of_others(self) -> frozenset[str]:
+        """Names of the modules that this stage does not have."""
+        rank = self.config.rank
+        others: set[str] = set()
+        if not rank.is_first:
+            others.update(self.first_parts)
+        if not rank.is_last:
+            others.update(self.last_parts)
+        if self.config.tie_word_embeddings and (rank.is_first or rank.is_last):
+            others -= {"embed_tokens", "lm_head"}
+        return frozenset(others)
+
+    def leave_out_other_stages(self) -> None:
+        """Takes out the modules of other stages; call it once, right after construction."""
+        for name in self._parts_of_others():
+            if isinstance(getattr(self, name), nn.Module):
+                setattr(self, name, OtherStage())
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         return DecoderLayer(
@@ -429,12 +478,12 @@ class DecoderLM(CausalLM):
         return self.embed_tokens(input_ids)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = self.embed(input_ids, positions)
+        x = self.embed(input_ids, positions) if self.config.rank.is_first else input_ids
         rotary = StepRotary(self.rotary, positions, x.dtype)
         terms: tuple[Tensor | None, ...] = (x, None)
         for layer in self.layers:
             terms = layer(rotary, attend, *terms)
-        return self.norm(*terms)[0]
+        return self.norm(*terms)[0] if self.config.rank.is_last else _sum_of_terms(*terms)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)
@@ -447,8 +496,8 @@ class DecoderLM(CausalLM):
             **checkpoint_views(names.head, self.lm_head),
         }
         if self.config.tie_word_embeddings:
-            del tensors[f"{names.head}.weight"]
-        for i, layer in enumerate(self.layers):
+            tensors.pop(f"{names.head}.weight", None)
+        for i, layer in enumerate(self.layers, self.config.first_layer):
             assert isinstance(layer, DecoderLayer)
             tensors.update(self.layer_tensors(layer, f"{names.model}.{names.layers}.{i}"))
         return tensors
@@ -470,7 +519,29 @@ class DecoderLM(CausalLM):
         number = name.removeprefix(prefix).partition(".")[0]
         if not name.startswith(prefix) or not number.isdecimal():
             return False
-        return 0 <= int(number) - self.config.num_layers < count
+        own_end = self.config.first_layer + self.config.num_layers
+        return 0 <= int(number) - own_end < count
+
+    def in_stage(self, name: str) -> bool:
+        """Whether a tensor of the whole model, by its name in `checkpoint_tensors` or that of a
+        further tensor of the same module, is part of this stage."""
+        config, names = self.config, self.names
+        if config.rank.stages == 1:
+            return True
+        prefix = f"{names.model}.{names.layers}."
+        number = name.removeprefix(prefix).partition(".")[0]
+        if name.startswith(prefix) and number.isdecimal():
+            return 0 <= int(number) - config.first_layer < config.num_layers
+        outer = (own for own in self.checkpoint_tensors() if not own.startswith(prefix))
+        return any(name.startswith(own.rpartition(".")[0] + ".") for own in outer)
+
+    def whole_name(self, parameter: str) -> str:
+        """The name in the whole model of one of this stage's parameters or modules."""
+        kind, _, rest = parameter.partition(".")
+        number, dot, rest = rest.partition(".")
+        if kind != "layers" or not number:
+            return parameter
+        return f"layers.{int(number) + self.config.first_layer}{dot}{rest}"
 
     def _is_tied_head(self, name: str) -> bool:
         return self.config.tie_word_embeddings and name == f"{self.names.head}.weight"

@@ -21,6 +21,8 @@ class BloomForCausalLM(LayerNormLM):
         qkv_by_kv_head=True,
     )
 
+    first_parts = ("embed_tokens", "embed_norm")
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.embed_norm = self.make_norm(config)

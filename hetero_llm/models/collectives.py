@@ -12,18 +12,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One of the processes that run a model together.
+    """One of the processes that run a model together, or that share the layers of one stage of it.
 
     Attributes:
         index: from 0 on.
         size: how many there are.
+        stage: which part of the layers they share, from the first one on.
+        stages: how many such parts there are.
     """
 
     index: int
     size: int
+    stage: int = 0
+    stages: int = 1
 
     def __post_init__(self) -> None:
         assert 0 <= self.index < self.size, (self.index, self.size)
+        assert 0 <= self.stage < self.stages, (self.stage, self.stages)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all of the model."""
+        return self.size == self.stages == 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the first layers, and so embeds tokens."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the last layers and the head, and so samples."""
+        return self.stage == self.stages - 1
 
 
 class Collectives(Protocol):
@@ -45,10 +65,16 @@ class Collectives(Protocol):
         ...
 
 
-class _OneRank:
-    """The `Collectives` of a model that one process runs."""
+class OneRank:
+    """The `Collectives` of a model that one process runs, or of one stage of it.
 
-    rank = Rank(0, 1)
+    Args:
+        rank: of size 1.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        assert rank.size == 1
+        self.rank = rank
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -57,7 +83,34 @@ class _OneRank:
         return x
 
 
-ONE_RANK: Collectives = _OneRank()
+ONE_RANK: Collectives = OneRank(Rank(0, 1))
+
+
+class StageLink(Protocol):
+    """What a stage exchanges with its neighbours: one tensor a step, in the order of the steps."""
+
+    def receive(self, out: Tensor) -> None:
+        """Fills `out`, [T, hidden], with what the stage before has sent. On a GPU the current
+        stream waits for it, not the host."""
+        ...
+
+    def send(self, x: Tensor) -> None:
+        """Sends [T, hidden] to the next stage, without waiting until that has received it. Nothing
+        may write to `x` afterwards."""
+        ...
+
+
+class _NoLink:
+    """The `StageLink` of a model without stages."""
+
+    def receive(self, out: Tensor) -> None:
+        raise AssertionError("the first stage receives nothing")
+
+    def send(self, x: Tensor) -> None:
+        raise AssertionError("the last stage sends nothing")
+
+
+NO_LINK: StageLink = _NoLink()
 
 
 def same(x: Tensor) -> Tensor:

@@ -54,8 +54,9 @@ class ModelConfig:
         word_embed_size: Width of the embedding table; differs from hidden_size in OPT-350m.
         quantization: `quantization_config` of the checkpoint; None: its weights are plain.
         online_quantization: What plain weights become while they are loaded; None: they stay so.
-        rank: Whose part of the model this is (`sharding.sharded_config`): heads and inner sizes are
-            those of the rank, all others those of the whole model.
+        rank: Whose part of the model this is (`sharding.sharded_config`): heads, inner sizes and
+            layers are those of the rank, all others those of the whole model.
+        first_layer: Number of the first of its layers in the whole model.
         pre_norm, final_norm, norm_affine: OPT only: norms before attention and MLP (else after), a
             norm after the last layer, norms with weights.
     """
@@ -95,3 +96,4 @@ class ModelConfig:
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
     online_quantization: OnlineName | None = None
     rank: Rank = Rank(0, 1)
+    first_layer: int = 0

@@ -50,7 +50,8 @@ def fill_randomly(
             key = (parameter.device, parameter.dtype)
             if key not in pools:
                 pools[key] = pool.to(*key)
-            _fill(parameter, pools[key], _starts(name, seed), parts.cuts.get(name))
+            starts = _starts(model.whole_name(name), seed)
+            _fill(parameter, pools[key], starts, parts.cuts.get(name))
         filled(parameter)
 
 

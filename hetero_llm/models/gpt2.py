@@ -22,6 +22,8 @@ class GPT2LMHeadModel(LayerNormLM):
         mlp_out="mlp.c_proj",
     )
 
+    first_parts = ("embed_tokens", "embed_positions")
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.embed_positions = Embedding(config.max_position_embeddings, config.hidden_size)

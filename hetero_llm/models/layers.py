@@ -269,10 +269,12 @@ class CausalLM(nn.Module):
     """The checkpoint's scales of an e4m3 KV cache, see `kv_scales.py`; None: it has none."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states after the final norm.
+        """Hidden states after the final norm, or of a stage before the last one those that the next
+        stage takes.
 
         Args:
-            input_ids: [T] int64, tokens of all sequences.
+            input_ids: [T] int64, tokens of all sequences; of a stage behind the first one what the
+                stage before has returned, [T, hidden], overwritten.
             positions: [T] int64, each token's position in its sequence.
             attend: Called once per layer, layers in order.
 
@@ -312,6 +314,15 @@ class CausalLM(nn.Module):
     def checkpoint_name(self, name: str) -> str | None:
         """The name in `checkpoint_tensors` of a stored tensor; None if the loader skips it."""
         raise NotImplementedError
+
+    def in_stage(self, name: str) -> bool:
+        """Whether the model has a stored tensor of this name (`checkpoint_name`) or leaves it to
+        another stage."""
+        return True
+
+    def whole_name(self, parameter: str) -> str:
+        """The name in the whole model of one of its parameters or modules."""
+        return parameter
 
     def finish_loading(self, *, batch_invariant: bool) -> None:
         """Called once before serving, when weights are loaded and fused parts are in place.

@@ -43,7 +43,13 @@ from hetero_llm.models.quantized_weights import (
     stored_bytes,
     weights_of,
 )
-from hetero_llm.models.rank_config import FIELD, first_kv_head, sharded_config
+from hetero_llm.models.rank_config import (
+    FIELD,
+    STAGES_FIELD,
+    first_kv_head,
+    sharded_config,
+    stage_config,
+)
 from hetero_llm.models.rank_slices import RankSlice, RankSlices
 from hetero_llm.models.registry import model_class
 from hetero_llm.models.sharding import Cut, RankParts, check_ranks, join_ranks, rank_parts
@@ -88,7 +94,8 @@ def load_model(
     """Builds the model of `config` and fills it from the folder's weight files.
 
     With several ranks it is this rank's part: modules of `sharded_config`, of whose weights only
-    the rank's slices are read. All ranks call this function at the same time.
+    the rank's slices are read, and of a stage only the tensors of its layers. All ranks call this
+    function at the same time.
 
     Peak memory is the model and what `weight_reader` reads ahead: at most a 20th of the model, or
     8 MiB; with a `RearrangedView`, also one stored tensor.
@@ -129,15 +136,15 @@ def load_model(
         )
         _check_sizes(folder, config, files)
     wanted = checkpoint_format(config, folder)
-    own_config = sharded_config(config, rank)
+    staged, own_config = stage_config(config, rank), sharded_config(config, rank)
     blueprint = _plan(
-        folder, (config, own_config), files, dtype, torch.device(device), build, wanted
+        folder, (config, staged, own_config), files, dtype, torch.device(device), build, wanted
     )
     context = weights_of(blueprint.plans, experts_apart=expert_memory is not None)
     with default_dtype(dtype), torch.device(device), context as weights:
-        model = build(own_config)
+        model = _build(build, own_config)
     if expert_memory is not None:
-        assert rank.size == 1, "ranks have no experts in host memory"
+        assert rank.is_whole, "ranks have no experts in host memory"
         place_experts(weights, blueprint.plans, expert_memory)
     settles = {} if expert_memory is None else _settles(weights, blueprint.plans)
     model.eval().requires_grad_(False)
@@ -145,7 +152,7 @@ def load_model(
         model.kv_scales = _own_kv_scales(
             stored_kv_scales(files, config, model.checkpoint_name), config, own_config
         )
-    parts = _joined(model, config, collectives)
+    parts = _joined(model, staged, collectives)
     cuts = _cuts_of_weights(model, weights, parts)
     filler = MatrixFiller(
         blueprint.plans, weights, dtype=dtype, device=torch.device(device),
@@ -193,14 +200,25 @@ def _check_build(
     config: ModelConfig, build: Callable[[ModelConfig], CausalLM] | None, rank: Rank
 ) -> None:
     """Raises ConfigError: several ranks cannot run what `load_model` builds."""
-    check_ranks(config, rank.size)
-    if rank.size > 1 and build is not None:
+    check_ranks(config, rank.size, rank.stages)
+    if not rank.is_whole and build is not None:
         reason = "a model without its language model's head runs on one rank"
-        raise ConfigError(FIELD, rank.size, reason)
+        field, size = (FIELD, rank.size) if rank.size > 1 else (STAGES_FIELD, rank.stages)
+        raise ConfigError(field, size, reason)
+
+
+def _build(build: Callable[[ModelConfig], CausalLM], config: ModelConfig) -> CausalLM:
+    """The model of a configuration, without the modules of other stages."""
+    model = build(config)
+    if config.rank.stages > 1:
+        assert isinstance(model, DecoderLM)
+        model.leave_out_other_stages()
+    return model
 
 
 def _joined(model: CausalLM, whole: ModelConfig, collectives: Collectives) -> RankParts:
-    """Lets a rank's model return the sums of all ranks; what it has of the whole one."""
+    """Lets a rank's model return the sums of all ranks; what it has of the whole one, or of the
+    stage."""
     if collectives.rank.size == 1:
         return RankParts({}, frozenset())
     assert isinstance(model, DecoderLM)
@@ -209,10 +227,11 @@ def _joined(model: CausalLM, whole: ModelConfig, collectives: Collectives) -> Ra
 
 
 def _own_kv_scales(scales: Tensor | None, whole: ModelConfig, own: ModelConfig) -> Tensor | None:
-    """Those of a rank's KV heads; `scales`: see `stored_kv_scales`."""
+    """Those of a rank's layers and KV heads; `scales`: see `stored_kv_scales`."""
     if scales is None:
         return None
-    return scales.narrow(2, first_kv_head(whole, own.rank), own.num_kv_heads).contiguous()
+    of_layers = scales.narrow(0, own.first_layer, own.num_layers)
+    return of_layers.narrow(2, first_kv_head(whole, own.rank), own.num_kv_heads).contiguous()
 
 
 def _cuts_of_weights(
@@ -222,7 +241,8 @@ def _cuts_of_weights(
     if not parts.cuts:  # a model that one rank runs may have dropped the head that it made first
         return {}
     paths = {id(module): path for path, module in model.named_modules()}
-    names = (f"{paths[id(weight.layer)]}.{weight.name}" for weight in weights)
+    # A stage may have left out the head that it made.
+    names = (f"{paths.get(id(weight.layer))}.{weight.name}" for weight in weights)
     return {place: parts.cuts[name] for place, name in enumerate(names) if name in parts.cuts}
 
 
@@ -405,7 +425,8 @@ class _Blueprint:
     """Attributes:
     plans: the quantized matrices of the files.
     stored: their tensors, by the names that the model knows.
-    whole: the whole model without memory; None: of a class of transformers.
+    whole: the whole model, or the whole of this stage, without memory; None: of a class of
+        transformers.
     """
 
     plans: tuple[MatrixPlan, ...]
@@ -415,7 +436,7 @@ class _Blueprint:
 
 def _plan(
     folder: Path,
-    configs: tuple[ModelConfig, ModelConfig],
+    configs: tuple[ModelConfig, ModelConfig, ModelConfig],
     files: tuple[WeightFile, ...] | None,
     dtype: torch.dtype,
     device: torch.device,
@@ -428,29 +449,23 @@ def _plan(
     Classes of transformers are left out: their code may need real tensors.
 
     Args:
-        configs: Of the whole model and of this rank's part.
+        configs: Of the whole model, of the stage, and of this rank's part.
         files: None for random weights.
 
     Raises:
         ModelLoadError: The model cannot be built, differs from the files, or does not fit.
     """
-    config, own_config = configs
+    config, staged, own_config = configs
     if isinstance(config, TransformersConfig):
         return _Blueprint((), {}, None)
     model, weights = _on_meta(folder, config, dtype, build)
+    plans, stored = _checked(model, weights, folder, files, dtype, device, wanted)
+    if staged.rank.stages > 1:
+        model, weights = _on_meta(folder, staged, dtype, build)
+        plans, stored = _checked(model, weights, folder, files, dtype, device, wanted)
     own, own_weights = model, weights
     if own_config.rank.size > 1:
         own, own_weights = _on_meta(folder, own_config, dtype, build)
-    plans: tuple[MatrixPlan, ...] = ()
-    stored: dict[str, tuple[WeightFile, StoredTensor]] = {}
-    if files is not None:
-        stored, _ = _stored_tensors(model, folder, files)
-        try:
-            plans = plan_matrices(model, weights, wanted, stored)
-        except ModelLoadError as error:
-            raise ModelLoadError(f"{folder}: {error}") from error
-        filler = MatrixFiller(plans, weights, dtype=dtype, device=device)
-        _matches(model, folder, files, filler)
     if device.type == "cpu":
         needed = sum(tensor.nbytes for tensor in (*own.parameters(), *own.buffers()))
         needed -= sum(own_weights[one].parameter.nbytes for one in {p.weight for p in plans})
@@ -462,6 +477,28 @@ def _plan(
                 f"{config.max_model_len} tokens included, and {_gib(free)} are free"
             )
     return _Blueprint(plans, stored, model)
+
+
+def _checked(
+    model: CausalLM,
+    weights: Sequence[LayerWeight],
+    folder: Path,
+    files: tuple[WeightFile, ...] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    wanted: CheckpointFormat | None,
+) -> tuple[tuple[MatrixPlan, ...], dict[str, tuple[WeightFile, StoredTensor]]]:
+    """Compares a model without memory with the weight files: `plans` and `stored` of a
+    `_Blueprint`, both empty without files."""
+    if files is None:
+        return (), {}
+    stored, _ = _stored_tensors(model, folder, files)
+    try:
+        plans = plan_matrices(model, weights, wanted, stored)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{folder}: {error}") from error
+    _matches(model, folder, files, MatrixFiller(plans, weights, dtype=dtype, device=device))
+    return plans, stored
 
 
 def _on_meta(
@@ -477,7 +514,7 @@ def _on_meta(
     """
     try:
         with default_dtype(dtype), torch.device("meta"), weights_of() as weights:
-            return build(config).requires_grad_(False), weights
+            return _build(build, config).requires_grad_(False), weights
     except (ArithmeticError, ValueError, RuntimeError) as error:
         reason = short_reason(error)
         raise ModelLoadError(
@@ -633,13 +670,14 @@ def pieces_into(
 def _stored_tensors(
     model: CausalLM, folder: Path, files: tuple[WeightFile, ...]
 ) -> tuple[dict[str, tuple[WeightFile, StoredTensor]], list[tuple[WeightFile, StoredTensor]]]:
-    """The stored tensors by the names that the model knows, and those that it skips."""
+    """The stored tensors by the names that the model knows, and those that it skips or leaves to
+    another stage."""
     found: dict[str, tuple[WeightFile, StoredTensor]] = {}
     skipped: list[tuple[WeightFile, StoredTensor]] = []
     for file in files:
         for stored in file.tensors:
             ours = model.checkpoint_name(stored.name)
-            if ours is None:
+            if ours is None or not model.in_stage(ours):
                 skipped.append((file, stored))
             elif ours in found:
                 first = found[ours][0].path.name

@@ -63,6 +63,8 @@ class OPTForCausalLM(DecoderLM):
         mlp_in=("fc1",),
         mlp_out="fc2",
     )
+    first_parts = ("embed_tokens", "embed_positions", "project_in")
+    last_parts = ("norm", "lm_head", "project_out")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -104,12 +106,12 @@ class OPTForCausalLM(DecoderLM):
         return tuple(one for one in (self.project_out, self.lm_head) if one is not None)
 
     def checkpoint_tensors(self) -> Tensors:
-        decoder, positions = self.names.model, self.embed_positions.weight
-        stored_shape = (positions.shape[0] + _POSITION_OFFSET, positions.shape[1])
-        tensors = super().checkpoint_tensors()
-        tensors[f"{decoder}.embed_positions.weight"] = RearrangedView(
-            positions, stored_shape, lambda stored: stored[_POSITION_OFFSET:]
-        )
+        decoder, tensors = self.names.model, super().checkpoint_tensors()
+        for positions in self.embed_positions.parameters():
+            stored_shape = (positions.shape[0] + _POSITION_OFFSET, positions.shape[1])
+            tensors[f"{decoder}.embed_positions.weight"] = RearrangedView(
+                positions, stored_shape, lambda stored: stored[_POSITION_OFFSET:]
+            )
         for name in ("project_in", "project_out"):
             module = getattr(self, name)
             if module is not None:

@@ -1,8 +1,9 @@
-"""The configuration of one rank's part of a model, for tensor parallelism. No torch.
+"""The configuration of one rank's part of a model, for tensor and pipeline parallelism. No torch.
 
-Queries are cut by heads, keys and values by KV heads, which are repeated where there are fewer of
-them than ranks, MLPs and experts by their inner size, the head by the vocabulary ("Megatron-LM",
-Shoeybi et al. 2019). `sharding.py` says what that means for the parameters of a model.
+Layers go to stages in whole ranges. Within a stage queries are cut by heads, keys and values by KV
+heads, which are repeated where there are fewer of them than ranks, MLPs and experts by their inner
+size, the head by the vocabulary ("Megatron-LM", Shoeybi et al. 2019). `sharding.py` says what that
+means for the parameters of a model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from hetero_llm.models.collectives import Rank
 from hetero_llm.models.config import ModelConfig
 
 FIELD = "tensor_parallel_size"
-"""The argument that errors name."""
+STAGES_FIELD = "pipeline_parallel_size"
+"""The arguments that errors name."""
+
+_PER_LAYER = ("sliding_windows", "sparse_layers")
+"""Fields of a configuration that have an entry for each layer."""
 
 
 def head_rows(vocab_size: int, rank: Rank) -> tuple[int, int]:
@@ -41,7 +46,7 @@ def sharded_config(config: ModelConfig, rank: Rank) -> ModelConfig:
     Raises:
         ConfigError: The model cannot be cut for as many ranks; see `sharding.check_ranks`.
     """
-    assert config.rank.size == 1, "already a rank's"
+    config = stage_config(config, rank)
     if rank.size == 1:
         return config
     check_sizes(config, rank.size)
@@ -56,6 +61,46 @@ def sharded_config(config: ModelConfig, rank: Rank) -> ModelConfig:
     }
     changes |= {name: size // rank.size for name, size in inner_sizes(config).items()}
     return replace(config, **changes)
+
+
+def stage_config(config: ModelConfig, rank: Rank) -> ModelConfig:
+    """The configuration of one stage of a model, of which a single rank has all.
+
+    Args:
+        config: Of the whole model.
+
+    Raises:
+        ConfigError: There are fewer layers than stages.
+    """
+    assert config.rank.is_whole, "already a rank's"
+    if rank.stages == 1:
+        return config
+    check_stages(config, rank.stages)
+    first, count = stage_layers(config.num_layers, rank)
+    changes: dict[str, Any] = {
+        "rank": replace(rank, index=0, size=1),
+        "first_layer": first,
+        "num_layers": count,
+    }
+    for name in _PER_LAYER:
+        values: tuple[Any, ...] | None = getattr(config, name, None)
+        if values is not None:
+            changes[name] = values[first : first + count]
+    return replace(config, **changes)
+
+
+def stage_layers(num_layers: int, rank: Rank) -> tuple[int, int]:
+    """The first layer of a stage, and how many it has: where the stages leave a rest, the first
+    ones have one more, since the last one has the head besides."""
+    each, more = divmod(num_layers, rank.stages)
+    return rank.stage * each + min(rank.stage, more), each + (rank.stage < more)
+
+
+def check_stages(config: ModelConfig, stages: int) -> None:
+    """Raises ConfigError: a stage would have no layer."""
+    if stages > config.num_layers:
+        reason = f"the model has {config.num_layers} layers, and each stage needs one"
+        raise ConfigError(STAGES_FIELD, stages, reason)
 
 
 def inner_sizes(config: ModelConfig) -> dict[str, int]:

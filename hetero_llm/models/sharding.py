@@ -1,5 +1,5 @@
-"""Tensor parallelism: which rows and columns of a model's parameters a rank has, and where the
-ranks' parts meet."""
+"""Tensor parallelism: which rows and columns of the parameters of a model, or of a stage of it, a
+rank has, and where the ranks' parts meet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from hetero_llm.models.quantization_config import checkpoint_format
 from hetero_llm.models.qwen2_moe import Qwen2MoeBlock
 from hetero_llm.models.rank_config import (
     FIELD,
+    STAGES_FIELD,
     check_sizes,
+    check_stages,
     first_kv_head,
     sharded_config,
 )
@@ -100,7 +102,7 @@ def rank_parts(model: DecoderLM, whole: ModelConfig) -> RankParts:
         cuts |= {f"{path}.{name}": cut for name, cut in of_module.items()}
         added |= {f"{path}.{name}" for name in biases}
     if whole.tie_word_embeddings:
-        del cuts["lm_head.weight"]  # every rank has the embedding's
+        cuts.pop("lm_head.weight", None)  # every rank has the embedding's
     parameters = dict(model.named_parameters())
     # What options of the model decide is not there in all of its layers.
     cuts = {name: cut for name, cut in cuts.items() if name in parameters}
@@ -198,27 +200,33 @@ def join_ranks(model: DecoderLM, collectives: Collectives) -> None:
             logits = F.pad(logits, (0, missing))
         return collectives.gather_columns(logits)[:, :vocab_size].contiguous()
 
-    model.lm_head.gather = gather
+    if isinstance(model.lm_head, Head):  # else another stage has it
+        model.lm_head.gather = gather
 
 
-def check_ranks(config: ModelConfig, size: int) -> None:
-    """Checks that `size` ranks can run a model together, before any weight is read.
+def check_ranks(config: ModelConfig, size: int, stages: int = 1) -> None:
+    """Checks that `size` ranks can run a model, or each of its stages, together, before any weight
+    is read.
 
     Args:
         config: Of the whole model.
 
     Raises:
         ConfigError: They cannot: of heads, KV heads or an inner size each rank would not have as
-            many, groups of quantized columns would be cut, or the model's class is no native one.
+            many, groups of quantized columns would be cut, a stage would have no layer, or the
+            model's class is no native one.
         ModelLoadError: The format of a quantized checkpoint is not supported.
     """
     if size < 1:
         raise ConfigError(FIELD, size, "must be 1 or more")
-    if size == 1:
+    if size == stages == 1:
         return
     if isinstance(config, TransformersConfig):
         reason = f"{config.class_name} runs by transformers' own code, which is not cut for ranks"
-        raise ConfigError(FIELD, size, reason)
+        raise ConfigError(*((FIELD, size) if size > 1 else (STAGES_FIELD, stages)), reason)
+    check_stages(config, stages)
+    if size == 1:
+        return
     check_sizes(config, size)
     if config.quantization is not None or config.online_quantization is not None:
         _check_columns(config, size)

@@ -25,6 +25,7 @@ from hetero_llm.core.step import (
     PromptLogprobSpan,
     SchedulerOutput,
 )
+from hetero_llm.models.collectives import NO_LINK
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import Attend, CausalLM
 from hetero_llm.models.multimodal import ImageCausalLM
@@ -99,6 +100,8 @@ class TorchModelRunner:
         layer_ready: the flags at which steps with `kv_loads` wait; to be set before the first one.
         adapters: of the steps' requests; to be set before the first step.
         sequence: which steps other ranks share; to be set before the first step.
+        link: to the neighbouring stages, where the model is one of several; to be set before the
+            first step. Stages before the last one sample nothing.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class TorchModelRunner:
         self.layer_ready: LayerReadyFlags | None = None
         self.adapters: StepAdapters | NoStepAdapters = NoStepAdapters()
         self.sequence: SequenceParallel | NoSequenceParallel = NO_SEQUENCE_PARALLEL
+        self.link = NO_LINK
         self.model = model
         self.cache = cache
         self._device = device
@@ -169,6 +173,9 @@ class TorchModelRunner:
             own_trees.token_ids, np.repeat(own.request_slots, own.num_scheduled_tokens)
         )
         hidden = part.gather_hidden(self._forward(own, token_ids, own_trees.positions, attend))
+        if not self.model.config.rank.is_last:
+            self.link.send(hidden)
+            return PendingStep(step, None, [])
         if step.drafts is not None:
             return drafted_step(
                 self.model,
@@ -208,6 +215,12 @@ class TorchModelRunner:
     ) -> torch.Tensor:
         """[T, hidden] of these tokens at these positions of their sequences."""
         on_device = self._to_device(positions.astype(np.int64))
+        rank = self.model.config.rank
+        if not rank.is_first:
+            size, dtype = self.model.config.hidden_size, next(self.model.parameters()).dtype
+            given = torch.empty(len(token_ids), size, dtype=dtype, device=self._device)
+            self.link.receive(given)
+            return self.model(given, on_device, attend)
         images = None if self._images is None else self._images.rows(step, positions)
         if images is None:
             return self.model(token_ids, on_device, attend)
@@ -217,7 +230,8 @@ class TorchModelRunner:
         return self.model(token_ids, on_device, attend, images)
 
     def _apply_changes(self, step: SchedulerOutput) -> None:
-        for state in step.admitted:
+        samples = self.model.config.rank.is_last
+        for state in step.admitted if samples else ():
             self._sampler.admit(state)
             if self._images is not None:
                 self._images.admit(state)

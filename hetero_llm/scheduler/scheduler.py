@@ -14,6 +14,7 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
 import numpy as np
 
@@ -56,13 +57,19 @@ from hetero_llm.scheduler.waiting_queue import WaitingQueue
 class Scheduler:
     """Owns every request from `add_request` until it is finished.
 
-    A step is in flight from `schedule` to `update`; `schedule_ahead` makes one more meanwhile.
+    A step is in flight from `schedule` to `update`; `schedule_ahead` makes more meanwhile: one, or
+    where the layers are cut into stages one for each further stage.
     Steps run in the order they were made, so blocks freed while a step in flight still writes to
     them can be allocated at once: their next owner writes later. Such a stray write goes to a
     position of its own sequence that no `update` will confirm. A block enters the prefix cache only
     up to confirmed tokens, and gets a second reader only through the prefix cache or by a fork, for
     which nothing is in flight: so a stray write hits neither a cached block nor one with another
     reader. The same holds for the KV of draft nodes, which lies behind all confirmed tokens.
+
+    With stages a sequence that samples in a step in flight waits for that token, and the others run
+    in the next step: so the stages work on different sequences, or on different chunks of a prompt,
+    at the same time, and every step has its input tokens from the host. Of decoding sequences a
+    step takes its share, those first that have waited longest.
 
     Args:
         config: limits of a step.
@@ -118,6 +125,21 @@ class Scheduler:
         self._num_synchronous = 0  # running sequences of requests that allow no step ahead
         self._steady: SteadyBatch | None = None  # from `prepare_next` to `schedule_next`
         self._failed: list[Sequence] = []  # ended since the last `take_failed`
+
+    @property
+    def num_stages(self) -> int:
+        """Parts of the layers that work on different steps at the same time."""
+        return self._config.num_stages
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that `update` has not got yet."""
+        return len(self._in_flight)
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether one more step may be made before the oldest one is updated."""
+        return len(self._in_flight) < self._config.num_in_flight
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -271,21 +293,24 @@ class Scheduler:
         return step
 
     def schedule_ahead(self) -> SchedulerOutput | None:
-        """Makes the step after the one in flight, whose sampled tokens have not reached the host.
+        """Makes the step after those in flight, whose sampled tokens have not reached the host.
 
-        `LAST_SAMPLED` stands for those tokens as inputs. Sequences that end by their length with
+        `LAST_SAMPLED` stands for those tokens as inputs; with stages such sequences are not
+        scheduled. Sequences that end by their length with
         the step in flight are not scheduled, nor those that it forks. One that ends by a stop token
         or a stop string may be scheduled in vain: `update` drops that result.
 
         Returns:
             None if the step in flight has to be updated first: there is nothing to run without its
-            tokens, a request needs every token on the host (`Request.synchronous`), there are or
-            may be drafts, or blocks ran out. No sequence is preempted on incomplete knowledge: the
-            blocks of one that the step in flight ends may be enough, and the preempted sequence
-            would lose the token that it is sampling.
+            tokens, a request needs every token on the host (`Request.synchronous`; with stages all
+            have it), there are or may be drafts, or blocks ran out. No sequence is preempted on
+            incomplete knowledge: the blocks of one that the step in flight ends may be enough, and
+            the preempted sequence would lose the token that it is sampling.
         """
-        assert len(self._in_flight) == 1, "one step ahead of the one in flight, no more"
-        if self._num_synchronous or self._in_flight[0].step.drafts is not None:
+        assert self._in_flight and self.may_run_ahead, "too many steps, or none to be ahead of"
+        if self._in_flight[0].step.drafts is not None:
+            return None
+        if self._num_synchronous and self._has_unknown_inputs:
             return None
         if self._forces_tokens:
             return None
@@ -295,6 +320,7 @@ class Scheduler:
         if (
             first is not None
             and first.request.synchronous
+            and self._has_unknown_inputs
             and self._request_slots.has_room_for(first.request)
         ):
             return None
@@ -306,7 +332,15 @@ class Scheduler:
             return None
         budget = self._schedule_loading(sequences, num_scheduled_tokens, budget)
         self._schedule_waiting(sequences, num_scheduled_tokens, budget)
-        return self._begin_step(sequences, num_scheduled_tokens) if sequences else None
+        if not sequences:
+            return None
+        self.stats.num_steps_ahead += 1
+        return self._begin_step(sequences, num_scheduled_tokens)
+
+    @property
+    def _has_unknown_inputs(self) -> bool:
+        """Whether a step that is made now may have inputs that only the device knows."""
+        return bool(self._in_flight) and self.num_stages == 1
 
     def schedule_next(self, output: ModelRunnerOutput) -> SchedulerOutput | None:
         """Makes the step after the one in flight from that one's results, which `update` has not
@@ -516,6 +550,12 @@ class Scheduler:
         """
         budget = self._config.max_num_batched_tokens
         running, blocks = self._running, self.blocks
+        staged = self.num_stages > 1
+        most_single = len(running)  # sequences with one token
+        if staged:
+            running = sorted(running, key=_last_step)
+            most_single = -(-most_single // self.num_stages)
+        num_single = 0
         num_writable = blocks.num_writable
         index = 0
         kept: set[Sequence] = set()  # scheduled before the last preemption, which starts over
@@ -532,9 +572,14 @@ class Scheduler:
             )
             # A beam has nothing to compute while it waits for its siblings' candidates; a sequence
             # that the step in flight forks or ends is left alone.
-            if num_new == 0 or forks_or_ends or sequence in kept:
+            if num_new == 0 or forks_or_ends or sequence in kept or (staged and num_pending):
                 index += 1
                 continue
+            if num_new == 1:
+                if num_single == most_single:
+                    index += 1
+                    continue
+                num_single += 1
             slot, end = sequence.request_slot, num_computed + num_new
             if num_writable[slot] >= end or blocks.allocate(slot, num_computed, end):
                 sequences.append(sequence)
@@ -544,7 +589,9 @@ class Scheduler:
                 continue
             if self._in_flight:
                 return None
-            self._preempt(running[-1])
+            self._preempt(self._running[-1])
+            if staged:
+                running = [one for one in running if one.request_slot >= 0]
             # A preempted beam takes its whole group along, scheduled siblings included.
             pairs = zip(sequences, num_scheduled_tokens, strict=True)
             scheduled = [(s, n) for s, n in pairs if s.request_slot >= 0]
@@ -552,6 +599,7 @@ class Scheduler:
             num_scheduled_tokens[:] = [n for _, n in scheduled]
             budget = self._config.max_num_batched_tokens - sum(num_scheduled_tokens)
             kept = set(sequences)
+            num_single = num_scheduled_tokens.count(1)
             index = 0
         return budget
 
@@ -573,7 +621,7 @@ class Scheduler:
             request = sequence.request
             if not self._request_slots.has_room_for(request):
                 break
-            if self._in_flight and request.synchronous:
+            if self._has_unknown_inputs and request.synchronous:
                 break
             if request.adapter is not None and not self._take_adapter(sequence):
                 index += not sequence.finished
@@ -643,7 +691,7 @@ class Scheduler:
         alone = not self._running and not self._in_flight
         for loading, together in self.loads.candidates():
             sequence = loading.sequence
-            if budget <= 0 or (self._in_flight and sequence.request.synchronous):
+            if budget <= 0 or (self._has_unknown_inputs and sequence.request.synchronous):
                 continue
             num_tokens = others + min(together, most)
             num_new = self.loads.join(loading, num_tokens, budget, alone=alone)
@@ -736,6 +784,9 @@ class Scheduler:
         self._admitted.clear()
         self._in_flight.append(flight)
         self.stats.num_steps += 1
+        if self.num_stages > 1:
+            for sequence in sequences:
+                sequence.last_step = self.stats.num_steps
         return flight.step
 
     # -- applying results -------------------------------------------------------------------
@@ -932,6 +983,9 @@ class Scheduler:
             assert request.num_unfinished == len(members)
             unfinished += members
         assert sorted(map(id, unfinished)) == sorted(map(id, placed)), "one was lost or doubled"
+
+
+_last_step = attrgetter("last_step")
 
 
 def _is_guided(sequence: Sequence) -> bool:

@@ -10,6 +10,7 @@ from hetero_llm.core.request import Request
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
+# large: one field for each counter.
 @dataclass(slots=True)
 class SchedulerStats:
     """Counters since start; of tokens unless the name says otherwise.
@@ -17,6 +18,7 @@ class SchedulerStats:
     Attributes:
         prefix_cache_queries, prefix_cache_hits: tokens of admitted sequences, and those of them
             whose KV was there.
+        num_steps_ahead: steps that were made with another one in flight.
         num_requests_begun: requests with a token or more.
         num_first_tokens: tokens sampled at the ends of prompts.
         num_drafts: verified draft trees.
@@ -33,6 +35,7 @@ class SchedulerStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     num_steps: int = 0
+    num_steps_ahead: int = 0
     num_requests_begun: int = 0
     num_requests_finished: int = 0
     num_first_tokens: int = 0

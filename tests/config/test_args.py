@@ -282,16 +282,14 @@ class TestStatus:
             resolve(**{spec.name: "else"})
 
     def test_not_yet_messages_name_the_feature(self) -> None:
-        assert refused(pipeline_parallel_size=2) == (
-            "pipeline_parallel_size=2: pipeline parallelism is not available yet"
-        )
-        assert "tensor parallelism of draft models" in refused(
-            speculative_draft_tensor_parallel_size=2
+        assert refused(speculative_draft_tensor_parallel_size=2) == (
+            "speculative_draft_tensor_parallel_size=2: tensor parallelism of draft models is not "
+            "available yet"
         )
         assert "QLoRA" in refused(qlora_adapter_name_or_path="/a")
 
     def test_a_boolean_is_not_the_default_number(self) -> None:
-        assert "pipeline parallelism" in refused(pipeline_parallel_size=True)
+        assert "of draft models" in refused(speculative_draft_tensor_parallel_size=True)
         assert resolve(cpu_offload_gb=0.0)["cpu_offload_gb"] == 0
 
 

@@ -26,6 +26,20 @@ def test_sizes() -> None:
             parallel(tensor_parallel_size=size)
 
 
+def test_stages() -> None:
+    both = parallel(pipeline_parallel_size=3, tensor_parallel_size=2)
+    assert both == ParallelConfig(2, pipeline_parallel_size=3)
+    assert (both.num_ranks, both.asked_by) == (6, ("tensor_parallel_size", 2))
+    alone = parallel(pipeline_parallel_size=3)
+    assert (alone.num_ranks, alone.asked_by) == (3, ("pipeline_parallel_size", 3))
+    with pytest.raises(
+        ConfigError, match=r"^pipeline_parallel_size=9: .*=8 these are 72 processes; 64 at most"
+    ):
+        parallel(pipeline_parallel_size=9, tensor_parallel_size=8)
+    with pytest.raises(ConfigError, match=r"'uni': is one process, and pipeline_parallel_size=2"):
+        parallel(pipeline_parallel_size=2, distributed_executor_backend="uni")
+
+
 def test_ray_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match=r"^distributed_executor_backend='ray': .*one host"):
         parallel(distributed_executor_backend="ray", tensor_parallel_size=2)
@@ -57,7 +71,7 @@ def test_ranks_of_both_kinds() -> None:
         parallel(distributed_executor_backend="uni", sequence_parallel_size=2)
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size"])
-def test_other_kinds_are_not_there_yet(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{name}=2: .*not available yet"):
-        parallel(**{name: 2})
+def test_stages_do_not_share_tokens_yet() -> None:
+    reason = r"^sequence_parallel_size=2: cannot be combined with pipeline_parallel_size \(3\)"
+    with pytest.raises(ConfigError, match=reason):
+        parallel(sequence_parallel_size=2, pipeline_parallel_size=3)

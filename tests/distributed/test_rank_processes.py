@@ -124,6 +124,21 @@ def test_a_killed_rank_is_the_failure_of_all() -> None:
         assert processes.why(other) is error
 
 
+def test_a_rank_that_fails_for_want_of_a_killed_one_is_not_named() -> None:
+    code = """
+        if given.rank == 2: time.sleep(1000)
+        import os, signal
+        os.kill(int(control.receive_bytes()), signal.SIGKILL)
+        control.send(RankFailed.of(RuntimeError("the connection is closed")))
+        sys.exit(1)
+    """
+    with ranks(3, code) as processes:
+        processes.wait_for("up")
+        pid = processes.pids[1]
+        processes.send_settings(str(pid).encode())
+        assert str(failure(processes)) == f"rank 2 (process {pid}) was ended by signal 9 (SIGKILL)"
+
+
 def test_a_stopped_rank_is_a_failure_once_it_serves() -> None:
     with ranks(2, WAIT_FOR_THE_END) as processes:
         processes.wait_for("up")

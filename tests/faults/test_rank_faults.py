@@ -28,8 +28,9 @@ EXIT_ENGINE_DEAD = 70
 LIMIT = 5.0  # seconds from a rank's fault to the engine's end
 FLAGS = (
     "--num-gpu-blocks-override", "1024", "--max-num-seqs", "4", "--cpu-backend", "torch",
-    "-tp", "2", "--max-model-len", "1024",
+    "--max-model-len", "1024",
 )  # fmt: skip
+KINDS = ("-tp", "-pp")
 LONG = {**ENDLESS, "max_tokens": 900}
 
 
@@ -40,10 +41,11 @@ def rank_of(served: ServerProcess) -> int:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_dies_or_hangs_ends_the_engine(
-    tmp_path: Path, how: signal.Signals, busy: bool
+    tmp_path: Path, how: signal.Signals, busy: bool, kind: str
 ) -> None:
-    with server(tmp_path, *FLAGS) as served, ExitStack() as stack:
+    with server(tmp_path, *FLAGS, kind, "2") as served, ExitStack() as stack:
         rank, engine = rank_of(served), served.engine
         served.probe()
         streams = []
@@ -66,7 +68,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine(
 
 
 def test_ranks_do_not_outlive_their_engine(tmp_path: Path) -> None:
-    with server(tmp_path, *FLAGS) as served:
+    with server(tmp_path, *FLAGS, "-tp", "2") as served:
         rank = rank_of(served)
         os.kill(rank, signal.SIGSTOP)  # the kernel ends it, since it cannot look itself
         os.kill(served.engine, signal.SIGKILL)
@@ -75,7 +77,7 @@ def test_ranks_do_not_outlive_their_engine(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_asked_to_end_ends_its_ranks(tmp_path: Path) -> None:
-    with server(tmp_path, *FLAGS) as served:
+    with server(tmp_path, *FLAGS, "-tp", "2") as served:
         answer = served.post({"prompt": "def f(", "max_tokens": 8})
         assert answer.status_code == 200, error_code(answer)
         rank = rank_of(served)

@@ -250,9 +250,10 @@ def make_scheduler(
     holds_stop: HoldsStop | None = None,
     drafter: Drafter | None = None,
     adapters: AdapterSlots | None = None,
+    num_stages: int = 1,
 ) -> tuple[Scheduler, BlockManager, FakeRunner]:
     config = SchedulerConfig(
-        max_num_seqs, max_num_batched_tokens, max_model_len, chunked, block_size
+        max_num_seqs, max_num_batched_tokens, max_model_len, chunked, block_size, num_stages
     )
     blocks = BlockManager(num_blocks, block_size, PrefixCache() if prefix_caching else None)
     columns = -(-max_model_len // block_size)
@@ -340,6 +341,42 @@ class AsyncStepper:
 
     def _launch(self, step: SchedulerOutput | None) -> None:
         self._pending = None if step is None else (step, self._runner.launch(step))
+
+
+class StagesStepper:
+    """Steps a scheduler as an engine does whose layers are cut into stages, without an engine.
+
+    Attributes:
+        steps: in flight, oldest first.
+        most: of them at any time so far.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: FakeRunner) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self.steps: deque[tuple[SchedulerOutput, int]] = deque()
+        self.most = 0
+
+    def step(self) -> bool:
+        """Finishes a step, further ones launched behind it; False if there is none."""
+        if not self.steps:
+            self._launch(self._scheduler.schedule())
+        if not self.steps:
+            return False
+        while self._scheduler.may_run_ahead and self._launch(self._scheduler.schedule_ahead()):
+            pass
+        self.most = max(self.most, len(self.steps))
+        self._scheduler.check_integrity()
+        self._scheduler.run_deferred()
+        step, number = self.steps.popleft()
+        self._scheduler.update(step, self._runner.finish(number))
+        return True
+
+    def _launch(self, step: SchedulerOutput | None) -> bool:
+        if step is not None:
+            self.steps.append((step, self._runner.launch(step)))
+            self._scheduler.step_launched()
+        return step is not None
 
 
 def run_to_end(scheduler: Scheduler, runner: FakeRunner, max_steps: int = 5000) -> None:

@@ -13,6 +13,7 @@ from tests.helpers.harness import (
     EOS,
     VOCAB,
     AsyncStepper,
+    StagesStepper,
     expected_output,
     make_request,
     make_scheduler,
@@ -205,12 +206,15 @@ def _params(kind: str, max_tokens: int) -> SamplingParams:
     num_blocks=st.integers(18, 40),
     budget=st.integers(6, 40),
     prefix_caching=st.booleans(),
-    asynchronous=st.booleans(),
+    kind=st.sampled_from(("synchronous", "asynchronous", 2, 3)),
 )
 def test_random_traffic_leaks_nothing(
-    traffic: list, num_blocks: int, budget: int, prefix_caching: bool, asynchronous: bool
+    traffic: list, num_blocks: int, budget: int, prefix_caching: bool, kind: str | int
 ) -> None:
+    """`kind`: number of stages, or how one stage is stepped."""
+    num_stages = kind if isinstance(kind, int) else 1
     scheduler, blocks, runner = make_scheduler(
+        num_stages=num_stages,
         num_blocks=num_blocks,
         block_size=4,
         max_num_seqs=6,
@@ -221,8 +225,8 @@ def test_random_traffic_leaks_nothing(
     arrivals: dict[int, list] = {}
     aborts: dict[int, list[str]] = {}
     requests = []
-    for number, (length, kind, sampling, max_tokens, at, abort_after) in enumerate(traffic):
-        prompt = [(kind * 5 + i * i) % VOCAB for i in range(length)]
+    for number, (length, first, sampling, max_tokens, at, abort_after) in enumerate(traffic):
+        prompt = [(first * 5 + i * i) % VOCAB for i in range(length)]
         request = make_request(str(number), prompt, _params(sampling, max_tokens), 72)
         try:
             scheduler.check_request(request)
@@ -232,13 +236,13 @@ def test_random_traffic_leaks_nothing(
         arrivals.setdefault(at, []).append(request)
         if abort_after is not None:
             aborts.setdefault(at + abort_after, []).append(request.request_id)
-    stepper = AsyncStepper(scheduler, runner)
+    stepper = (StagesStepper if num_stages > 1 else AsyncStepper)(scheduler, runner)
     for now in range(4000):
         for request in arrivals.pop(now, ()):
             scheduler.add_request(request)
         for request_id in aborts.pop(now, ()):
             scheduler.abort(request_id)
-        if asynchronous:
+        if kind != "synchronous":
             stepped = stepper.step()
         else:
             step = scheduler.schedule()
@@ -260,3 +264,64 @@ def test_random_traffic_leaks_nothing(
             for s in request.sequences:
                 expected = expected_output(request.prompt_token_ids, request.params, s.index)
                 assert s.output_ids == expected
+
+
+class TestStages:
+    """Sequences of different steps in flight are different ones, and all get their turn."""
+
+    def test_decoding_sequences_are_shared_out_evenly(self) -> None:
+        scheduler, _, runner = make_scheduler(num_stages=2)
+        for number in range(5):
+            request = make_request(str(number), [number + 1, 2], _params("greedy", 12))
+            scheduler.add_request(request)
+        stepper = StagesStepper(scheduler, runner)
+        assert stepper.step(), "all prompts"
+        sizes = []
+        for _ in range(6):
+            stepper.step()
+            sizes += [len(step.request_slots) for step, _ in stepper.steps]
+            assert all(token >= 0 for step, _ in stepper.steps for token in step.token_ids)
+        assert set(sizes) == {2, 3} and stepper.most == 2
+        while stepper.step():
+            pass
+        assert scheduler.stats.num_steps_ahead >= scheduler.stats.num_steps // 2
+
+    def test_chunks_of_one_prompt_run_behind_each_other(self) -> None:
+        scheduler, _, runner = make_scheduler(
+            num_stages=3, max_num_batched_tokens=8, max_num_seqs=4
+        )
+        request = make_request("a", list(range(1, 25)), _params("greedy", 3))
+        scheduler.add_request(request)
+        stepper = StagesStepper(scheduler, runner)
+        assert stepper.step()
+        assert [step.num_computed_tokens.tolist() for step, _ in stepper.steps] == [[8], [16]]
+        assert stepper.step() and stepper.step()
+        assert len(stepper.steps) == 0, "the second token needs the first"
+        while stepper.step():
+            pass
+        expected = expected_output(request.prompt_token_ids, request.params)
+        assert request.sequences[0].output_ids == expected
+
+    def test_no_sequence_starves_though_steps_run_one_by_one(self) -> None:
+        """As where blocks run out, so that no step is made ahead."""
+        scheduler, _, runner = make_scheduler(num_stages=3)
+        requests = [make_request(str(i), [i + 1], _params("greedy", 20)) for i in range(6)]
+        for request in requests:
+            scheduler.add_request(request)
+        for _ in range(10):
+            step = scheduler.schedule()
+            scheduler.update(step, runner.run(step))
+        assert [len(request.sequences[0].output_ids) for request in requests] == [4] * 6
+
+    def test_requests_that_look_back_run_beside_others(self) -> None:
+        scheduler, _, runner = make_scheduler(num_stages=2)
+        penalty = SamplingParams(presence_penalty=1.0, max_tokens=5, ignore_eos=True)
+        for number, params in enumerate((penalty, _params("greedy", 5))):
+            scheduler.add_request(make_request(str(number), [number + 1], params))
+        stepper = StagesStepper(scheduler, runner)
+        assert stepper.step()
+        stepper.step()
+        assert stepper.most == 2
+        while stepper.step():
+            pass
+        assert scheduler.num_unfinished == 0

@@ -1,6 +1,8 @@
-"""Starts the rank processes of an engine, and gives each rank its part in the collectives.
+"""Starts the rank processes of an engine, and gives each rank its part in the exchanges.
 
-What a rank process runs is in `rank_process.py`.
+Ranks that share layers (tensor parallel) are neighbours. The engine's own process, rank 0, has a
+part of the last stage (pipeline parallel), so it samples; those of the first stage have the highest
+numbers. What a rank process runs is in `rank_process.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from hetero_llm.config.parallel_config import ParallelConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.distributed.agreement import GroupAgreement
+from hetero_llm.distributed.deferred_runner import DeferredRunner
 from hetero_llm.distributed.parallel_runner import ParallelRunner
 from hetero_llm.distributed.plain_form import PlainForm, types_within
 from hetero_llm.distributed.process_group import (
@@ -31,7 +34,14 @@ from hetero_llm.distributed.process_group import (
 from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses, RankProgram
 from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare, never
 from hetero_llm.engine.builders.build_host_tier import HostShare
-from hetero_llm.models.collectives import ONE_RANK, Collectives, Rank
+from hetero_llm.models.collectives import (
+    NO_LINK,
+    ONE_RANK,
+    Collectives,
+    OneRank,
+    Rank,
+    StageLink,
+)
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 from hetero_llm.utils import topology
 from hetero_llm.utils.env import child_environment, group_environment
@@ -105,15 +115,27 @@ class EngineRanks:
         return HostShare(self.share, self.processes, self.processes.shared)
 
     def parallel(
-        self, runner: ModelRunner[Any], timed_out: Callable[[], bool] = never
+        self,
+        runner: ModelRunner[Any],
+        store: AdapterStore | None = None,
+        *,
+        on_torch: bool = False,
+        timed_out: Callable[[], bool] = never,
     ) -> ModelRunner[Any]:
         """The runner that the engine calls: that of rank 0, or one that announces steps, too.
 
         Args:
+            store: of the adapters that steps load.
+            on_torch: `runner.launch` computes, rather than let a device compute.
             timed_out: see `ParallelRunner`.
         """
         if isinstance(self.processes, NoRanks):
             return runner
+        if on_torch and self.share.collectives.rank.stages > 1:
+            from hetero_llm.lora.rank_adapters import NoRankAdapters, RankAdapters
+
+            resources = NoRankAdapters() if store is None else RankAdapters(store)
+            runner = DeferredRunner(runner, resources)
         self.processes.begin_serving()
         self.share.serves()
         return ParallelRunner(runner, self.processes, self.share.gave_up, timed_out)
@@ -155,6 +177,8 @@ def check_parallel(config: EngineConfig, device: torch.device) -> None:
             needed = "as many" if size == parallel.num_ranks else _product(parallel)
             reason = f"needs {needed} GPUs, and this process sees {count}"
             raise ConfigError(field, size, reason)
+    if parallel.pipeline_parallel_size > 1:
+        _check_stages(config)
     if config.cpu.backend == "ipex":
         reason = f"cannot be combined with {field} ({size}) yet: leave one of them out"
         raise ConfigError("cpu_backend", config.cpu.backend, reason)
@@ -166,16 +190,31 @@ def check_parallel(config: EngineConfig, device: torch.device) -> None:
 
 
 def _product(parallel: ParallelConfig) -> str:
-    return (
-        f"{parallel.num_ranks} (tensor_parallel_size={parallel.tensor_parallel_size} times "
-        f"sequence_parallel_size={parallel.sequence_parallel_size})"
-    )
+    tensor = f"tensor_parallel_size={parallel.tensor_parallel_size}"
+    name = "sequence_parallel_size"
+    if parallel.pipeline_parallel_size > 1:
+        name = "pipeline_parallel_size"
+    return f"{parallel.num_ranks} ({tensor} times {name}={getattr(parallel, name)})"
 
 
-def _check_sequence_parallel(config: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError: ranks that share tokens do not do so with another argument."""
-    size, tokens = config.parallel.sequence_parallel_size, config.max_num_batched_tokens
-    reason = f"cannot be combined with sequence_parallel_size ({size}) yet: leave one of them out"
+def _check_stages(config: EngineConfig) -> None:
+    """Raises ConfigError: an argument cannot be combined with stages."""
+    stages = config.parallel.pipeline_parallel_size
+    field = "pipeline_parallel_size"
+    if config.speculation is not None:
+        reason = "cannot be combined with drafts yet (use_lookahead, speculative_model, ...)"
+        raise ConfigError(field, stages, f"{reason}: leave one of them out")
+    _refuse_host_memory(config, field)
+    path = config.cache.scales_path
+    if path is not None:
+        reason = f"cannot be combined with {field} ({stages}) yet: leave one of them out"
+        raise ConfigError("quantization_param_path", path, reason)
+
+
+def _refuse_host_memory(config: EngineConfig, field: str) -> None:
+    """Raises ConfigError: ranks keep something in host memory that `field` does not go with."""
+    size = getattr(config.parallel, field)
+    reason = f"cannot be combined with {field} ({size}) yet: leave one of them out"
     refused: tuple[tuple[str, Any, bool], ...] = (
         ("enable_prefix_cache_offload", True, config.offload is not None),
         ("enable_prompt_adapter", True, config.prompt_adapters.enabled),
@@ -184,6 +223,12 @@ def _check_sequence_parallel(config: EngineConfig, device: torch.device) -> None
     for name, value, is_given in refused:
         if is_given:
             raise ConfigError(name, value, reason)
+
+
+def _check_sequence_parallel(config: EngineConfig, device: torch.device) -> None:
+    """Raises ConfigError: ranks that share tokens do not do so with another argument."""
+    size, tokens = config.parallel.sequence_parallel_size, config.max_num_batched_tokens
+    _refuse_host_memory(config, "sequence_parallel_size")
     from hetero_llm.runner.sequence_parallel import LEAST_TOKENS
 
     least = LEAST_TOKENS[device.type]
@@ -203,15 +248,15 @@ def check_sequence_ranks(model_config: ModelConfig, parallel: ParallelConfig) ->
 
 def for_ranks(config: EngineConfig, device: torch.device) -> EngineConfig:
     """The configuration of each rank's part: on a CPU torch runs it, with a share of the cores."""
-    size = config.parallel.num_ranks
-    if size == 1 or device.type != "cpu":
+    ranks = config.parallel.num_ranks
+    if ranks == 1 or device.type != "cpu":
         return config
     if config.cpu.backend == "native":
         message = "%s=%d: torch serves, the native executor does not share layers"
         logger.info(message, *config.parallel.asked_by)
     threads = config.cpu.threads or len(topology.compute_cpus(reserve=0))
     return replace(
-        config, cpu=replace(config.cpu, backend="torch", threads=max(1, threads // size))
+        config, cpu=replace(config.cpu, backend="torch", threads=max(1, threads // ranks))
     )
 
 
@@ -237,9 +282,12 @@ def start_ranks(config: EngineConfig, device: torch.device) -> RankProcesses | N
     processes = RankProcesses(size, program, abort)
     pids = [os.getpid(), *processes.pids]
     words = ", ".join(f"{rank} is process {pid}" for rank, pid in enumerate(pids))
-    kind = config.parallel.asked_by[0].partition("_")[0]
-    if config.parallel.tensor_parallel_size < size and kind == "tensor":
-        kind = f"{config.parallel.sequence_parallel_size} times tensor"
+    parallel = config.parallel
+    kind = parallel.asked_by[0].partition("_")[0]
+    groups = max(parallel.sequence_parallel_size, parallel.pipeline_parallel_size)
+    if parallel.tensor_parallel_size > 1 and groups > 1:
+        what = "stages of" if parallel.pipeline_parallel_size > 1 else "times"
+        kind = f"{groups} {what} {parallel.tensor_parallel_size} tensor"
     logger.info("%s parallel on %d ranks: %s", kind, size, words)
     return processes
 
@@ -293,14 +341,26 @@ def join_ranks(
     return EngineRanks(processes, share)
 
 
+def part_of(rank: Rank, parallel: ParallelConfig) -> Rank:
+    """What a rank has of the model.
+
+    Args:
+        rank: its number among all ranks.
+    """
+    size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    stage = stages - 1 - rank.index // size if stages > 1 else 0
+    return Rank(rank.index % size, size, stage, stages)
+
+
 def join_group(
     rank: Rank, store: int, device: torch.device, *, row_bytes: int, parallel: ParallelConfig
 ) -> RankShare:
     """Joins the group of all ranks, and those within it.
 
     Ranks that share layers are neighbours: of T tensor-parallel ranks, rank r has part r % T of
-    each layer. Ranks r, r + T, r + 2 T ... have the same part and share the tokens of long prompts.
-    On GPUs that reach each other's memory, collectives go through it; else through NCCL.
+    each layer. Ranks r, r + T, r + 2 T ... have the same part and share the tokens of long prompts,
+    or are stages, which hand over hidden states through NCCL or gloo. On GPUs that reach each
+    other's memory, other collectives go through it; else through NCCL.
 
     Args:
         rank: among all ranks.
@@ -317,32 +377,40 @@ def join_group(
         torch.cuda.set_device(rank.index)
         device = torch.device("cuda", rank.index)
     world = open_group(rank, store, device)
-    size = parallel.tensor_parallel_size
+    size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     every = range(rank.size)
-    layers = [every[first : first + size] for first in every[::size]]
-    tokens = [every[part::size] for part in range(size)]
+    part = part_of(rank, parallel)
+    shared, sequence = _Opened(OneRank(part) if stages > 1 else ONE_RANK), _Opened(ONE_RANK)
     groups: list[ProcessGroup] = []
-    opened = []
-    for members in (layers, tokens):
-        own = Rank(*_place_in(members, rank.index))
-        if own.size == 1:
-            opened.append(_Opened(ONE_RANK))
-            continue
-        group = group_within(members, rank.index) if len(members) > 1 else world
-        groups.append(group)
-        opened.append(
-            _open_collectives(
-                group, own, device,
-                row_bytes=row_bytes, peer_memory=parallel.peer_memory, rows=members is tokens,
-            )
-        )  # fmt: skip
-    shared, sequence = opened
-    return _share(shared, sequence, GroupAgreement(rank.size), groups, device)
+    if size > 1:
+        layers = [every[first : first + size] for first in every[::size]]
+        groups.append(group_within(layers, rank.index))
+        shared = _open_collectives(groups[-1], part, device, row_bytes, parallel, rows=False)
+    if parallel.sequence_parallel_size > 1:
+        tokens = [every[first::size] for first in range(size)]
+        groups.append(group_within(tokens, rank.index))
+        place = Rank(rank.index // size, parallel.sequence_parallel_size)
+        sequence = _open_collectives(groups[-1], place, device, row_bytes, parallel, rows=True)
+    agreement, link = GroupAgreement(rank.size), NO_LINK
+    if stages > 1:
+        of_stage = groups[0] if size > 1 else None
+        first = rank.index - part.index
+        agreement = GroupAgreement(rank.size, first=first, members=size, group=of_stage)
+        link = _meet_neighbours(rank, part, device)
+    within = [group for group in groups if group is not world]
+    return _share(shared, sequence, agreement, within, device, link)
 
 
-def _place_in(members: list[range], rank: int) -> tuple[int, int]:
-    """Index within its group, and the group's size."""
-    return next((one.index(rank), len(one)) for one in members if rank in one)
+def _meet_neighbours(rank: Rank, part: Rank, device: torch.device) -> StageLink:
+    """The link of a stage to the one before and the next one."""
+    from hetero_llm.distributed.stage_link import GroupLink
+
+    link = GroupLink(
+        None if part.is_first else rank.index + part.size,
+        None if part.is_last else rank.index - part.size,
+    )
+    link.meet(device)
+    return link
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,15 +428,16 @@ def _open_collectives(
     group: ProcessGroup,
     rank: Rank,
     device: torch.device,
-    *,
     row_bytes: int,
-    peer_memory: bool,
+    parallel: ParallelConfig,
+    *,
     rows: bool,
 ) -> _Opened:
     """`rows`: they gather rows of many tokens, rather than add up those of few."""
-    if device.type == "cuda" and peer_memory:
+    if device.type == "cuda" and parallel.peer_memory:
         peers = _peer_collectives(group, device, row_bytes, gathers_most=rows)
         if peers is not None:
+            peers.rank = rank
             return _Opened(peers, peers)
     from hetero_llm.distributed.group_collectives import GroupCollectives
 
@@ -381,6 +450,7 @@ def _share(
     agreement: GroupAgreement,
     groups: list[ProcessGroup],
     device: torch.device,
+    link: StageLink,
 ) -> RankShare:
     """The share of a rank, from the collectives that share layers and those that share tokens."""
     peers = [one.peers for one in (shared, sequence) if one.peers is not None]
@@ -408,12 +478,13 @@ def _share(
     return RankShare(
         shared.collectives,
         agreement,
-        in_graphs=shared.collectives is ONE_RANK or shared.peers is not None,
+        in_graphs=shared.peers is not None or shared.collectives.rank.size == 1,
         serves=serves,
         gave_up=lambda: any(one.gave_up for one in peers),
         abort=abort,
         leave=leave,
         sequence=sequence.collectives,
+        link=link,
     )
 
 

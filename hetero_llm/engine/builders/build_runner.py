@@ -305,6 +305,7 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
             adapters=inputs.adapters,
             experts=inputs.experts,
             sequence=sequence_parallel(inputs.share.sequence, inputs.device),
+            link=inputs.share.link,
         )
         runner.typical = inputs.typical
         return BuiltRunner(runner, cache)
@@ -507,4 +508,5 @@ def _torch_runner(
     runner.typical = inputs.typical
     runner.layer_ready = inputs.layer_ready
     runner.sequence = sequence_parallel(inputs.share.sequence, inputs.device)
+    runner.link = inputs.share.link
     return runner

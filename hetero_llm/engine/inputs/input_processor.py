@@ -415,7 +415,7 @@ class InputProcessor:
         if params.logits_processors and not self._takes_processors:
             reason = (
                 "Python functions run in one process; tensor_parallel_size and "
-                "sequence_parallel_size have to be 1"
+                "sequence_parallel_size and pipeline_parallel_size have to be 1"
             )
             raise SamplingError("logits_processors", params.logits_processors, reason)
         for name in ("logprobs", "prompt_logprobs"):

@@ -79,7 +79,8 @@ class RankLoop:
     Args:
         steps: the channel.
         runner: of this rank.
-        grammars: compiles grammars ahead of the steps that need them; None without a tokenizer.
+        grammars: compiles grammars ahead of the steps that need them; None without a tokenizer, and
+            in a stage that does not sample.
         adapters: in the host memory of this rank.
         gave_up: see `RankShare`.
         copies: between this rank's part of the KV cache and host memory; None: there are none.
@@ -142,8 +143,8 @@ class RankLoop:
             self._adapters.forget(value_from_words(words))
         elif kind in _TRANSFERS:
             self._transfer(kind, transfer_from_words(words))
-        else:
-            assert kind == StepMessage.GRAMMAR and self._grammars is not None, kind
+        elif self._grammars is not None:
+            assert kind == StepMessage.GRAMMAR, kind
             arguments = (value_from_words(words),)
             threading.Thread(target=self._grammars.prepare, args=arguments, daemon=True).start()
 
@@ -291,8 +292,10 @@ def _build(settings: RankSettings, share: RankShare, control: ControlSocket) -> 
     if adapters is not None and device.type == "cpu":
         apply_adapters(runner, adapters.store, config, device)
     copies = None if host is None else host.join_rank(made.cache)
-    tokenizer = open_tokenizer(config, folder)
-    grammars = open_grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
+    grammars = None
+    if share.collectives.rank.is_last:  # the other stages do not sample
+        tokenizer = open_tokenizer(config, folder)
+        grammars = open_grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
     if grammars is not None:
         runner.set_open_matcher(grammars.open)
         grammars.warm_up_beside()
