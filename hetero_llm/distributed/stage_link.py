@@ -45,7 +45,12 @@ class GroupLink:
         assert self._before is not None, "the first stage receives nothing"
         work = dist.irecv(out, self._before)
         assert work is not None
-        work.wait()
+        try:
+            work.wait()
+        finally:
+            # An error's traceback must not keep what belongs to a group that is left meanwhile:
+            # gloo does not return from freeing it then.
+            del work
 
     def send(self, x: torch.Tensor) -> None:
         """See `StageLink`.

@@ -40,6 +40,7 @@ from tests.scenarios.test_tensor_parallel import (
     with_adapters,
 )
 
+ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 
 
@@ -57,7 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="class")
 def llm(folder: Path) -> Iterator[LLM]:
     """Two stages, with few KV blocks."""
-    with LLM(str(folder), **TIGHT, pipeline_parallel_size=2, num_gpu_blocks_override=40) as llm:
+    options = {**TIGHT, **ADAPTERS, "num_gpu_blocks_override": 40}
+    with LLM(str(folder), **options, pipeline_parallel_size=2) as llm:
         yield llm
 
 
@@ -87,21 +89,19 @@ class TestTwoStages:
         assert after["num_steps"] - before["num_steps"] == 5
         assert after["num_steps_ahead"] == before["num_steps_ahead"]
 
+    def test_three_adapters_take_turns_in_two_slots(
+        self, llm: LLM, folder: Path, tmp_path: Path
+    ) -> None:
+        adapters = adapters_of(tmp_path, folder)
+        with LLM(str(folder), **TIGHT, **ADAPTERS) as one:
+            expected = with_adapters(one, adapters)
+        assert len(set(map(tuple, expected))) == len(expected)
+        assert with_adapters(llm, adapters) == expected
+
     def test_functions_of_the_user_are_refused(self, llm: LLM) -> None:
         params = replace(GREEDY, logits_processors=[lambda _, logits: logits])
         with pytest.raises(SamplingError, match=r"^logits_processors=.*pipeline_parallel_size"):
             llm.generate("x", params)
-
-
-def test_adapters(folder: Path, tmp_path: Path) -> None:
-    """Three adapters take turns in two slots of both stages."""
-    adapters = adapters_of(tmp_path, folder)
-    options = {**TIGHT, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
-    with LLM(str(folder), **options, enable_lora=True) as llm:
-        expected = with_adapters(llm, adapters)
-    assert len(set(map(tuple, expected))) == len(expected)
-    with LLM(str(folder), **options, enable_lora=True, pipeline_parallel_size=2) as llm:
-        assert with_adapters(llm, adapters) == expected
 
 
 def step_to_the_end(engine: LLMEngine, chosen: list[int]) -> list[RequestOutput]:
