@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -83,4 +84,7 @@ class ParallelRunner(Generic[P]):
         """Raises the failure of a rank that has caused an error here, if there is one."""
         found = self._ranks.why(error)
         if found is not error:
+            # Frames of torch keep operations of the group, which never end: gloo does not return
+            # from freeing them when the group has been left.
+            traceback.clear_frames(error.__traceback__)
             raise found from error

@@ -76,10 +76,13 @@ def open_group(
 
     check_no_group(rank.size)
     on_gpu = device.type == "cuda"
+    # Torch opens the file again when it frees the group's last part, perhaps long after the group
+    # was left, and would write to whatever had the number then: this one is never given back.
+    kept = os.dup(store)
     with group_environment():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=dist.FileStore(f"/proc/self/fd/{store}", rank.size),
+            store=dist.FileStore(f"/proc/self/fd/{kept}", rank.size),
             rank=rank.index,
             world_size=rank.size,
             timeout=timedelta(seconds=timeout),

@@ -380,7 +380,8 @@ def join_group(
     size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     every = range(rank.size)
     part = part_of(rank, parallel)
-    shared, sequence = _Opened(OneRank(part) if stages > 1 else ONE_RANK), _Opened(ONE_RANK)
+    shared = _Opened(OneRank(part) if stages > 1 and size == 1 else ONE_RANK)
+    sequence = _Opened(ONE_RANK)
     groups: list[ProcessGroup] = []
     if size > 1:
         layers = [every[first : first + size] for first in every[::size]]
