@@ -88,7 +88,9 @@ def check(modules: list[Experts], dtype: torch.dtype, rows: int, device: torch.d
         streams = ExpertStreams(bank, bank.table.cpu().numpy(), DirectLane())
         layers = range(1, LAYERS) if slots > 3 else range(LAYERS)
         for layer in layers:
-            table = bank.table[layer] if slots > 3 else streams.enter(layer)
+            table = bank.table[layer]
+            if slots == 3:
+                table = streams.enter(layer, None, rows * 2).table
             assert (table >= 0).all() and len(set(table.tolist())) == EXPERTS
             x, ids, weights, y = compute(bank, layer, table, rows, gate, dtype)
             module = modules[layer]
