@@ -69,7 +69,7 @@ class LaneCosts:
     link: float
 
     def threads(self, rows: NDArray[np.integer]) -> float:
-        """Of the threads, for experts with so many tokens each."""
+        """Of the threads, for experts by the number of tokens of each."""
         if not len(rows):
             return 0.0
         return self.exchange + len(rows) * self.expert + int(rows.sum()) * self.row

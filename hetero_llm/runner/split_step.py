@@ -22,7 +22,7 @@ from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.models.collectives import Rank
 
 _ALIGNED_ROWS = 32
-"""Rows of a rank follow each other in groups of so many when they are exchanged: collectives move
+"""Rows that follow each other in a group when ranks exchange them: collectives move
 whole tiles, of which the keys and values of one token may fill a part."""
 
 

@@ -60,7 +60,7 @@ def net_gain(gain: float, slowdown: float, num_sequences: int) -> float:
     Args:
         gain: tokens a second of the step over those of one without drafts.
         slowdown: its seconds over those of one without, idle time included in both.
-        num_sequences: of the step. A single one has nobody to delay.
+        num_sequences: of the step. Drafts of a single one delay no other.
     """
     return gain if num_sequences <= 1 else gain - _DELAY_SHARE * max(slowdown - 1.0, 0.0)
 

@@ -46,7 +46,7 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
 extern "C" {
 
-// Bytes of a board for so many ranks; 0 if the number is invalid.
+// Bytes of a board for a number of ranks; 0 if the number is invalid.
 int64_t hetero_reports_bytes(int64_t ranks);
 // Initializes a board in fresh memory.
 void hetero_reports_format(void* board, int64_t ranks);
