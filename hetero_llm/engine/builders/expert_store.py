@@ -2,7 +2,7 @@
 
 `ExpertMemory` holds all experts: tensors are read into page-locked memory and stay there.
 `ExpertStore` is for hosts that do not hold all of them: a weight of a layer is read into pageable
-memory, and as soon as it is complete, each expert goes on to its slot of the GPU's bank or to its
+memory, and as soon as it is complete, each expert is copied to its slot of the GPU's bank or to its
 place in page-locked memory.
 """
 
