@@ -263,8 +263,8 @@ class ExpertMoves:
         self._finished += 1
 
     def _advance(self, move: _Move) -> bool:
-        """Takes the next phase of a move if its copy, or the last step that reads the old place, has
-        ended. Returns whether the whole move has ended."""
+        """Takes the next phase of a move if its copy, or the last step that reads the old place,
+        has ended. Returns whether the whole move has ended."""
         if move.phase == _DRAIN:
             if self._finished < move.step:
                 return False
