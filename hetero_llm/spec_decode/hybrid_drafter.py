@@ -116,14 +116,13 @@ class HybridDrafter:
         buffer = self.states.buffer
         span = buffer.open()
         buffer.extend(span, [0, 1, 0])
-        new = SequenceRows(*np.array([[span.row], [1], [0], [0], [3]], np.int64))
         known = SequenceRows(*np.array([[span.row], [1], [0], [3], [3]], np.int64))
         for index in self._indexes:
-            index.learn(buffer.tokens, new, 0)
             index.forget(buffer.tokens, known)
         buffer.close(span.row)
         self._propose([], self.states.follow([], [], None), 0)
         none = np.zeros(0, np.int64)
+        self._step.learn(none, _CHUNK, 0)
         self.propose_next([], none.reshape(0, FIRST_END_ID), none, none, 1)
         self.account = ProposalAccount()
 
@@ -290,23 +289,11 @@ class HybridDrafter:
 
     def _learn(self) -> None:
         """Enters new tokens into the local indexes, and outputs in chunks into the global cache."""
-        rows = self._with_new_tokens[0]
-        if len(self._with_new_tokens) > 1:
-            rows = np.unique(np.concatenate(self._with_new_tokens))
-        self._with_new_tokens.clear()
         self._tick += 1
-        numbers = self.states.arrays.numbers
-        numbers_of = numbers[rows]
-        # With ignore_prompt INDEXED may lie behind END: an output's first tokens are left out.
-        new = (numbers_of[:, END] > numbers_of[:, INDEXED]) & (numbers_of[:, CLOSED] == 0)
-        if new.any():
-            rows = rows[new]
-            spans = self.states.spans(rows)
-            for index in self._indexes:
-                index.learn(self.states.buffer.tokens, spans, self._tick)
-            numbers[rows, INDEXED] = spans.ends
-            for row in rows[spans.ends - numbers[rows, SHARED] >= _CHUNK].tolist():
+        for rows in self._with_new_tokens:
+            for row in self._step.learn(rows, _CHUNK, self._tick).tolist():
                 self._share(row)
+        self._with_new_tokens.clear()
 
     def _take_in_last_tokens(self) -> NDArray[np.int64]:
         """Takes in the last tokens of ended sequences. Returns their rows, to be forgotten."""

@@ -31,12 +31,13 @@ from hetero_llm.spec_decode.array_table import (
     Float32Matrix,
     Float32Vector,
     Float64Vector,
+    Int32Matrix,
     Int32Vector,
     Int64Vector,
     reader_of,
 )
 from hetero_llm.spec_decode.budget import MOST_ROWS
-from hetero_llm.spec_decode.lookahead import ngram_index, trie_proposer
+from hetero_llm.spec_decode.lookahead import ngram_index, suffix_trie, trie_proposer
 from hetero_llm.spec_decode.lookahead.global_cache import GlobalCache
 from hetero_llm.spec_decode.lookahead.indexes import (
     MAX_TRIE_NODES,
@@ -47,13 +48,16 @@ from hetero_llm.spec_decode.lookahead.indexes import (
     LocalNgramIndex,
     LocalSuffixTrie,
     ngram_params,
+    trie_params,
     trie_proposal_params,
 )
 from hetero_llm.spec_decode.lookahead.ngram_index import NgramArrays, NgramParams
 from hetero_llm.spec_decode.lookahead.sequence_state import (
+    CLOSED,
     END,
     EXPECTED_HITS,
     HITS,
+    INDEXED,
     MEAN_EXPECTED_HITS,
     MEAN_HITS,
     NAMESPACE,
@@ -68,12 +72,13 @@ from hetero_llm.spec_decode.lookahead.sequence_state import (
     PROPOSED_HITS,
     SALT,
     SEPARATOR,
+    SHARED,
     START,
     NewTokens,
     SequenceArrays,
     SequenceStates,
 )
-from hetero_llm.spec_decode.lookahead.suffix_trie import TrieArrays
+from hetero_llm.spec_decode.lookahead.suffix_trie import TrieArrays, TrieParams
 from hetero_llm.spec_decode.lookahead.trie_proposer import TrieProposalParams
 from hetero_llm.spec_decode.merge_trees import merge
 from hetero_llm.spec_decode.proposal_account import ProposalIdle
@@ -89,6 +94,7 @@ _LEAST_PER_THREAD = 64
 """Sequences that make a thread worth waking: one is looked up in some 2 us, and an empty call of
 another thread took 34 us. On the 16 cores of an H200 node four threads took 166 us for 64 sequences
 of Raw, one thread 6 us for 8."""
+_LEARN_ROOM = 256  # tokens for which the local indexes make room at once, at least
 _KEPT_SHARE = 0.8  # of the moving averages of hits, kept at each step
 _MIN_SCALE, _MAX_SCALE = 0.1, 2.0  # of a sequence's acceptance scale
 
@@ -161,6 +167,8 @@ class _Arrays:
     step_seconds: Float64Vector
     step_sizes: Int64Vector
     trie_params: TrieProposalParams
+    trie_entering: TrieParams
+    trie_actives: Int32Matrix
     ngram_params: NgramParams
     buffers: _Buffers
     found: Proposals
@@ -215,15 +223,19 @@ class ProposalStep:
         self._count = 0  # its sequences
         self._least_kept = 0.0  # least path probability of its nodes that are verified
         self._num_threads = num_threads
+        self._start_freq = float(config.start_freq)
+        self._room = self._num_rows = 0  # of the local indexes: tokens to enter, and rows
         self._pool = ThreadPoolExecutor(max(num_threads - 1, 1), "hetero-lookahead")
         self._arrays = ArrayTable(_Arrays)
         self._arrays.put("stop_tokens", np.array(config.eos_token_id, np.int32))
         self._arrays.put("accepted", accepted)
         self._arrays.put("trie_params", trie_proposal_params(config))
+        self._arrays.put("trie_entering", trie_params(config))
         self._arrays.put("ngram_params", ngram_params(config))
         self._make_room(_INITIAL_SIZE)
         self._found = Proposals.empty(_INITIAL_SIZE)
         self._arrays.put("found", self._found)
+        self._reserve(0, 0)
 
     def _make_room(self, size: int) -> None:
         """Replaces the buffers by those for proposals for `size` sequences."""
@@ -253,12 +265,44 @@ class ProposalStep:
         self._arrays.put("step_seconds", times.table())
         self._arrays.put("step_sizes", times.sizes)
 
+    def learn(self, rows: NDArray[np.int64], chunk: int, tick: int) -> NDArray[np.int64]:
+        """Enters into the local indexes the tokens of these sequences that are not there yet.
+
+        Args:
+            rows: [S] of the sequence states. tick: time, never less than at the call before.
+
+        Returns:
+            Those rows with at least `chunk` tokens that the global cache does not hold.
+        """
+        table, freq = self._arrays.table, self._start_freq
+        due = np.empty(len(rows), np.int64)
+        num_new, num_due = _learn(
+            table, rows, self._mode, self._room, self._num_rows, freq, tick, chunk, due
+        )
+        if num_new < 0:
+            num_rows = len(self._states.arrays.numbers)
+            self._reserve(max(-num_new, _LEARN_ROOM), num_rows)
+            num_new, num_due = _learn(
+                table, rows, self._mode, self._room, num_rows, freq, tick, chunk, due
+            )
+        self._room -= num_new
+        return due[:num_due]
+
+    def _reserve(self, tokens: int, num_rows: int) -> None:
+        """Makes room in the local indexes for `tokens` more tokens of rows below `num_rows`."""
+        for index in self._indexes:
+            index.reserve(tokens, num_rows)
+            self._arrays.put("local." + index.name, index.arrays)
+            if isinstance(index, LocalSuffixTrie):
+                self._arrays.put("trie_actives", index.actives)
+        self._room, self._num_rows = tokens, num_rows
+
     def refresh_indexes(self) -> None:
-        """Enters the indexes as they are now. Needed after anything was learned or forgotten."""
+        """Enters the global cache's generations as they are now, if they have changed."""
+        if not self._cache.changed:
+            return
         put = self._arrays.put
         self._cache.changed = False  # before it is looked at: another thread may set it meanwhile
-        for index in self._indexes:
-            put("local." + index.name, index.arrays)
         for name, part in zip(("young.", "old.", "static."), self._cache.generations, strict=True):
             for learned in part.indexes:
                 put(name + learned.name, learned.arrays)
@@ -352,8 +396,7 @@ class ProposalStep:
 
     def look_up(self, count: int) -> None:
         """Drafts for the first `count` sequences from the indexes; threads share large batches."""
-        if self._cache.changed:
-            self.refresh_indexes()
+        self.refresh_indexes()
         table, mode = self._arrays.table, self._mode
         num_parts = min(self._num_threads, count // _LEAST_PER_THREAD)
         if num_parts <= 1:
@@ -391,6 +434,64 @@ class ProposalStep:
 
 
 # -- compiled -------------------------------------------------------------------------------
+
+
+@njit(**BORROWING)
+def _learn(
+    table: np.ndarray,
+    rows: np.ndarray,
+    mode: int,
+    room: int,
+    num_rows: int,
+    freq: float,
+    tick: int,
+    chunk: int,
+    due: np.ndarray,
+) -> tuple[int, int]:
+    """Enters new tokens of these rows into the local indexes; a row may occur twice.
+
+    Args:
+        room: tokens that may be entered. num_rows: rows that the indexes know.
+        freq: of a new entry.
+        due: [S], written: rows with at least `chunk` tokens that are not shared.
+
+    Returns:
+        How many were entered and the number of rows due; less than 0 if there is no room for as
+        many, or for these rows. Then nothing was entered.
+    """
+    numbers = _read(table, "states").numbers
+    total, last = 0, -1
+    for row in rows:
+        # With ignore_prompt INDEXED may lie behind END: an output's first tokens are left out.
+        if numbers[row, CLOSED] == 0 and numbers[row, END] > numbers[row, INDEXED]:
+            total += numbers[row, END] - numbers[row, INDEXED]
+            last = max(last, row)
+    if total == 0:
+        return 0, 0
+    if total > room or last >= num_rows:
+        return -total, 0
+    tokens = _read(table, "tokens")
+    count = 0
+    for row in rows:
+        state = numbers[row]
+        begin, end, salt = state[INDEXED], state[END], state[SALT]
+        if state[CLOSED] != 0 or end <= begin:
+            continue
+        if mode != _NO_INDEX and mode != RAW:
+            suffix_trie.insert(
+                _read(table, "local").trie, _read(table, "trie_entering"), tokens, salt, begin,
+                end, _read(table, "trie_actives")[row], freq,
+            )  # fmt: skip
+        if mode != _NO_INDEX and mode != TURBO:
+            ngram_index.insert(
+                _read(table, "local").ngrams, _read(table, "ngram_params"), tokens, salt,
+                state[START], begin, end, freq, tick,
+            )  # fmt: skip
+        state[INDEXED] = end
+        if end - state[SHARED] >= chunk:
+            due[count] = row
+            count += 1
+    return total, count
 
 
 @njit(**BORROWING)

@@ -92,7 +92,6 @@ class LocalNgramIndex:
 
     def __init__(self, config: LookaheadConfig, accepted: NDArray[np.float32]) -> None:
         self._params = ngram_params(config)
-        self._freq = float(config.start_freq)
         self._index = NgramIndex(self._params)
         rates = np.repeat(ngram_index.FURTHER_RATES[:, None], ngram_index.NUM_DEPTHS, axis=1)
         rates[:, 0] = ngram_index.FIRST_RATES
@@ -110,12 +109,8 @@ class LocalNgramIndex:
     def num_entries(self) -> int:
         return self._index.num_keys
 
-    def learn(self, tokens: NDArray[np.int32], spans: SequenceRows, tick: int) -> None:
-        self._index.reserve(int((spans.ends - spans.indexed).sum()))
-        ngram_index.insert_all(
-            self._index.arrays, self._params, tokens, spans.salts, spans.starts, spans.indexed,
-            spans.ends, self._freq, tick,
-        )  # fmt: skip
+    def reserve(self, tokens: int, num_rows: int) -> None:
+        self._index.reserve(tokens)
 
     def forget(self, tokens: NDArray[np.int32], spans: SequenceRows) -> None:
         ngram_index.remove_all(
@@ -129,6 +124,10 @@ class LocalSuffixTrie:
     Args:
         accepted: [NUM_BUCKETS, 2] float32 view, filled in: what to expect of drafts from local and
             global tries before anything was drafted.
+
+    Attributes:
+        actives: [rows, max_depth + 2] int32, how far each row's text is entered: see
+            `suffix_trie.insert`. Replaced by a larger one by `reserve`.
     """
 
     NUM_BUCKETS = 2 * trie_buckets.NUM_LENGTHS * trie_buckets.NUM_BUCKETS
@@ -136,9 +135,8 @@ class LocalSuffixTrie:
 
     def __init__(self, config: LookaheadConfig, accepted: NDArray[np.float32]) -> None:
         self._params = trie_params(config)
-        self._freq = float(config.start_freq)
         self._trie = SuffixTrie(self._params)
-        self._actives = np.empty((0, len(new_active(self._params))), np.int32)  # by row
+        self.actives = np.empty((0, len(new_active(self._params))), np.int32)
         accepted[:] = trie_buckets.initial_acceptance().reshape(-1, 2)
 
     @property
@@ -153,32 +151,26 @@ class LocalSuffixTrie:
     def num_entries(self) -> int:
         return self._trie.num_keys + self._trie.num_nodes + self._trie.num_entries
 
-    def learn(self, tokens: NDArray[np.int32], spans: SequenceRows, tick: int) -> None:
-        last = int(spans.rows.max())
-        if last >= len(self._actives):
-            more = np.tile(new_active(self._params), (2 * last + 1 - len(self._actives), 1))
-            self._actives = np.concatenate([self._actives, more])
-        self._trie.reserve(int((spans.ends - spans.indexed).sum()))
-        actives = self._actives[spans.rows]
-        suffix_trie.insert_all(
-            self._trie.arrays, self._params, tokens, spans.salts, spans.indexed, spans.ends,
-            actives, self._freq,
-        )  # fmt: skip
-        self._actives[spans.rows] = actives
+    def reserve(self, tokens: int, num_rows: int) -> None:
+        self._trie.reserve(tokens)
+        if num_rows > len(self.actives):
+            more = np.tile(new_active(self._params), (num_rows - len(self.actives), 1))
+            self.actives = np.concatenate([self.actives, more])
 
     def forget(self, tokens: NDArray[np.int32], spans: SequenceRows) -> None:
         for row, salt, start, indexed in zip(
             spans.rows, spans.salts, spans.starts, spans.indexed, strict=True
         ):
             suffix_trie.remove(self._trie.arrays, self._params, tokens, salt, start, indexed)
-            if row < len(self._actives):
-                self._actives[row] = new_active(self._params)
+            if row < len(self.actives):
+                self.actives[row] = new_active(self._params)
 
 
 LocalIndex = LocalNgramIndex | LocalSuffixTrie
-"""An index of running sequences. `name` is its field in the arrays of `ProposalStep`; `arrays` are
-to be read anew after `learn`; `num_entries` is 0 if all sequences are forgotten. `learn` enters the
-tokens from `indexed` to `ends`, `forget` removes those before `indexed`."""
+"""An index of running sequences. `name` is its field in the arrays of `ProposalStep`, which enters
+tokens; `arrays` are to be read anew after `reserve`, which makes room for `tokens` more tokens of
+rows below `num_rows`; `num_entries` is 0 if all sequences are forgotten. `forget` removes the
+tokens before `indexed`."""
 
 
 class GlobalNgramIndex(NgramIndex):
