@@ -99,7 +99,7 @@ class SwitchedDrafter:
     inner: Drafter | None = None
     profile: list[tuple[int, float]] | None = None
 
-    def set_step_times(self, profile: list[tuple[int, float]]) -> None:
+    def set_step_times(self, profile: list[tuple[int, float]], launches_ahead: bool = True) -> None:
         self.profile = profile
 
     @property

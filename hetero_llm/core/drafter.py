@@ -21,6 +21,7 @@ class StepReport(NamedTuple):
         seconds: its duration.
         idle_seconds: how long the device had waited for its launch; 0.0 if it was launched ahead.
         proposed: whether drafts were proposed for it, be it none.
+        num_sampled: tokens that it yielded; 0 if that is not known.
     """
 
     num_sequences: int
@@ -28,6 +29,7 @@ class StepReport(NamedTuple):
     seconds: float
     idle_seconds: float
     proposed: bool
+    num_sampled: int = 0
 
 
 class Drafter(Protocol):
@@ -137,13 +139,15 @@ class ArrayDrafter(Protocol):
 class CostAware(Protocol):
     """A drafter that chooses the size of its drafts by the time that nodes take to verify."""
 
-    def set_step_times(self, profile: list[tuple[int, float]]) -> None:
+    def set_step_times(self, profile: list[tuple[int, float]], launches_ahead: bool = True) -> None:
         """Sets measured step times before the first step; without them the drafter learns from
         `observe_step`.
 
         Args:
             profile: (tokens, seconds) of every size that steps are padded to, or of sizes between
                 which times differ; ascending, the first of one token.
+            launches_ahead: whether the engine launches steps ahead while the drafter is idle.
+                Otherwise it waits before these steps, too, but for the drafter.
         """
         ...
 

@@ -7,6 +7,9 @@ drafter observes in real steps.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -18,30 +21,44 @@ _MEASURED = (1, 2, 4, 8, 16, 32, 64)
 _SIZES = (*range(1, 9), *range(16, 65, 8))
 """Sizes returned, in tokens; times between measured sizes are interpolated."""
 _CONTEXT = 256  # tokens, whatever the cache holds of them
-_REPEATS = 3
+_LEAST_REPEATS, _MOST_REPEATS = 3, 24
 _SECONDS = 0.3
-"""Time limit: after it no larger size is measured."""
+"""Time limit: after it no larger size is measured, nor any oftener than `_LEAST_REPEATS` times."""
 
 
 def profile_executor(executor: Executor, cache: PagedKVCache) -> list[tuple[int, float]]:
     """Tokens and seconds of steps, ascending, each the minimum of some runs.
 
-    Reads and writes K and V of the cache's first blocks: to be called before the first request.
+    Sizes take turns: what other programs do meanwhile then disturbs all of them, and whoever runs
+    often enough has a quiet moment. Reads and writes K and V of the cache's first blocks: to be
+    called before the first request.
     """
     room = min(_MEASURED[-1], cache.num_blocks * cache.shape.block_size)
     begun = perf_counter()
-    measured: list[tuple[int, float]] = []
+    runs: dict[int, Callable[[], object]] = {}
+    best: dict[int, float] = {}
     for num_tokens in _MEASURED:
         if num_tokens > room or perf_counter() - begun > _SECONDS:
             break
-        measured.append((num_tokens, _seconds(executor, cache, num_tokens)))
-    sizes, seconds = zip(*measured, strict=True)
+        runs[num_tokens] = _step_of(executor, cache, num_tokens)
+        runs[num_tokens]()  # the first run is slower
+        best[num_tokens] = math.inf
+    for repeat in range(_MOST_REPEATS):
+        if repeat >= _LEAST_REPEATS and perf_counter() - begun > _SECONDS:
+            break
+        for num_tokens, run in runs.items():
+            started = perf_counter()
+            run()
+            best[num_tokens] = min(best[num_tokens], perf_counter() - started)
+    sizes = list(best)
+    # A step that takes longer than one of more tokens was disturbed.
+    seconds = np.minimum.accumulate(list(best.values())[::-1])[::-1]
     returned = [size for size in _SIZES if size <= sizes[-1]]
     return list(zip(returned, np.interp(returned, sizes, seconds).tolist(), strict=True))
 
 
-def _seconds(executor: Executor, cache: PagedKVCache, num_tokens: int) -> float:
-    """Of a token and a chain of draft nodes behind it, sampled after each."""
+def _step_of(executor: Executor, cache: PagedKVCache, num_tokens: int) -> Callable[[], object]:
+    """Runs a token and a chain of draft nodes behind it, sampled after each."""
     numbers = np.arange(num_tokens, dtype=np.int32)
     zero, zeros = np.zeros(1, np.int32), np.zeros(num_tokens, np.int32)
     size = cache.shape.block_size
@@ -68,9 +85,4 @@ def _seconds(executor: Executor, cache: PagedKVCache, num_tokens: int) -> float:
         positions=numbers,
         sample_indices=zeros,
     )
-    times = []
-    for _ in range(_REPEATS + 1):  # the first run is slower
-        begun = perf_counter()
-        executor.step(inputs, samples)
-        times.append(perf_counter() - begun)
-    return min(times)
+    return partial(executor.step, inputs, samples)

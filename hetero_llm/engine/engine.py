@@ -241,7 +241,8 @@ class Engine:
             self._last_finish = now
             if self.asynchronous and not self._pending:
                 self._launch(self.scheduler.schedule_next(output))
-            self.scheduler.observe_step(step, now - begun + min(idle, 0.0), max(idle, 0.0))
+            seconds, num_sampled = now - begun + min(idle, 0.0), len(output.token_ids)
+            self.scheduler.observe_step(step, seconds, max(idle, 0.0), num_sampled=num_sampled)
             touched = self.scheduler.update(step, output)
             clock.lap("update")
             if self.asynchronous and not self._pending:

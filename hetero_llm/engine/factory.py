@@ -377,7 +377,7 @@ def _join(
         drafter, store = make_drafter(
             config.speculation, model_config, max_model_len, tokenizer, proposer
         )
-    _set_step_times(drafter, runner, experts)
+    _set_step_times(drafter, runner, experts, launches_ahead=device.type != "cpu")
     if experts is not None:
         own_cores(experts, config)
     times = step_times(model_config, num_parameters)
@@ -560,11 +560,14 @@ def _room_for_caches(config: EngineConfig, device: torch.device) -> int:
     return int(usable_memory_bytes() * share)
 
 
-def _set_step_times(drafter: Drafter | None, runner: Any, experts: HybridExperts | None) -> None:
+def _set_step_times(
+    drafter: Drafter | None, runner: Any, experts: HybridExperts | None, *, launches_ahead: bool
+) -> None:
     """Gives the step times that the runner has measured, if any, to a drafter that uses them.
 
     Args:
         experts: those that replays of padding have not asked for; None: there are none.
+        launches_ahead: see `CostAware.set_step_times`.
     """
     profile = getattr(runner, "profile", None)
     if profile and experts is not None and experts.measured is not None:
@@ -576,7 +579,7 @@ def _set_step_times(drafter: Drafter | None, runner: Any, experts: HybridExperts
             streamed_seconds=found.link,
         )
     if profile and isinstance(drafter, CostAware):
-        drafter.set_step_times(profile)
+        drafter.set_step_times(profile, launches_ahead)
 
 
 def free_unreachable(device: str) -> None:

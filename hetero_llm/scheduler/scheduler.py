@@ -460,21 +460,25 @@ class Scheduler:
         failed, self._failed = self._failed, []
         return failed
 
-    def observe_step(self, step: SchedulerOutput, seconds: float, idle_seconds: float) -> None:
+    def observe_step(
+        self, step: SchedulerOutput, seconds: float, idle_seconds: float, *, num_sampled: int
+    ) -> None:
         """Reports a finished step's duration to the load queue, and to the drafter if the step had
         no prompt chunks.
 
         Args:
             idle_seconds: how long the device had waited for its launch.
+            num_sampled: tokens that it yielded.
         """
         self.loads.observe(step, seconds)
         flight = self._in_flight[0]
         assert flight.step is step, "a step is reported before its update"
         if self.drafter is not None and not step.has_chunks:
-            num_tokens = int(step.num_scheduled_tokens.sum())
-            count = len(flight.sequences)
+            count, num_tokens = len(flight.sequences), len(step.token_ids)
+            if step.drafts is not None:
+                num_tokens += len(step.drafts.token_ids)
             self.drafter.observe_step(
-                StepReport(count, num_tokens, seconds, idle_seconds, flight.proposed)
+                StepReport(count, num_tokens, seconds, idle_seconds, flight.proposed, num_sampled)
             )
 
     def step_launched(self) -> None:

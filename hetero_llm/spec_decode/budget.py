@@ -7,8 +7,8 @@ To these comes the time that the device idles: a step with drafts can only be ma
 of the one before are known, and one without drafts is launched before (proposal_account.py).
 
 Goodput alone would let one sequence's accepted drafts pay for the time of all others. So what
-drafts gain is reported less half of what a sequence loses that accepts none (`net_gain`): where the
-gain is small or is one sequence's alone, the drafter pauses.
+drafts gain is reported less half of what those sequences lose that accept none (`net_gain`): where
+the gain is small or is one sequence's alone, the drafter pauses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from hetero_llm.core.step_times import StepTimes, extend_profile
 from hetero_llm.utils.jit import njit
 
 _ADDED = 0.75
-"""Contexts, which no report tells, lengthen all verify steps alike; a slower machine does not."""
+"""On a GPU contexts, which no report tells, lengthen all verify steps alike; a slower machine does
+not. On a CPU each node reads the context anew, and other programs take a share of all its time."""
 _UNKNOWN_GROWTH = 0.004
 """Per token of a step larger than any measured: cheap, so that it is tried."""
 GUESSED_GAIN, GUESSED_LOSS = 1.2, 0.95
@@ -28,8 +29,8 @@ MEMORY = 1000
 """Steps after which the time of a size that did not run again is forgotten where nothing was
 measured, so that a size that was slow once is tried again."""
 _DELAY_SHARE = 0.5
-"""Of the time by which drafts delay a sequence that accepts none, in `net_gain`. At 0 a batch of 8
-whose drafts are right in 0.2 of cases took 7% longer to its last token than without drafts."""
+"""Of the time by which drafts delay the sequences that accept none, in `net_gain`. At 0 a batch of
+8 whose drafts are right in 0.2 of cases took 7% longer to its last token than without drafts."""
 MOST_ROWS = 8192
 """Larger steps are neither observed nor planned."""
 _SIZES = (
@@ -39,34 +40,43 @@ _SIZES = (
 """Step sizes that differ, unless a profile says which."""
 
 
-def verify_times(profile: list[tuple[int, float]] | None = None) -> StepTimes:
+def verify_times(
+    profile: list[tuple[int, float]] | None = None, *, multiplies: bool = False
+) -> StepTimes:
     """The predictor of verify steps, which takes steps as padded to the sizes.
 
     Args:
         profile: (tokens, seconds) of every size that steps are padded to, ascending; None: nothing
             was measured.
+        multiplies: whether steps that take longer than predicted do so in proportion to their time.
     """
+    added = 0.0 if multiplies else _ADDED
     if not profile:
-        return StepTimes(_SIZES, padded=True, added=_ADDED, growth=_UNKNOWN_GROWTH, memory=MEMORY)
+        return StepTimes(_SIZES, padded=True, added=added, growth=_UNKNOWN_GROWTH, memory=MEMORY)
     sizes, seconds = zip(*profile, strict=True)
     return StepTimes(
-        *extend_profile(sizes, seconds, _SIZES, _UNKNOWN_GROWTH), padded=True, added=_ADDED
+        *extend_profile(sizes, seconds, _SIZES, _UNKNOWN_GROWTH), padded=True, added=added
     )
 
 
-def net_gain(gain: float, slowdown: float, num_sequences: int) -> float:
+def net_gain(gain: float, slowdown: float, num_sequences: int, accepting: float) -> float:
     """What a step's drafts are worth.
 
     Args:
         gain: tokens a second of the step over those of one without drafts.
         slowdown: its seconds over those of one without, idle time included in both.
         num_sequences: of the step. Drafts of a single one delay no other.
+        accepting: how many of them will accept a node, as estimated. Where all do, nobody waits for
+            the others' drafts, however long the step takes.
     """
-    return gain if num_sequences <= 1 else gain - _DELAY_SHARE * max(slowdown - 1.0, 0.0)
+    if num_sequences <= 1:
+        return gain
+    delayed = max(1.0 - accepting / num_sequences, 0.0)
+    return gain - _DELAY_SHARE * delayed * max(slowdown - 1.0, 0.0)
 
 
 _net_gain = njit(cache=True, nogil=True)(net_gain)
-"""For `keep_best`; Python calls the other one, which has nothing to compile inside a request."""
+"""For `choose`; Python calls the other one, which has nothing to compile inside a request."""
 
 
 @njit(cache=True, nogil=True)
@@ -115,7 +125,7 @@ def choose(
             size += 1
     likeliest = _descending(likeliest)
     most = max(min(size, min(edges[-1], most_rows) - num_rows), 0)
-    total, gain = most, GUESSED_GAIN if most > 0 else GUESSED_LOSS
+    total, gain, slowdown = most, GUESSED_GAIN if most > 0 else GUESSED_LOSS, 1.0
     if table[-1] > 0.0:
         plain = table[min(np.searchsorted(edges, num_rows), len(edges) - 1)]
         best, best_seconds, total = len(counts) / (plain + idle), 0.0, 0
@@ -130,8 +140,7 @@ def choose(
             if rate > best:
                 best, best_seconds, total = rate, table[at] + idle, node
         gain = best * (plain + plain_idle) / max(len(counts), 1)
-        if total > 0:
-            gain = _net_gain(gain, best_seconds / (plain + plain_idle), len(counts))
+        slowdown = best_seconds / (plain + plain_idle)
     if total <= 0:
         return gain
     least = likeliest[total - 1]
@@ -145,7 +154,11 @@ def choose(
                 ties -= 1
             else:
                 break
-    return gain
+    accepting = 0.0
+    for row in range(len(counts)):
+        if kept[row] > 0:  # the first node is the likeliest
+            accepting += path_probs[row, 0]
+    return _net_gain(gain, slowdown, len(counts), accepting)
 
 
 @njit(cache=True, nogil=True)

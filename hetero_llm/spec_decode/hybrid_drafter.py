@@ -8,6 +8,8 @@ cache is `ngram_index`, its Turbo cache `suffix_trie`.
 
 from __future__ import annotations
 
+from time import perf_counter
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -162,14 +164,18 @@ class HybridDrafter:
         if self._ended:  # the worker has no more slots than there are running sequences
             self._learn_and_forget()
         self._follow(sequences)
+        for _ in sequences:
+            self.account.begin_text(self.states.num_followed)
 
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         if not self._may_propose(len(sequences)):
             nothing = np.zeros(0, np.int32)
             return DraftBatch(np.zeros(len(sequences), np.int32), nothing, nothing)
-        return self._propose(
-            sequences, self.states.follow(sequences, limits, self._index_from), num_rows
-        )
+        begun = perf_counter()
+        new = self.states.follow(sequences, limits, self._index_from)
+        batch = self._propose(sequences, new, num_rows)
+        self.account.note_work(perf_counter() - begun)
+        return batch
 
     def rows_of(self, sequences: list[Sequence]) -> NDArray[np.int64] | None:
         most = self._most_sequences
@@ -204,8 +210,8 @@ class HybridDrafter:
             self._step.has_blocks,
         )  # fmt: skip
 
-    def set_step_times(self, profile: list[tuple[int, float]]) -> None:
-        self.account.set_step_times(profile)
+    def set_step_times(self, profile: list[tuple[int, float]], launches_ahead: bool = True) -> None:
+        self.account.set_step_times(profile, launches_ahead)
 
     def observe_step(self, report: StepReport) -> None:
         self.account.observe_step(report)
@@ -214,16 +220,29 @@ class HybridDrafter:
         self._ended += self.states.end_request(request)  # the device waits now
 
     def run_deferred(self) -> None:
-        self.account.run_deferred()
+        account = self.account
+        paused = account.paused
+        account.run_deferred()
+        if account.paused and paused and not self._has_work:
+            return
+        begun = perf_counter()
         self._learn_and_forget()
-        begins = self.account.ends_pause and not self._has_proposed
-        if begins and self._proposing_model is not None:
-            self._commit_before_proposal()
+        if account.ends_pause and not self._has_proposed and self.states.num_followed:
+            self._end_pause()
         self.model.run_deferred()
         self._has_proposed = False
-        if self.account.ends_pause:  # nothing waits now, and it stays until the next proposal
+        if account.ends_pause:  # nothing waits now, and it stays until the next proposal
             self._step.set_step_times(self.step_times)
             self._step.refresh_indexes()
+        if not account.paused:
+            account.note_work(perf_counter() - begun)
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether a step within a pause has to be followed by deferred work."""
+        if self._proposing_model is not None:  # its worker is watched, whatever happens
+            return True
+        return bool(self._ended or self._with_new_tokens or self._verified)
 
     # -- proposing --------------------------------------------------------------------------
 
@@ -265,13 +284,31 @@ class HybridDrafter:
         self.model.commit(new.rows, new.tokens, new.sizes, sequences)
         self._step.take_in(new, proposes=False)
 
-    def _commit_before_proposal(self) -> None:
-        """Sends the worker the new tokens of all sequences at the end of a pause, so that it has
-        drafts by the next proposal."""
+    def _end_pause(self) -> None:
+        """Takes in what sequences have got in a pause. A draft model is sent it, so that it has
+        drafts by the next proposal; without one the pause goes on where drafts from the indexes
+        would not have paid."""
         sequences = [each for each in self.states.sequences if each.request.may_draft]
         most = self._most_sequences
-        if sequences and (most is None or len(sequences) <= most):
+        if not sequences or (most is not None and len(sequences) > most):
+            return
+        if self._proposing_model is not None:
             self._follow(sequences)
+            return
+        limits = [0] * len(sequences)
+        new = self.states.follow(sequences, limits, self._index_from)
+        if not len(new.tokens):
+            return
+        begun = perf_counter()
+        self._step.set_step_times(self.step_times)
+        self._tick += 1
+        count = len(sequences)
+        idle = self.account.idle_of(count)
+        saved, due = self._step.rehearse(new, _CHUNK, count, idle, self._tick)
+        for row in due.tolist():
+            self._share(row)
+        if saved is not None:
+            self.account.note_rehearsal(saved, count, perf_counter() - begun)
 
     # -- learning ---------------------------------------------------------------------------
 

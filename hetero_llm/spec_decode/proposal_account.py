@@ -1,12 +1,20 @@
 """What proposals cost and gain, and when a drafter pauses because they lose.
 
 A step with drafts can only be made when the tokens of the one before are known, and the device
-idles meanwhile; steps without are launched ahead. So a drafter whose proposals yield fewer tokens a
-second than steps without them, idle time included, pauses for some steps and then tries again.
+idles meanwhile; steps without are launched ahead, where the engine does that. So a drafter whose
+proposals yield fewer tokens a second than steps without them, idle time included, pauses for some
+steps and then tries again.
+
+Two rules begin a pause. By the first one proposals have lost on average, as estimated when they
+were made. By the second one they have lost more than they may: whatever was estimated, the account
+knows how many steps' worth of time the tokens that came have saved or cost (`_settle`). A loss
+beyond what was saved is paid back by a pause in which nothing is proposed, one hundredth of a step
+for each step. A new text brings a little to lose, so that it is looked up at once.
 """
 
 from __future__ import annotations
 
+from math import ceil
 from typing import NamedTuple
 
 from hetero_llm.core.drafter import StepReport
@@ -21,6 +29,14 @@ _FIRST_GAIN = 1.05  # so that a drafter begins with proposals
 _MIN_PAUSE, _MAX_PAUSE = 2, 32  # steps; twice as many after each pause that ends in a loss
 _PAUSE_UNKNOWN = 16  # the longest pause as long as step times are not known
 _PROBE_SHARE = 0.005  # of the time, at most, that proposals between pauses cost
+_LOSS_SHARE = 0.01  # of the time that proposals may lose in the long run
+_TO_LOSE = 0.5  # steps' worth of time that a text alone may lose before that
+_MOST_SAVED = 2.0  # steps' worth of time that may be lost again, of what drafts have saved
+_LONGEST_DEBT = 16  # steps of a pause that pays back
+_REHEARSAL_PAUSE = 8  # steps of the pause behind a rehearsal, at least
+_LEAST_SAVED = 0.1  # share of the time that drafts must have saved for a pause to end
+_REHEARSAL_WEIGHT = 2.0  # steps: what a rehearsal has saved in so many may be lost again
+_MOST_KEPT = 16  # reports that wait to be taken in
 
 
 class ProposalIdle(NamedTuple):
@@ -61,19 +77,25 @@ class IdleTimes:
         return 0.0
 
 
+# large: times, gains and pauses depend on each other.
 class ProposalAccount:
     """Step times, idle times and gains of one drafter. One thread at a time.
 
     Attributes:
+        launches_ahead: whether the engine launches steps without drafts ahead. Where it does not,
+            it waits for the drafter's own work alone.
         step_times: of steps without a prompt's chunk, by their tokens.
     """
 
     def __init__(self) -> None:
+        self.launches_ahead = True
         self.step_times: StepTimes = verify_times()
-        self._proposal_idle, self._plain_idle = IdleTimes(), IdleTimes()
+        self._proposal_idle, self._plain_idle, self._costs = IdleTimes(), IdleTimes(), IdleTimes()
+        self._cost = 0.0  # seconds of the drafter's own work for the next step
         self._observed: list[StepReport] = []  # that times do not know yet
         # Moving average: tokens a second with proposals over those without, as estimated.
         self._gain = _FIRST_GAIN
+        self._saved = _TO_LOSE  # steps' worth of time that proposals may lose
         self._paused_for = 0  # steps
         self._next_pause = _MIN_PAUSE
 
@@ -91,28 +113,101 @@ class ProposalAccount:
         """Whether the last pause ended in a loss, or no proposal has followed it."""
         return self._next_pause > _MIN_PAUSE
 
-    def set_step_times(self, profile: list[tuple[int, float]]) -> None:
+    def set_step_times(self, profile: list[tuple[int, float]], launches_ahead: bool = True) -> None:
         """Sets measured step times; see `core.drafter.CostAware`. Forgets what was observed."""
-        self.step_times = verify_times(profile)
+        self.step_times = verify_times(profile, multiplies=not launches_ahead)
+        self.launches_ahead = launches_ahead
 
     def idle_of(self, num_sequences: int) -> ProposalIdle:
         """Idle seconds before steps with `num_sequences` sequences."""
-        return ProposalIdle(
-            self._proposal_idle.of(num_sequences), self._plain_idle.of(num_sequences)
-        )
+        plain = self._plain_idle.of(num_sequences)
+        if self.launches_ahead:
+            return ProposalIdle(self._proposal_idle.of(num_sequences), plain)
+        return ProposalIdle(plain + self._costs.of(num_sequences), plain)
+
+    def note_work(self, seconds: float) -> None:
+        """Notes how long the drafter has worked for the next step, while an engine that launches
+        nothing ahead waited."""
+        self._cost += seconds
 
     def observe_step(self, report: StepReport) -> None:
-        """Notes a report for `run_deferred`: the device may wait now."""
-        self._observed.append(report)
+        """Notes a report for `run_deferred`: the device may wait now. In a pause only the first
+        ones are kept: it is to cost nothing."""
+        if not self._paused_for or len(self._observed) < _MOST_KEPT:
+            self._observed.append(report)
 
     def run_deferred(self) -> None:
-        """Takes in what was observed; called once a step while the device works."""
-        self._paused_for = max(self._paused_for - 1, 0)
+        """Takes in what was observed, at the end of a pause all of it; called once a step while the
+        device works."""
+        if self._paused_for > 1:
+            self._paused_for -= 1
+            return
+        self._paused_for = 0
         for report in self._observed:
             self.step_times.observe(report.num_tokens, report.seconds)
-            idle = self._proposal_idle if report.proposed else self._plain_idle
-            idle.observe(report.num_sequences, report.idle_seconds)
+            self._observe_idle(report)
+        saved = sum(map(self._saved_by, self._observed))
         self._observed.clear()
+        if saved:
+            self._settle(saved)
+
+    def _observe_idle(self, report: StepReport) -> None:
+        """Takes in for how long the device had waited for a step."""
+        count, idle = report.num_sequences, report.idle_seconds
+        if self.launches_ahead:
+            (self._proposal_idle if report.proposed else self._plain_idle).observe(count, idle)
+            return
+        if report.proposed:
+            self._costs.observe(count, self._cost)
+            idle = max(idle - self._cost, 0.0)
+        self._plain_idle.observe(count, idle)
+        self._cost = 0.0
+
+    def _saved_by(self, report: StepReport) -> float:
+        """How many steps without drafts the tokens of a step would have taken beyond the time that
+        it took, its idle time included, by average times; 0.0 without a proposal."""
+        count = report.num_sequences
+        if not report.proposed or not report.num_sampled:
+            return 0.0
+        idle = self.idle_of(count)
+        plain = self.step_times.predict(count) + idle.plain
+        if not plain:
+            return 0.0
+        took = self.step_times.predict(report.num_tokens) + idle.proposed
+        return report.num_sampled / count - took / plain
+
+    def _settle(self, saved: float) -> None:
+        """Adds to what may be lost, and begins a pause that pays back what was lost beyond it."""
+        self._saved = min(self._saved + saved, _MOST_SAVED)
+        if self._saved < 0.0:
+            self._paused_for = min(ceil(-self._saved / _LOSS_SHARE), _LONGEST_DEBT)
+            self._saved = 0.0
+
+    def note_rehearsal(self, saved: float, num_sequences: int, seconds: float) -> None:
+        """Notes what drafts would have saved in the pause that ends: proposals begin again, or the
+        pause goes on.
+
+        Args:
+            saved: steps without drafts, for each step of the pause that was looked at.
+            seconds: that it took.
+        """
+        if saved > _LEAST_SAVED:
+            self._saved = max(self._saved, min(_REHEARSAL_WEIGHT * saved, _MOST_SAVED))
+            self._next_pause, self._gain = _MIN_PAUSE, max(self._gain, _FIRST_GAIN)
+        else:
+            longest = self._longest(num_sequences, seconds)
+            self._paused_for = min(max(self._next_pause, _REHEARSAL_PAUSE), longest)
+            self._next_pause = min(2 * self._paused_for, longest)
+
+    def begin_text(self, num_running: int) -> None:
+        """A prompt has begun: proposals may lose a little for it, divided among all that run. Where
+        that pays for a proposal a pause ends."""
+        self._saved = min(self._saved + _TO_LOSE / num_running, _TO_LOSE)
+        idle = self.idle_of(num_running)
+        plain = self.step_times.predict(num_running) + idle.plain
+        if self._paused_for > 1 and plain and self._saved >= (idle.proposed - idle.plain) / plain:
+            self._paused_for = 1  # the next call of `run_deferred` takes in what was observed
+            self._next_pause = _MIN_PAUSE
 
     def pause(self) -> None:
         """Begins the longest pause: there are too many sequences to draft for."""
@@ -129,15 +224,19 @@ class ProposalAccount:
         self._gain += _GAIN_WEIGHT * (gain - self._gain)
         if self._gain < 1.0:  # the next proposal decides whether to go on
             self._gain = 1.0
-            self._paused_for = self._next_pause
+            self._paused_for = max(self._next_pause, self._paused_for)
             self._next_pause = min(2 * self._next_pause, self._longest_pause(num_rows, idle))
         elif gain > 1.0 and self.is_probing:  # as at the beginning
             self._next_pause, self._gain = _MIN_PAUSE, max(self._gain, _FIRST_GAIN)
 
     def _longest_pause(self, num_rows: int, idle: ProposalIdle) -> int:
         """Steps of a pause behind which the idle time of one proposal does not count."""
+        return self._longest(num_rows, idle.proposed - idle.plain)
+
+    def _longest(self, num_rows: int, cost: float) -> int:
+        """Steps of a pause behind which `cost` seconds do not count."""
         seconds = self.step_times.predict(num_rows)
         if not seconds:
             return _PAUSE_UNKNOWN
-        share = (idle.proposed - idle.plain) / (seconds + idle.plain)
+        share = cost / (seconds + self._plain_idle.of(num_rows))
         return int(min(max(share / _PROBE_SHARE, _MIN_PAUSE), _MAX_PAUSE))

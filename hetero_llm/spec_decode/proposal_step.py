@@ -94,6 +94,9 @@ _LEAST_PER_THREAD = 64
 """Sequences that make a thread worth waking: one is looked up in some 2 us, and an empty call of
 another thread took 34 us. On the 16 cores of an H200 node four threads took 166 us for 64 sequences
 of Raw, one thread 6 us for 8."""
+_REHEARSED = 16  # last tokens of each sequence that are looked up at the end of a pause
+_MOST_REHEARSED = 32  # lookups for that: at least one of each sequence, each of some 3 us
+_DRAFT_LENGTH = 7  # tokens that a usual draft has
 _LEARN_ROOM = 256  # tokens for which the local indexes make room at once, at least
 _KEPT_SHARE = 0.8  # of the moving averages of hits, kept at each step
 _MIN_SCALE, _MAX_SCALE = 0.1, 2.0  # of a sequence's acceptance scale
@@ -288,6 +291,36 @@ class ProposalStep:
         self._room -= num_new
         return due[:num_due]
 
+    def rehearse(
+        self, new: NewTokens, chunk: int, num_rows: int, idle: ProposalIdle, tick: int
+    ) -> tuple[float | None, NDArray[np.int64]]:
+        """Takes in the tokens that sequences got in a pause and works out what drafts would have
+        saved meanwhile, as if the pause had been none: looks up the last tokens one draft after the
+        other, judges each draft by what followed, and enters the tokens into the local indexes.
+
+        Args:
+            num_rows: tokens of a step without drafts. idle: of the device.
+            chunk, tick: see `learn`.
+
+        Returns:
+            Steps without drafts that the accepted nodes would have saved beyond what the steps with
+            drafts would have taken longer, for each step without drafts that was looked at; None if
+            none was, or if step times are not known. And the rows as `learn` returns them.
+        """
+        self.take_in(new, proposes=True)
+        self.refresh_indexes()
+        table, rows = self._arrays.table, new.rows
+        due = np.empty(len(rows), np.int64)
+        room = len(new.batch) + _LEARN_ROOM
+        if self._room < room or self._num_rows < len(self._states.arrays.numbers):
+            self._reserve(room, len(self._states.arrays.numbers))
+        saved, looked_at, num_new, num_due = _rehearse(
+            table, self._mode, self._count, num_rows, idle.proposed, idle.plain, self._max_tokens,
+            self._start_freq, tick, chunk, due,
+        )  # fmt: skip
+        self._room -= num_new
+        return (saved if looked_at else None), due[:num_due]
+
     def _reserve(self, tokens: int, num_rows: int) -> None:
         """Makes room in the local indexes for `tokens` more tokens of rows below `num_rows`."""
         for index in self._indexes:
@@ -470,28 +503,99 @@ def _learn(
         return 0, 0
     if total > room or last >= num_rows:
         return -total, 0
-    tokens = _read(table, "tokens")
     count = 0
     for row in rows:
         state = numbers[row]
-        begin, end, salt = state[INDEXED], state[END], state[SALT]
-        if state[CLOSED] != 0 or end <= begin:
+        if state[CLOSED] != 0 or state[END] <= state[INDEXED]:
             continue
-        if mode != _NO_INDEX and mode != RAW:
-            suffix_trie.insert(
-                _read(table, "local").trie, _read(table, "trie_entering"), tokens, salt, begin,
-                end, _read(table, "trie_actives")[row], freq,
-            )  # fmt: skip
-        if mode != _NO_INDEX and mode != TURBO:
-            ngram_index.insert(
-                _read(table, "local").ngrams, _read(table, "ngram_params"), tokens, salt,
-                state[START], begin, end, freq, tick,
-            )  # fmt: skip
-        state[INDEXED] = end
-        if end - state[SHARED] >= chunk:
+        _enter(table, row, state[END], mode, freq, tick)
+        if state[END] - state[SHARED] >= chunk:
             due[count] = row
             count += 1
     return total, count
+
+
+@njit(**BORROWING)
+def _enter(table: np.ndarray, row: int, end: int, mode: int, freq: float, tick: int) -> None:
+    """Enters the tokens of a row before `end` that are not in the local indexes yet."""
+    state, tokens = _read(table, "states").numbers[row], _read(table, "tokens")
+    begin, salt = state[INDEXED], state[SALT]
+    if mode != _NO_INDEX and mode != RAW:
+        suffix_trie.insert(
+            _read(table, "local").trie, _read(table, "trie_entering"), tokens, salt, begin, end,
+            _read(table, "trie_actives")[row], freq,
+        )  # fmt: skip
+    if mode != _NO_INDEX and mode != TURBO:
+        ngram_index.insert(
+            _read(table, "local").ngrams, _read(table, "ngram_params"), tokens, salt,
+            state[START], begin, end, freq, tick,
+        )  # fmt: skip
+    state[INDEXED] = end
+
+
+@njit(cache=True, nogil=True)
+def _rehearse(
+    table: np.ndarray,
+    mode: int,
+    count: int,
+    num_rows: int,
+    idle: float,
+    plain_idle: float,
+    max_tokens: int,
+    freq: float,
+    tick: int,
+    chunk: int,
+    due: np.ndarray,
+) -> tuple[float, int, int, int]:
+    """See `ProposalStep.rehearse`. Returns what was saved for each token looked at, their number,
+    the number of tokens entered, and the number of rows due."""
+    found, buffers = _read(table, "found"), _read(table, "buffers")
+    states, tokens = _read(table, "states"), _read(table, "tokens")
+    seconds, sizes = _read(table, "step_seconds"), _read(table, "step_sizes")
+    plain = seconds[min(np.searchsorted(sizes, num_rows), len(sizes) - 1)]
+    kept = np.zeros(1, np.int32)
+    most = max(_MOST_REHEARSED // max(count, 1), 1)  # lookups for each sequence
+    span = min(_REHEARSED, most + _DRAFT_LENGTH)
+    own_idle = idle - (plain + idle) * (num_rows - 1) / num_rows  # a sequence's share of a step
+    saved, looked_at, entered, num_due = 0.0, 0, 0, 0
+    for i in range(count):
+        row = buffers.rows[i]
+        state = states.numbers[row]
+        end, known = state[END], state[INDEXED]
+        if state[CLOSED] != 0 or end <= known:
+            continue
+        entered += end - known
+        position, left = max(known, end - span), most
+        if known == state[START] or state[OUT_OF_VOCAB] != 0 or plain <= 0.0:
+            left = 0  # a prompt, of which no token is drafted
+        while position < end and left > 0:
+            left -= 1
+            _enter(table, row, position, mode, freq, tick)
+            buffers.ends[i], buffers.limits[i] = position, end - position
+            _look_up(table, mode, i, i + 1)
+            kept[0] = 0
+            if found.counts[i] > 0:
+                budget.choose(
+                    found.path_probs[i : i + 1], found.counts[i : i + 1], buffers.scales[i : i + 1],
+                    seconds, sizes, num_rows, own_idle, own_idle, max_tokens, kept,
+                )  # fmt: skip
+            accepted = record_outcome(
+                tokens, position, end, i, found.tokens, found.parents, found.buckets, found.counts,
+                kept[0], _read(table, "accepted"),
+            )  # fmt: skip
+            step = seconds[min(np.searchsorted(sizes, num_rows + kept[0]), len(sizes) - 1)]
+            lost = step - plain + (idle - plain_idle) / num_rows
+            saved += accepted / num_rows - lost / (plain + plain_idle)
+            looked_at += accepted + 1
+            position += accepted + 1
+        _enter(table, row, end, mode, freq, tick)
+        buffers.ends[i] = end
+        if end - state[SHARED] >= chunk:
+            due[num_due] = row
+            num_due += 1
+    if looked_at > 0:
+        saved *= num_rows / looked_at
+    return saved, looked_at, entered, num_due
 
 
 @njit(**BORROWING)

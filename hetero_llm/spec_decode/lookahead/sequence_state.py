@@ -218,6 +218,11 @@ class SequenceStates:
         return int(self.arrays.totals[NUM_OUT_OF_VOCAB])
 
     @property
+    def num_followed(self) -> int:
+        """Number of sequences that are followed."""
+        return len(self._row_of)
+
+    @property
     def sequences(self) -> list[Sequence]:
         """Those that are followed."""
         return list(self._row_of)

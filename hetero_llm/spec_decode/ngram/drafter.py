@@ -93,8 +93,8 @@ class PromptLookupDrafter:
         self._note_gain(len(spans), int(found.counts.sum()), num_rows)
         return found.batch()
 
-    def set_step_times(self, profile: list[tuple[int, float]]) -> None:
-        self.account.set_step_times(profile)
+    def set_step_times(self, profile: list[tuple[int, float]], launches_ahead: bool = True) -> None:
+        self.account.set_step_times(profile, launches_ahead)
 
     def close(self, request: Request) -> None:
         for span in self._spans.pop(request.request_id, {}).values():
@@ -124,7 +124,8 @@ class PromptLookupDrafter:
             verify = self.account.step_times.predict(num_rows + num_nodes)
             expected = num_sequences + len(self._drafted) * self._accepted
             slowdown = (verify + idle.proposed) / (plain + idle.plain)
-            gain = net_gain(expected / num_sequences / slowdown, slowdown, num_sequences)
+            accepting = len(self._drafted) * min(self._accepted, 1.0)
+            gain = net_gain(expected / num_sequences / slowdown, slowdown, num_sequences, accepting)
         self.account.note_gain(gain, num_rows, idle)
         if self.account.paused:  # the tokens of a pause say nothing about the drafts before it
             self._drafted = []
