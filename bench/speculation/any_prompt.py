@@ -1,12 +1,14 @@
 """Whether the lookahead cache makes any prompt slower: tokens/s with it over without, by prompt.
 
-    python -m bench.speculation.any_prompt [--model demo] [--rounds 15] [--out FILE]
+    python -m bench.speculation.any_prompt [--model demo] [--rounds 15] [--batch 1] [--out FILE]
 
 Prompts: the three of `hetero-llm demo`, 30 ends of held-out code, 10 pieces of prose (the licence)
-and 10 of random tokens; greedy, one at a time. In each round three engines of this process are made
-anew: without the cache ("off"), the same again, and with it ("on"), whose cache is empty. Every
-prompt runs on all three, in turns. When all have run, each runs again: the cache knows its text
-then. The demo's prompts are a new engine's first ones; the order of the others differs by round.
+and 10 of random tokens; greedy unless `--temperature` is given. They run one at a time, or, with
+`--batch`, in groups, each named by its first prompt; figures are those of the group. In each round
+three engines of this process are made anew: without the cache ("off"), the same again, and with it
+("on"), whose cache is empty. Every prompt runs on all three, in turns. When all have run, each runs
+again: the cache knows its text then. The demo's prompts are a new engine's first ones; the order of
+the others differs by round.
 
 "over off": tokens/s behind the first token over those of "off" beside it, median of the rounds.
 "best": the same for the fastest run of each; "cpu": the same by the CPU time of the calling
@@ -58,19 +60,28 @@ def prompts(vocab_size: int) -> dict[str, Prompt]:
     return found
 
 
-def run(llm: LLM, prompt: Prompt, params: SamplingParams) -> tuple[Run, list[int]]:
-    """Tokens/s behind the first token, tokens per CPU second of this thread, tokens a step; and the
-    tokens."""
+def run(llm: LLM, prompts: list[Prompt], params: SamplingParams) -> tuple[Run, list[int]]:
+    """Tokens/s behind the first token, tokens per CPU second of this thread, tokens a step of each
+    sequence; and the tokens of the first prompt. Figures of all prompts together."""
+    tokenizer = llm.get_tokenizer()
+    ids = [tokenizer.encode(one) if isinstance(one, str) else one for one in prompts]
     before, begin = llm.metrics(), time.thread_time()
-    given = {"prompts": prompt} if isinstance(prompt, str) else {"prompt_token_ids": [prompt]}
-    (output,) = llm.generate(sampling_params=params, use_tqdm=False, **given)
+    outputs = llm.generate(prompt_token_ids=ids, sampling_params=params, use_tqdm=False)
     cpu, after = time.thread_time() - begin, llm.metrics()
-    metrics, tokens = output.metrics, list(output.outputs[0].token_ids)
-    assert metrics is not None and metrics.first_token_time and metrics.last_token_time
-    seconds = metrics.last_token_time - metrics.first_token_time
-    steps = after["num_steps"] - before["num_steps"] - 1  # but the prompt's
-    count = len(tokens) - 1
-    return {"tok/s": count / seconds, "cpu": count / cpu, "tokens/step": count / steps}, tokens
+    firsts, lasts, count = [], [], 0
+    for output in outputs:
+        metrics = output.metrics
+        assert metrics is not None and metrics.first_token_time and metrics.last_token_time
+        firsts.append(metrics.first_token_time)
+        lasts.append(metrics.last_token_time)
+        count += len(output.outputs[0].token_ids) - 1
+    steps = after["num_steps"] - before["num_steps"] - 1  # but the prompts'
+    figures = {
+        "tok/s": count / (max(lasts) - min(firsts)),
+        "cpu": count / cpu,
+        "tokens/step": count / len(ids) / steps,
+    }
+    return figures, list(outputs[0].outputs[0].token_ids)
 
 
 def measure(
@@ -79,10 +90,12 @@ def measure(
     """Runs by prompt, time and arm, one of each round; and which prompts' plain output loops."""
     runs: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
     loops: dict[str, bool] = {}
+    texts, names = list(works.values()), list(works)
+    groups = {names[at]: texts[at : at + args.batch] for at in range(0, len(names), args.batch)}
     for number in range(args.rounds):
         rng = np.random.default_rng(number)
-        others = [name for name in works if not name.startswith("demo")]
-        order = [name for name in works if name.startswith("demo")]
+        others = [name for name in groups if not name.startswith("demo")]
+        order = [name for name in groups if name.startswith("demo")]
         order += [others[i] for i in rng.permutation(len(others))]
         threads = {} if args.threads is None else {"cpu_threads": args.threads}
         engines = {arm: LLM(args.model, **threads, **more) for arm, more in _ARMS.items()}
@@ -91,7 +104,7 @@ def measure(
         for when in _TIMES:
             for name in order:
                 for arm in rng.permutation(list(_ARMS)).tolist():
-                    figures, tokens = run(engines[arm], works[name], params)
+                    figures, tokens = run(engines[arm], groups[name], params)
                     runs[name, when, arm].append(figures)
                     if arm == "off":
                         loops[name] = repeats(tokens)
@@ -169,15 +182,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, help="of the engines (default: theirs)")
     parser.add_argument("--tokens", type=int, default=96, help="of each output")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--batch", type=int, default=1, help="prompts that run together")
     args = parser.parse_args()
-    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
+    params = SamplingParams(
+        temperature=args.temperature, seed=0, max_tokens=args.tokens, ignore_eos=True
+    )
     runs, loops = measure(args, prompts(vocab_size=4096), params)
     rows = rows_of(runs, loops)
     print_table(rows)
     table = summary(rows)
     print_table(table)
     settings = {"model": args.model, "tokens": args.tokens, "rounds": args.rounds,
-                "threads": args.threads, "goal": _GOAL}  # fmt: skip
+                "threads": args.threads, "temperature": args.temperature, "batch": args.batch,
+                "goal": _GOAL}  # fmt: skip
     write_results("any_prompt.c", {**settings, "rows": table, "by prompt": rows}, args.out)
 
 

@@ -6,6 +6,8 @@ Nothing here changes a request or a sequence; blocks are allocated for the nodes
 
 from __future__ import annotations
 
+from operator import le
+
 import numpy as np
 
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch, join_trees
@@ -72,7 +74,9 @@ def choose_drafts(
         ]
         proposed = grammars.constrained(asked, most_own, proposed)
     assert len(proposed.counts) == len(asked), "a drafter answers every request"
-    assert (proposed.counts <= np.array(limits)).all(), "a drafter keeps to its limits"
+    assert all(map(le, proposed.counts.tolist(), limits)), "a drafter keeps to its limits"
+    if not len(proposed.token_ids):
+        return None
     kept = allocate_nodes(
         proposed,
         [sequence.request_slot for sequence in asked],

@@ -34,7 +34,7 @@ _TO_LOSE = 0.5  # steps' worth of time that a text alone may lose before that
 _MOST_SAVED = 2.0  # steps' worth of time that may be lost again, of what drafts have saved
 _LONGEST_DEBT = 16  # steps of a pause that pays back
 _REHEARSAL_PAUSE = 8  # steps of the pause behind a rehearsal, at least
-_LEAST_SAVED = 0.1  # share of the time that drafts must have saved for a pause to end
+_LEAST_SAVED = 0.2  # share of the time that drafts must have saved for a pause to end
 _REHEARSAL_WEIGHT = 2.0  # steps: what a rehearsal has saved in so many may be lost again
 _MOST_KEPT = 16  # reports that wait to be taken in
 

@@ -176,12 +176,12 @@ def test_drafts_must_pay_for_the_device_that_idles() -> None:
     times = times_of((4, 1.0), (8, 1.1), (16, 5.0))
     drafts = [[0.6] * 1] * 4
     kept, gain = verdict(times, drafts, 4, 0.1)
-    assert kept == [1] * 4 and gain == pytest.approx(1.6 / 1.2 - 0.4 * 0.2 / 2)
+    assert kept == [1] * 4 and gain == pytest.approx(1.6 / 1.2 - 0.4 * 0.2)
     kept, gain = verdict(times, drafts, 4, 0.7)
     assert kept == [1] * 4, "best for a device that has idled"
-    assert gain == pytest.approx(1.6 / 1.8 - 0.4 * 0.8 / 2), "but it should not have"
+    assert gain == pytest.approx(1.6 / 1.8 - 0.4 * 0.8), "but it should not have"
     slowdown = 1.8 / 1.7
-    expected = 1.6 / slowdown - 0.4 * (slowdown - 1) / 2
+    expected = 1.6 / slowdown - 0.4 * (slowdown - 1)
     assert verdict(times, drafts, 4, 0.7, 0.7)[1] == pytest.approx(expected)
     assert verdict(times, [[0.01]] * 4, 4, 0.25) == ([0] * 4, pytest.approx(0.8))
 
@@ -202,9 +202,9 @@ def test_one_sequences_drafts_do_not_pay_for_the_time_of_all_others() -> None:
     if all have drafts. 1.12 are a gain in tokens a second and no reason to delay the others; alone
     the sequence may draft for less."""
     times = times_of((1, 1.0), (2, 1.1), (8, 1.0), (16, 1.1))
-    assert verdict(times, [[0.2]] * 8, 8)[1] == pytest.approx(1.2 / 1.1 - 0.8 * 0.05)
+    assert verdict(times, [[0.2]] * 8, 8)[1] == pytest.approx(1.2 / 1.1 - 0.8 * 0.1)
     kept, gain = verdict(times, [[0.96], *[[]] * 7], 8)
-    assert kept == [1, *[0] * 7] and gain == pytest.approx(1.12 / 1.1 - 0.88 * 0.05)
+    assert kept == [1, *[0] * 7] and gain == pytest.approx(1.12 / 1.1 - 0.88 * 0.1)
     assert gain < 1.0
     assert verdict(times, [[0.12]], 1)[1] == pytest.approx(1.12 / 1.1)
 

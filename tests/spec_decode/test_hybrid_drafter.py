@@ -695,3 +695,63 @@ def test_what_is_too_many_is_not_told_either() -> None:
     stepping = Stepping(asynchronous=True, most_sequences=0)
     stepping.steps(30)
     assert stepping.source.tellings == 1, "the prompt"
+
+
+class Plainly:
+    """Steps of one sequence in a synchronous engine whose times are what the profile says. Drafts
+    are verified by the tokens that come."""
+
+    def __init__(self, mode: int) -> None:
+        config = dataclasses.replace(RAW, cache_mode=mode)
+        self.drafter = HybridDrafter(config, width=4096, capacity=0)
+        self._times = {1: 3e-4, 2: 3.6e-4, 8: 6e-4, 16: 1e-3, 64: 4e-3}
+        self.drafter.set_step_times(list(self._times.items()), False)
+        self.sequence = make_sequence("a", [*range(500, 540)])
+        self.drafter.prompts_started([self.sequence])
+        self.num_proposals = self.num_steps = 0
+
+    def run(self, tokens: list[int]) -> None:
+        """Adds tokens, as many a step as drafts allow."""
+        steps, end = 0, len(self.sequence.token_ids) + len(tokens)
+        while tokens:
+            asks = not self.drafter.idle
+            draft: list[int] = []
+            if asks:
+                self.num_proposals += 1
+                batch = self.drafter.propose([self.sequence], [min(20, len(tokens))], 1)
+                draft = batch.token_ids.tolist()
+            hits = 0
+            while hits < min(len(draft), len(tokens) - 1) and draft[hits] == tokens[hits]:
+                hits += 1
+            self.sequence.token_ids.extend(tokens[: hits + 1])
+            tokens = tokens[hits + 1 :]
+            size = next(size for size in self._times if size > len(draft))
+            seconds, idle = self._times[size], 5e-5 + 5e-5 * asks
+            report = StepReport(1, 1 + len(draft), seconds, idle, asks, hits + 1)
+            self.drafter.observe_step(report)
+            self.drafter.run_deferred()
+            steps += 1
+        assert len(self.sequence.token_ids) == end
+        self.num_steps += steps
+
+
+@pytest.mark.parametrize("mode", [0, 2])
+def test_a_pause_ends_soon_where_the_text_begins_to_repeat(mode: int) -> None:
+    stepping = Plainly(mode)
+    rng = np.random.default_rng(0)
+    stepping.run(rng.integers(3, 999, 400).tolist())
+    assert stepping.num_proposals <= 24, "nothing repeats"
+    before = stepping.num_steps
+    stepping.run(PHRASE * 12)
+    assert stepping.num_steps - before < 80, "of 120 tokens"
+    before = stepping.num_steps
+    stepping.run(PHRASE * 12)
+    assert stepping.num_steps - before < 40
+
+
+def test_a_paused_drafter_takes_in_what_it_has_missed() -> None:
+    stepping = Plainly(0)
+    rng = np.random.default_rng(1)
+    stepping.run(rng.integers(3, 999, 500).tolist())
+    finish(stepping.drafter, stepping.sequence)
+    assert_forgotten(stepping.drafter)

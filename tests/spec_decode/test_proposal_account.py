@@ -61,3 +61,99 @@ def test_steps_are_reported_to_what_they_were() -> None:
     assert account.idle_of(4) == pytest.approx((2e-4, 0.0))
     assert account.step_times.predict(4) == 4e-3
     assert account.step_times.predict(9) == 5e-3
+
+
+PROFILE = [(1, 1e-3), (2, 1.2e-3), (8, 2e-3), (64, 9e-3)]
+
+
+def synchronous() -> ProposalAccount:
+    """Of an engine in which plain steps wait 0.1 ms, and a proposal takes 0.2 ms more."""
+    account = ProposalAccount()
+    account.set_step_times(PROFILE, False)
+    for _ in range(60):
+        report_plain(account)
+        report(account, num_sampled=2)
+    return account
+
+
+def report(account: ProposalAccount, num_tokens: int = 1, num_sampled: int = 1) -> None:
+    """A step with a proposal for one sequence."""
+    account.note_work(2e-4)
+    seconds = account.step_times.predict(num_tokens)
+    account.observe_step(StepReport(1, num_tokens, seconds, 3e-4, True, num_sampled))
+    account.run_deferred()
+
+
+def report_plain(account: ProposalAccount) -> None:
+    account.observe_step(StepReport(1, 1, account.step_times.predict(1), 1e-4, False, 1))
+    account.run_deferred()
+
+
+def test_a_synchronous_engine_waits_for_the_drafters_work_alone() -> None:
+    account = synchronous()
+    assert account.idle_of(1) == pytest.approx((3e-4, 1e-4), rel=0.1)
+    for _ in range(100):  # no plain step tells that the caller is slower now
+        account.note_work(2e-4)
+        account.observe_step(StepReport(1, 1, 1e-3, 8e-4, True, 2))
+        account.run_deferred()
+    assert account.idle_of(1) == pytest.approx((8e-4, 6e-4), rel=0.1)
+
+
+def test_what_proposals_lose_is_paid_back_by_pauses_whatever_was_estimated() -> None:
+    account = synchronous()
+    proposals = steps = 0
+    for _ in range(2000):
+        steps += 1
+        if account.paused:
+            report_plain(account)
+            continue
+        account.note_gain(1.5, 1, account.idle_of(1))
+        report(account)
+        proposals += 1
+    lost = proposals * 0.2 / 1.1
+    assert 0.005 * steps < lost < 0.02 * steps
+
+
+def test_drafts_that_pay_are_not_held_back_by_single_misses() -> None:
+    account = synchronous()
+    for _ in range(200):
+        for num_sampled in (1, 4):
+            assert not account.paused
+            report(account, 2, num_sampled)
+
+
+def test_a_new_text_is_looked_up_at_once_and_may_not_lose_more() -> None:
+    account = synchronous()
+    for _ in range(400):
+        report_plain(account) if account.paused else report(account)
+    while not account.paused:
+        report(account)
+    account.begin_text(1)
+    account.run_deferred()
+    assert not account.paused
+    proposals = 0
+    while not account.paused:
+        report(account)
+        proposals += 1
+    assert 1 <= proposals <= 4, "half a step's worth of time"
+
+
+def test_many_running_sequences_share_what_a_new_text_brings() -> None:
+    account = synchronous()
+    while not account.paused:
+        report(account)
+    account.begin_text(64)
+    account.run_deferred()
+    assert account.paused
+
+
+def test_a_rehearsal_decides_whether_a_pause_goes_on() -> None:
+    account = synchronous()
+    for _ in range(400):
+        report_plain(account) if account.paused else report(account)
+    account.note_rehearsal(0.0, 1, 2e-5)
+    assert account.paused
+    while account.paused:
+        report_plain(account)
+    account.note_rehearsal(1.0, 1, 2e-5)
+    assert not account.paused and not account.is_probing

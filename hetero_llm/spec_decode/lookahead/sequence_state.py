@@ -26,6 +26,7 @@ PROMPT_TAIL = 3
 """Last tokens of a prompt, which show what kind of output follows: shared with the output."""
 
 _INITIAL_ROWS = 16
+_FEW = 4
 
 START, END, INDEXED, SHARED, SHARED_START, SALT, NAMESPACE = range(7)
 NODE_LIMIT, OUT_OF_VOCAB, CLOSED = range(7, 10)
@@ -248,8 +249,14 @@ class SequenceStates:
         for sequence in sequences:
             row = row_of.get(sequence)
             rows.append(self._open(sequence, index_from) if row is None else row)
-        followed = self.arrays.numbers[:, NUM_FOLLOWED]
-        num_followed: list[int] = followed[rows].tolist()
+        numbers = self.arrays.numbers
+        # One by one a few are sooner read and written than as an array.
+        few = len(rows) <= _FEW
+        num_followed: list[int] = (
+            [numbers.item(row, NUM_FOLLOWED) for row in rows]
+            if few
+            else numbers[rows, NUM_FOLLOWED].tolist()
+        )
         lengths = [len(sequence.token_ids) for sequence in sequences]
         for sequence, before, known in zip(sequences, num_followed, lengths, strict=True):
             sizes.append(max(known - before, 0))  # a stop string may have taken some back
@@ -257,7 +264,11 @@ class SequenceStates:
                 new.append(sequence.token_ids[before])
             else:
                 new += sequence.token_ids[before:]
-        followed[rows] = lengths
+        if few:
+            for row, known in zip(rows, lengths, strict=True):
+                numbers[row, NUM_FOLLOWED] = known
+        else:
+            numbers[rows, NUM_FOLLOWED] = lengths
         return NewTokens(len(rows), np.array(rows + limits + sizes + new, np.int64))
 
     def rows_of(self, sequences: list[Sequence]) -> NDArray[np.int64] | None:
