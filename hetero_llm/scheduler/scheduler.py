@@ -464,7 +464,8 @@ class Scheduler:
         self, step: SchedulerOutput, seconds: float, idle_seconds: float, *, num_sampled: int
     ) -> None:
         """Reports a finished step's duration to the load queue, and to the drafter if the step had
-        no prompt chunks.
+        no prompt chunks: each for which it proposed, and some of the others, since a pause is to
+        cost nothing.
 
         Args:
             idle_seconds: how long the device had waited for its launch.
@@ -473,11 +474,14 @@ class Scheduler:
         self.loads.observe(step, seconds)
         flight = self._in_flight[0]
         assert flight.step is step, "a step is reported before its update"
-        if self.drafter is not None and not step.has_chunks:
+        drafter = self.drafter
+        if drafter is None or step.has_chunks:
+            return
+        if flight.proposed or not self.stats.num_steps % _STEPS_A_REPORT:
             count, num_tokens = len(flight.sequences), len(step.token_ids)
             if step.drafts is not None:
                 num_tokens += len(step.drafts.token_ids)
-            self.drafter.observe_step(
+            drafter.observe_step(
                 StepReport(count, num_tokens, seconds, idle_seconds, flight.proposed, num_sampled)
             )
 
@@ -989,6 +993,7 @@ class Scheduler:
         assert sorted(map(id, unfinished)) == sorted(map(id, placed)), "one was lost or doubled"
 
 
+_STEPS_A_REPORT = 4  # for which nothing was proposed
 _last_step = attrgetter("last_step")
 
 

@@ -45,6 +45,7 @@ from hetero_llm.spec_decode.proposals import DraftModel, NoDraftModel
 from hetero_llm.utils.topology import read_topology
 
 _CHUNK = 64  # tokens of an output that enter the global cache together
+_TABLE_AGE = 8  # times that a table of step times is used
 
 
 # large: policy of one drafter: what a step may cost, when to pause, what to learn and to share.
@@ -111,6 +112,7 @@ class HybridDrafter:
         # Rows of the last proposal and the verified nodes of each, until the model knows them.
         self._verified: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None
         self._has_proposed = False  # since the last `run_deferred`
+        self._tabled, self._table_age = self.step_times, _TABLE_AGE  # known to the budget
         self._compile()
 
     def _compile(self) -> None:
@@ -221,9 +223,8 @@ class HybridDrafter:
 
     def run_deferred(self) -> None:
         account = self.account
-        paused = account.paused
         account.run_deferred()
-        if account.paused and paused and not self._has_work:
+        if account.paused and not self._has_work:
             return
         begun = perf_counter()
         self._learn_and_forget()
@@ -232,7 +233,7 @@ class HybridDrafter:
         self.model.run_deferred()
         self._has_proposed = False
         if account.ends_pause:  # nothing waits now, and it stays until the next proposal
-            self._step.set_step_times(self.step_times)
+            self._enter_step_times()
             self._step.refresh_indexes()
         if not account.paused:
             account.note_work(perf_counter() - begun)
@@ -259,7 +260,7 @@ class HybridDrafter:
         self.model.commit(new.rows, new.tokens, new.sizes, sequences)
         self._step.take_in(new, proposes=True)
         # Before a proposal through `propose_next`, deferred work has done this.
-        self._step.set_step_times(self.step_times)
+        self._enter_step_times()
         return self._draft(new.rows, num_rows)
 
     def _draft(self, rows: NDArray[np.int64], num_rows: int) -> DraftBatch:
@@ -276,6 +277,15 @@ class HybridDrafter:
         self._verified = (rows, batch.counts) if len(batch.token_ids) else None
         self.account.note_gain(gain, num_rows, idle)
         return batch
+
+    def _enter_step_times(self) -> None:
+        """Lets the budget know what steps take: they change slowly, and a table of them is made
+        anew in 5 us, or in 50 with the cold caches behind a step."""
+        self._table_age += 1
+        times = self.step_times
+        if self._tabled is not times or self._table_age >= _TABLE_AGE:
+            self._step.set_step_times(times)
+            self._tabled, self._table_age = times, 0
 
     def _follow(self, sequences: list[Sequence]) -> None:
         """Takes in the sequences' new tokens without a proposal."""
@@ -300,7 +310,7 @@ class HybridDrafter:
         if not len(new.tokens):
             return
         begun = perf_counter()
-        self._step.set_step_times(self.step_times)
+        self._enter_step_times()
         self._tick += 1
         count = len(sequences)
         idle = self.account.idle_of(count)

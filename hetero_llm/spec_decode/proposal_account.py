@@ -34,9 +34,11 @@ _TO_LOSE = 0.5  # steps' worth of time that a text alone may lose before that
 _MOST_SAVED = 2.0  # steps' worth of time that may be lost again, of what drafts have saved
 _LONGEST_DEBT = 16  # steps of a pause that pays back
 _REHEARSAL_PAUSE = 8  # steps of the pause behind a rehearsal, at least
+_REHEARSAL_SHARE = 0.02  # of the time of the first such pause, at most, that the rehearsal takes
 _LEAST_SAVED = 0.2  # share of the time that drafts must have saved for a pause to end
 _REHEARSAL_WEIGHT = 2.0  # steps: what a rehearsal has saved in so many may be lost again
-_MOST_KEPT = 16  # reports that wait to be taken in
+_MOST_KEPT = 16  # reports of a pause that wait to be taken in
+_TAKEN_TOGETHER = 8  # reports, where an engine waits: code and data are cold behind a step
 
 
 class ProposalIdle(NamedTuple):
@@ -92,7 +94,9 @@ class ProposalAccount:
         self.step_times: StepTimes = verify_times()
         self._proposal_idle, self._plain_idle, self._costs = IdleTimes(), IdleTimes(), IdleTimes()
         self._cost = 0.0  # seconds of the drafter's own work for the next step
-        self._observed: list[StepReport] = []  # that times do not know yet
+        # Reports that times do not know yet, each with seconds of the drafter's work before it.
+        self._observed: list[tuple[StepReport, float]] = []
+        self._num_settled = 0  # of these, whose gains and losses are accounted for
         # Moving average: tokens a second with proposals over those without, as estimated.
         self._gain = _FIRST_GAIN
         self._saved = _TO_LOSE  # steps' worth of time that proposals may lose
@@ -134,34 +138,40 @@ class ProposalAccount:
         """Notes a report for `run_deferred`: the device may wait now. In a pause only the first
         ones are kept: it is to cost nothing."""
         if not self._paused_for or len(self._observed) < _MOST_KEPT:
-            self._observed.append(report)
+            self._observed.append((report, self._cost))
+        self._cost = 0.0
 
     def run_deferred(self) -> None:
-        """Takes in what was observed, at the end of a pause all of it; called once a step while the
-        device works."""
+        """Takes in what was observed; called once a step while the device works. Where an engine
+        waits for that, times take in several steps together, and in a pause all at its end."""
         if self._paused_for > 1:
             self._paused_for -= 1
             return
-        self._paused_for = 0
-        for report in self._observed:
-            self.step_times.observe(report.num_tokens, report.seconds)
-            self._observe_idle(report)
-        saved = sum(map(self._saved_by, self._observed))
-        self._observed.clear()
+        ended, self._paused_for = self._paused_for, 0
+        reports = self._observed
+        saved = sum(self._saved_by(report) for report, _ in reports[self._num_settled :])
+        self._num_settled = len(reports)
+        if self.launches_ahead or ended or len(reports) >= _TAKEN_TOGETHER:
+            for report, work in reports:
+                self.step_times.observe(report.num_tokens, report.seconds)
+                self._observe_idle(report, work)
+            self._num_settled = 0
+            reports.clear()
         if saved:
             self._settle(saved)
 
-    def _observe_idle(self, report: StepReport) -> None:
-        """Takes in for how long the device had waited for a step."""
+    def _observe_idle(self, report: StepReport, work: float) -> None:
+        """Takes in for how long the device had waited for a step, `work` seconds of it for the
+        drafter."""
         count, idle = report.num_sequences, report.idle_seconds
         if self.launches_ahead:
             (self._proposal_idle if report.proposed else self._plain_idle).observe(count, idle)
             return
         if report.proposed:
-            self._costs.observe(count, self._cost)
-            idle = max(idle - self._cost, 0.0)
+            cost = min(work, idle)
+            self._costs.observe(count, cost)
+            idle -= cost
         self._plain_idle.observe(count, idle)
-        self._cost = 0.0
 
     def _saved_by(self, report: StepReport) -> float:
         """How many steps without drafts the tokens of a step would have taken beyond the time that
@@ -196,8 +206,9 @@ class ProposalAccount:
             self._next_pause, self._gain = _MIN_PAUSE, max(self._gain, _FIRST_GAIN)
         else:
             longest = self._longest(num_sequences, seconds)
-            self._paused_for = min(max(self._next_pause, _REHEARSAL_PAUSE), longest)
-            self._next_pause = min(2 * self._paused_for, longest)
+            shortest = max(int(longest * _PROBE_SHARE / _REHEARSAL_SHARE), _REHEARSAL_PAUSE)
+            self._paused_for = max(min(self._next_pause, longest), shortest)
+            self._next_pause = 2 * self._paused_for
 
     def begin_text(self, num_running: int) -> None:
         """A prompt has begun: proposals may lose a little for it, divided among all that run. Where

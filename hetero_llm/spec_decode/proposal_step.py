@@ -95,7 +95,7 @@ _LEAST_PER_THREAD = 64
 another thread took 34 us. On the 16 cores of an H200 node four threads took 166 us for 64 sequences
 of Raw, one thread 6 us for 8."""
 _REHEARSED = 16  # last tokens of each sequence that are looked up at the end of a pause
-_MOST_REHEARSED = 32  # lookups for that: at least one of each sequence, each of some 3 us
+_MOST_REHEARSED = 10  # lookups for that: at least one of each sequence, each of some 3 us
 _DRAFT_LENGTH = 7  # tokens that a usual draft has
 _LEARN_ROOM = 256  # tokens for which the local indexes make room at once, at least
 _KEPT_SHARE = 0.8  # of the moving averages of hits, kept at each step
