@@ -249,7 +249,7 @@ def served(
     monkeypatch.setattr(
         copier,
         "load",
-        lambda transfer_id, *rest: (begin(transfer_id, *rest), machine.begin(transfer_id)),
+        lambda order: (begin(order), machine.begin(order.transfer_id)),
     )
     monkeypatch.setattr(copier, "wait", machine.nap)
     clock = SimpleNamespace(monotonic=lambda: machine.now * 1e-9)

@@ -15,6 +15,7 @@ from hetero_llm.bridge.kv_offload import copier_library
 from hetero_llm.bridge.kv_offload.copier_library import CopierError, Method
 from hetero_llm.bridge.kv_offload.copier_protocol import Done, LayerReadyFlag
 from hetero_llm.bridge.kv_offload.copy_rates import Calibration, Choice, assumed
+from hetero_llm.core.transfer_order import TransferOrder
 
 logger = logging.getLogger(__name__)
 
@@ -199,17 +200,8 @@ class NativeCopier:
         place = self._free_flags[-1]
         return LayerReadyFlag(place, self._bases[place])
 
-    def load(
-        self,
-        transfer_id: int,
-        host_blocks: np.ndarray,
-        blocks: np.ndarray,
-        after_step: int,
-        compute: float | None,
-    ) -> None:
-        self._begin_load(
-            transfer_id, host_blocks, blocks, after_step, self._choose(host_blocks, blocks, compute)
-        )
+    def load(self, order: TransferOrder) -> None:
+        self._begin_load(order, self._choose(order), self.device.num_layers)
 
     def time_load(
         self, host_blocks: np.ndarray, blocks: np.ndarray, method: Method, group: int, layers: int
@@ -217,24 +209,23 @@ class NativeCopier:
         """Loads the first `layers` layers and returns the seconds that took, None if it failed. No
         other transfer may be under way."""
         assert not self._flags, "loads are under way"
-        self._begin_load(-1, host_blocks, blocks, 0, Choice(method, group), layers)
+        order = TransferOrder(-1, host_blocks, blocks, 0)
+        self._begin_load(order, Choice(method, group), layers)
         while True:
             self.wait(1.0)
             for done in self.poll():
                 assert done.transfer_id == -1, done
                 return done.seconds if done.ok else None
 
-    def store(
-        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
-    ) -> None:
-        host_blocks, blocks = self._checked(host_blocks, blocks)
+    def store(self, order: TransferOrder) -> None:
+        host_blocks, blocks = self._checked(order)
         self._quick.hetero_copier_store(
             self._open(),
-            transfer_id,
+            order.transfer_id,
             blocks.ctypes.data,
             host_blocks.ctypes.data,
             len(host_blocks),
-            after_step,
+            order.after_step,
         )
 
     def abort(self, transfer_id: int) -> None:
@@ -249,6 +240,7 @@ class NativeCopier:
         self._quick.hetero_copier_step_launched(self._open(), number, self._current_stream())
 
     def step_done(self, number: int) -> bool:
+        """Whether the device work of a launched step has ended."""
         return bool(self._quick.hetero_copier_step_done(self._open(), number))
 
     def seconds_left(self, transfer_ids: Iterable[int]) -> float:
@@ -320,23 +312,18 @@ class NativeCopier:
         self._handle = None
         self._quick.hetero_copier_free(handle)
 
-    def _choose(self, host_blocks: np.ndarray, blocks: np.ndarray, compute: float | None) -> Choice:
+    def _choose(self, order: TransferOrder) -> Choice:
         if self.force is not None:
             return Choice(*self.force)
-        follows = (np.diff(host_blocks) == 1) & (np.diff(blocks) == 1)
-        ascending = np.count_nonzero(follows) / max(1, len(follows))
-        return self.calibration.choose(self.device.num_layers, len(host_blocks), ascending, compute)
+        follows = (np.diff(order.host_blocks) == 1) & (np.diff(order.blocks) == 1)
+        share = np.count_nonzero(follows) / max(1, len(follows))
+        return self.calibration.choose(
+            self.device.num_layers, len(order.blocks), share, order.compute
+        )
 
-    def _begin_load(
-        self,
-        transfer_id: int,
-        host_blocks: np.ndarray,
-        blocks: np.ndarray,
-        after_step: int,
-        choice: Choice,
-        layers: int | None = None,
-    ) -> None:
-        host_blocks, blocks = self._checked(host_blocks, blocks)
+    def _begin_load(self, order: TransferOrder, choice: Choice, layers: int) -> None:
+        host_blocks, blocks = self._checked(order)
+        transfer_id = order.transfer_id
         assert transfer_id not in self._flags, transfer_id
         flag = self._flags[transfer_id] = self.next_flag
         self._free_flags.pop()
@@ -346,8 +333,8 @@ class NativeCopier:
             base=flag.base,
             method=choice.method,
             group=choice.group,
-            layers=self.device.num_layers if layers is None else layers,
-            after_step=after_step,
+            layers=layers,
+            after_step=order.after_step,
         )
         self._quick.hetero_copier_load(
             self._open(),
@@ -357,10 +344,10 @@ class NativeCopier:
             len(host_blocks),
         )
 
-    def _checked(
-        self, host_blocks: np.ndarray, blocks: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Both as the library expects them. A wrong number would write to foreign memory."""
+    def _checked(self, order: TransferOrder) -> tuple[np.ndarray, np.ndarray]:
+        """Host blocks and blocks as the library expects them. A wrong number would write to foreign
+        memory."""
+        host_blocks, blocks = order.host_blocks, order.blocks
         assert len(host_blocks) == len(blocks) > 0, (len(host_blocks), len(blocks))
         assert host_blocks.min() >= 0, host_blocks
         assert host_blocks.max() < self.num_host_blocks, (host_blocks, self.num_host_blocks)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hetero_llm.bridge.kv_offload.copier_protocol import Copier, Done
 from hetero_llm.bridge.kv_offload.host_block_index import HostBlockIndex
 from hetero_llm.core.errors import EngineDeadError
+from hetero_llm.core.transfer_order import TransferOrder
 from hetero_llm.kv_cache.host_tier import EvictionCandidate, HostHit, TierEvents
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,8 @@ class PinnedHostTier:
             return transfer_id
         self._loads[transfer_id] = _Load(hit.host_blocks, hit.lookup_keys)
         host_blocks, places = np.array(hit.host_blocks, np.int64), np.asarray(blocks, np.int64)
-        self.copier.load(transfer_id, host_blocks, places, after_step, compute)
+        order = TransferOrder(transfer_id, host_blocks, places, after_step, compute)
+        self.copier.load(order)
         return transfer_id
 
     def abort(self, transfer_id: int) -> None:
@@ -159,12 +161,9 @@ class PinnedHostTier:
             return reserved.taken, 0
         transfer_id = self._new_id()
         self._stores[transfer_id] = reserved.host_blocks
-        self.copier.store(
-            transfer_id,
-            np.array(reserved.device_blocks, np.int64),
-            np.array(reserved.host_blocks, np.int64),
-            self._last_step,
-        )
+        host_blocks = np.array(reserved.host_blocks, np.int64)
+        blocks = np.array(reserved.device_blocks, np.int64)
+        self.copier.store(TransferOrder(transfer_id, host_blocks, blocks, self._last_step))
         return reserved.taken, transfer_id
 
     def holds(self, lookup_key: bytes) -> bool:
