@@ -11,21 +11,12 @@ import logging
 import math
 import mmap
 import os
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from hetero_llm.core.errors import HeteroLLMError
-from hetero_llm.utils.native_build import (
-    FAST,
-    PORTABLE,
-    SANITIZED,
-    SANITIZERS,
-    CallableLibrary,
-    NativeMissingError,
-    Recipe,
-    open_both_ways,
-)
+from hetero_llm.utils.native_build import CallableLibrary, open_both_ways, usual_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +45,7 @@ class _Options(ctypes.Structure):
 
 class _State(ctypes.Structure):
     _fields_ = [
-        *((name, _INT) for name in ("address", "ready_rows", "finished")),
-        *((name, _INT) for name in ("chunks", "mbind_error", "cuda_error")),
+        *((name, _INT) for name in ("address", "ready_rows", "mbind_error")),
         *((name, _DOUBLE) for name in ("touch_seconds", "register_seconds")),
     ]
 
@@ -195,16 +185,6 @@ class PinnedPool:
         return state
 
 
-def recipe(*, sanitize: bool = False) -> Recipe:
-    """Build recipe of the library; `sanitize`: with AddressSanitizer and UBSan."""
-    return Recipe(
-        "pool-sanitized" if sanitize else "pool",
-        _SOURCES,
-        (*PORTABLE, *(SANITIZED if sanitize else FAST)),
-        link_flags=(*(SANITIZERS if sanitize else ()), "-ldl"),
-    )
-
-
 def _chunk_rows(row_bytes: int, chunk_bytes: int) -> int:
     """Number of rows, at least one, of about `chunk_bytes` that end at a page boundary: a page can
     be locked only once.
@@ -219,6 +199,8 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.2f} GiB"
 
 
+recipe = partial(usual_recipe, "pool", _SOURCES, link_flags=("-ldl",))
+
 _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("hetero_pool_open", _POINTER, [_POINTER, _POINTER]),
     ("hetero_pool_state", None, [_POINTER, _POINTER]),
@@ -232,7 +214,4 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
 @lru_cache(maxsize=1)
 def load() -> CallableLibrary:
     """The library, compiled if need be."""
-    try:
-        return open_both_ways("compiled pool of host memory", recipe, _FUNCTIONS)
-    except NativeMissingError as error:
-        raise PoolError(str(error)) from error
+    return open_both_ways("compiled pool of host memory", recipe, _FUNCTIONS, PoolError)
