@@ -393,6 +393,7 @@ def _join(
     scheduler, hits = _scheduler(
         config, inputs, built, drafter, (tier, offload, times), forced, adapters
     )
+    ranks.share_adapters(adapters)
     engine = Engine(
         InputProcessor(
             tokenizer,
@@ -420,7 +421,7 @@ def _join(
         background_drafter=background_drafter_of(drafter, config.speculation),
         grammars=inputs.grammars,
         hit_log=HitLog(hits) if offload is not None and offload.config.hit_count else None,
-        adapters=ranks.adapters(adapters),
+        adapters=adapters,
         ranks=ranks.processes,
         kv_events=events,
     )
