@@ -89,14 +89,13 @@ class ReplicaArrays(NamedTuple):
     Attributes:
         nodes: [slots, CAPACITY, 4] int32, see `tree_arrays`.
         state: [slots, columns] int64, see above.
-        updated_table: [buckets, 2] float32 statistics that `commit_all` updates; may be empty.
-        table: [buckets, 2] float32 statistics that estimate path probabilities.
+        table: [buckets, 2] float32 statistics, which estimate path probabilities; `commit_all`
+            updates them.
         heap, floats, places: working memory, since compiled functions allocate nothing.
     """
 
     nodes: Int32Cube
     state: Int64Matrix
-    updated_table: Float32Matrix
     table: Float32Matrix
     heap: UInt64Vector
     floats: Float32Matrix
@@ -120,22 +119,18 @@ class TreeReplica:
     Args:
         slots: number of request slots, as in the worker.
         vocab_size: nodes with a token id of this or above are dropped.
-        stats: acceptance statistics, for path probabilities.
-        updates_stats: whether `commit` updates the statistics.
+        stats: acceptance statistics, for path probabilities; `commit` updates them.
 
     Attributes:
         arrays: the state; the same objects for the replica's life.
     """
 
-    def __init__(
-        self, slots: int, *, vocab_size: int, stats: BucketStats, updates_stats: bool = True
-    ) -> None:
+    def __init__(self, slots: int, *, vocab_size: int, stats: BucketStats) -> None:
         assert slots > 0
         self._vocab_size = vocab_size
         self.arrays = ReplicaArrays(
             nodes=np.zeros((slots, CAPACITY, _NUM_COLUMNS), np.int32),
             state=np.zeros((slots, _NUM_NUMBERS + TAIL), np.int64),
-            updated_table=stats.table if updates_stats else stats.table[:0],
             table=stats.table,
             heap=np.zeros(CAPACITY, np.uint64),
             floats=np.zeros((3, CAPACITY + 1), np.float32),
@@ -370,7 +365,7 @@ def commit_all(
     sizes: np.ndarray,
 ) -> bool:
     """See `TreeReplica.commit`; all arrays are int32. Returns False if a base is wrong."""
-    table, places = replica.updated_table, replica.places
+    table, places = replica.table, replica.places
     first = 0
     for i in range(len(slots)):
         slot, size = slots[i], sizes[i]
