@@ -352,57 +352,31 @@ class BlockTransfers:
         assert all(self._prefix.is_cached(block) for block in self._cached)
 
 
+def _nothing(*_: object) -> None:
+    """Does nothing."""
+
+
+def _never(*_: object) -> bool:
+    return False
+
+
+def _no_blocks(*_: object) -> list[int]:
+    return []
+
+
 class NoTransfers:
     """Stands in for `BlockTransfers` where there is no host memory: evicted blocks are lost."""
 
-    defers_tables = False
-    is_active = has_work = False
+    defers_tables = is_active = has_work = False
     blocks_in_transfer: frozenset[int] = frozenset()
+    in_transfer = is_loading = staticmethod(_never)
+    take_dropped = store = over_limit = staticmethod(_no_blocks)
+    mark_used = mark_free = clear = count_use = join = leave = staticmethod(_nothing)
+    write_through = step_launched = check_integrity = staticmethod(_nothing)
 
     def __init__(self, prefix: PrefixCache) -> None:
         self._prefix = prefix
 
-    def in_transfer(self, block: int) -> bool:
-        return False
-
-    def mark_used(self, blocks: Iterable[int]) -> None:
-        pass
-
-    def mark_free(self, blocks: Iterable[int], uncached: Collection[int] = ()) -> None:
-        pass
-
     def evict(self, blocks: Sequence[int]) -> None:
+        """Forgets what blocks hold, which are handed out or void."""
         self._prefix.evict(blocks)
-
-    def take_dropped(self) -> list[int]:
-        return []
-
-    def clear(self) -> None:
-        pass
-
-    def count_use(self, block_hashes: Sequence[bytes]) -> None:
-        pass
-
-    def is_loading(self, block: int) -> bool:
-        return False
-
-    def join(self, table: int, blocks: NDArray[np.int64]) -> None:
-        pass
-
-    def leave(self, table: int) -> None:
-        pass
-
-    def store(self, num_free: int, most: int) -> list[int]:
-        return []
-
-    def write_through(self, blocks: Sequence[int]) -> None:
-        pass
-
-    def over_limit(self, most: int) -> list[int]:
-        return []
-
-    def step_launched(self, number: int) -> None:
-        pass
-
-    def check_integrity(self, free: Iterable[int]) -> None:
-        pass

@@ -1,4 +1,5 @@
-"""Reads files that others made: regular files only, no larger than the caller expects.
+"""Reads files that others made: regular files only, no larger than the caller expects. Replaces our
+own files as a whole.
 
 A model folder may be hostile, or damaged: a file in it may be a device that never ends, a pipe that
 never begins, or larger than memory.
@@ -9,6 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
+from contextlib import suppress
 
 KIB, MIB = 1 << 10, 1 << 20
 _PIECE = 1 << 20
@@ -62,6 +65,35 @@ def read_text(
     """
     text = read_bytes(path, most=most, pipes=pipes).decode(encoding)
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def replace_file(
+    path: str | os.PathLike[str], content: bytes, *, mode: int = 0o600, sync: bool = True
+) -> None:
+    """Writes a file that appears under its name only when it is whole; one that was there stays
+    until then.
+
+    Args:
+        mode: permissions of the file.
+        sync: whether it has to be on the disk by then.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    handle, temporary = tempfile.mkstemp(prefix=".new-", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def _check(found: os.stat_result, most: int | None, *, pipes: bool) -> None:

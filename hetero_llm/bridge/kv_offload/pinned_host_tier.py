@@ -260,24 +260,22 @@ class PinnedHostTier:
         which there was no room, once for each attempt."""
         rule, counts = self._rule, self._counts
         values: dict[str, float] = {
-            "bytes_h2d": counts["loaded_blocks"] * rule.block_bytes,
-            "bytes_d2h": counts["stored_blocks"] * rule.block_bytes,
+            "kv_offload_bytes_h2d": counts["loaded_blocks"] * rule.block_bytes,
+            "kv_offload_bytes_d2h": counts["stored_blocks"] * rule.block_bytes,
+            **self.copier.metrics(),
         }
-        copier_metrics = self.copier.metrics()
-        values |= {
-            name.removeprefix("kv_offload_"): value for name, value in copier_metrics.items()
-        }
-        values |= counts
-        values |= {
+        own = {
+            **counts,
             "load_seconds_total": self._load_seconds,
             "open_loads": len(self._loads),
             "open_stores": len(self._stores),
             "host_slots": self.index.num_blocks,
             "host_slots_used": self.index.num_used,
             "host_evictions": self.index.evictions,
-            "broken": max(float(self._off), values.get("broken", 0.0)),
+            "broken": max(float(self._off), values.get("kv_offload_broken", 0.0)),
         }
-        return {f"kv_offload_{name}": float(value) for name, value in values.items()}
+        values |= {f"kv_offload_{name}": value for name, value in own.items()}
+        return {name: float(value) for name, value in values.items()}
 
     def shut_down(self) -> None:
         if not self._shut:

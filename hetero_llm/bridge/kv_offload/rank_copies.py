@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetero_llm.bridge.kv_offload.copier import NUM_FLAGS
+from hetero_llm.bridge.kv_offload.copier import NUM_FLAGS, NativeCopier
 from hetero_llm.bridge.kv_offload.copier_protocol import Copier, Done, LayerReadyFlag
-from hetero_llm.bridge.kv_offload.transfer_reports import STEP, Reports
+from hetero_llm.bridge.kv_offload.transfer_reports import STEP, ReportBoard
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.core.transfer_order import TransferOrder
 
@@ -67,7 +67,7 @@ class RanksCopier:
         self,
         own: Copier,
         ranks: OtherRanks,
-        reports: Reports,
+        reports: ReportBoard,
         *,
         most_loads: int = NUM_FLAGS,
         patience_s: float = 60.0,
@@ -201,14 +201,6 @@ class RanksCopier:
             self._ended.append(Done(done.transfer_id, transfer.ok, transfer.seconds))
 
 
-class ReportingCopier(Copier, Protocol):
-    """A copier of a rank: it reports ends of transfers by itself, and of steps on demand."""
-
-    def report_step(self, ok: bool) -> None:
-        """Reports that a step has ended that waited for loads; `ok`: it has given up none."""
-        ...
-
-
 class RankCopies:
     """Another rank's part of each transfer. Called in the order in which rank 0 makes the calls.
 
@@ -217,7 +209,7 @@ class RankCopies:
         grow: called with the number of host blocks that can be used, whenever it has changed.
     """
 
-    def __init__(self, copier: ReportingCopier, grow: Callable[[int], None]) -> None:
+    def __init__(self, copier: NativeCopier, grow: Callable[[int], None]) -> None:
         self._copier = copier
         self._grow = grow
         self._num_rows = -1
