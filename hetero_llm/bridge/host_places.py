@@ -9,9 +9,9 @@ the bank is copied to a free place, and one that has entered it frees its own. A
                       may still read it here
          -> free      `release`: all of those have finished
 
-So each expert is whole on one side at every moment, and on both while it changes sides. One thread
-calls all methods: that which launches steps. Others read `table` and the addresses, of experts that
-a step launched before leads to.
+So each expert is whole on one side at every moment, and on both while it changes sides. The thread
+that launches steps calls all methods. Other threads read `table` and the addresses, but only of
+experts to which a launched step leads them.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ FORGOTTEN = 1024
 
 
 class OtherRanks(Protocol):
-    """Those that open and forget what this process does."""
+    """The other ranks, whose stores open and forget the adapters that this one does."""
 
     def open_adapter(self, request: LoRARequest) -> None: ...
 

@@ -140,9 +140,15 @@ class NativeCopier:
             board=options.board,
             rank=options.rank,
         )
-        handle, warning = copier_library.open_copier(self._library, options.libcuda, setup)
-        if warning:
-            logger.warning("KV copies: %s", warning)
+        handle, message = copier_library.with_message(
+            self._library.waiting.hetero_copier_open,
+            options.libcuda.encode(),
+            ctypes.addressof(setup),
+        )
+        if not handle:
+            raise CopierError(f"no copies with {options.libcuda}: {message}")
+        if message:
+            logger.warning("KV copies: %s", message)
         self._handle: int | None = handle
         self._free_flags = list(range(NUM_FLAGS - 1, -1, -1))
         self._bases = [first_base] * NUM_FLAGS
@@ -173,13 +179,17 @@ class NativeCopier:
         """Makes `Method.KERNEL` available, with an image of `copier_library.compile_kernel`.
 
         Raises:
-            CopierError: it cannot be used; the other methods remain.
+            CopierError: the driver refuses it, or the rows are not aligned to 16 bytes; the other
+                methods remain.
         """
         if self.host.ready_rows == 0:
             raise CopierError("the copy kernel cannot be used: no host memory is ready yet")
         if image is None:
             image = copier_library.compile_kernel(self.options.libcuda)
-        copier_library.add_kernel(self._library, self._open(), image)
+        add_kernel = self._library.waiting.hetero_copier_add_kernel
+        error, message = copier_library.with_message(add_kernel, self._open(), image)
+        if error:
+            raise CopierError(f"the copy kernel cannot be used: {message}")
 
     def use(self, calibration: Calibration) -> None:
         """Sets the rates by which methods are chosen."""
@@ -364,7 +374,8 @@ class NativeCopier:
         self._bases[flag.place] = base or 1  # waiting kernels take 0 for "no load"
 
     def _report(self) -> None:
-        text = copier_library.first_error(self._library, self._open())
+        first_error = self._quick.hetero_copier_first_error
+        _, text = copier_library.with_message(first_error, self._open())
         if text:
             self._reported = True
             broken = "; no more copies from here on" if self._read_totals().broken else ""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -136,39 +136,12 @@ def load() -> CallableLibrary:
     return open_both_ways("compiled copier", recipe, FUNCTIONS, CopierError)
 
 
-def open_copier(library: CallableLibrary, libcuda: str, setup: Setup) -> tuple[int, str]:
-    """Opens a copier for this thread's current context; returns its handle and a warning or "".
-
-    Raises:
-        CopierError: there is no driver, or no context.
-    """
+def with_message(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
+    """Calls a function whose last arguments are a buffer for a message and its size. Returns its
+    result, and the message or ""."""
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-    handle = library.waiting.hetero_copier_open(
-        libcuda.encode(), ctypes.addressof(setup), message, len(message)
-    )
-    text = message.value.decode(errors="replace")
-    if not handle:
-        raise CopierError(f"no copies with {libcuda}: {text}")
-    return handle, text
-
-
-def add_kernel(library: CallableLibrary, handle: int, image: bytes) -> None:
-    """Adds the copy kernel.
-
-    Raises:
-        CopierError: the driver refuses it, or the rows are not aligned to 16 bytes.
-    """
-    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-    if library.waiting.hetero_copier_add_kernel(handle, image, message, len(message)) != 0:
-        text = message.value.decode(errors="replace")
-        raise CopierError(f"the copy kernel cannot be used: {text}")
-
-
-def first_error(library: CallableLibrary, handle: int) -> str:
-    """The first error of the driver, "" if none."""
-    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-    library.quick.hetero_copier_first_error(handle, message, len(message))
-    return message.value.decode(errors="replace")
+    result = function(*arguments, message, len(message))
+    return result, message.value.decode(errors="replace")
 
 
 def compile_kernel(libcuda: str) -> bytes:

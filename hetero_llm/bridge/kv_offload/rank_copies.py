@@ -24,8 +24,8 @@ _NAP_S = 0.001
 
 
 class OtherRanks(Protocol):
-    """Those that begin the transfers that rank 0 begins; every method raises HeteroLLMError if one
-    of them has failed."""
+    """The other ranks, each of which begins its part of every transfer of rank 0. Every method
+    raises HeteroLLMError if one of them has failed."""
 
     def load_blocks(self, order: TransferOrder) -> None: ...
 

@@ -59,7 +59,7 @@ class WorkerCounters:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """How long the client bears with its worker.
+    """How long the client puts up with a worker that fails.
 
     Attributes:
         back_off: seconds before the first restart; doubled with every further death.
