@@ -15,6 +15,9 @@ from contextlib import suppress
 
 KIB, MIB = 1 << 10, 1 << 20
 _PIECE = 1 << 20
+_KINDS = {
+    stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device",
+}  # fmt: skip
 
 
 def check_regular(path: str | os.PathLike[str], *, most: int | None = None) -> None:
@@ -104,17 +107,8 @@ def _check(found: os.stat_result, most: int | None, *, pipes: bool) -> None:
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not pipes:
-        raise OSError(f"is a {_kind(found.st_mode)}, where a regular file is needed")
-
-
-def _kind(mode: int) -> str:
-    for is_kind, name in (
-        (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"), (stat.S_ISCHR, "device"),
-        (stat.S_ISBLK, "device"),
-    ):  # fmt: skip
-        if is_kind(mode):
-            return name
-    return "special file"
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "special file")
+        raise OSError(f"is a {kind}, where a regular file is needed")
 
 
 def _too_large(most: int) -> OSError:
