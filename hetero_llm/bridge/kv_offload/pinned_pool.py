@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from hetero_llm.bridge.kv_offload.sizing import gib
 from hetero_llm.core.errors import HeteroLLMError
 from hetero_llm.utils.native_build import CallableLibrary, open_both_ways, usual_recipe
 
@@ -28,7 +29,6 @@ a serving engine waits for that lock."""
 _SOURCES = Path(__file__).parent / "pool_csrc"
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _NAP_S = 0.1  # Python handles signals in between
-_GIB = 1 << 30
 
 
 class PoolError(HeteroLLMError):
@@ -107,7 +107,7 @@ class PinnedPool:
         pool = self._waiting.hetero_pool_open(ctypes.byref(options), ctypes.byref(error))
         if not pool:
             what = os.strerror(error.value)
-            raise PoolError(f"no {_gib(row_bytes * num_rows)} of host memory for the pool: {what}")
+            raise PoolError(f"no {gib(row_bytes * num_rows)} of host memory for the pool: {what}")
         self._pool: int | None = pool
         self._last = _State()
         self.address = self._state().address
@@ -144,7 +144,7 @@ class PinnedPool:
             return ""
         ready = self._state().ready_rows * self.row_bytes
         total = self.num_rows * self.row_bytes
-        return f"{text}; {_gib(ready)} of {_gib(total)} can be used"
+        return f"{text}; {gib(ready)} of {gib(total)} can be used"
 
     @property
     def placement(self) -> str:
@@ -193,10 +193,6 @@ def _chunk_rows(row_bytes: int, chunk_bytes: int) -> int:
     """
     unit = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
     return max(chunk_bytes // (unit * row_bytes), 1) * unit
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"
 
 
 recipe = partial(usual_recipe, "pool", _SOURCES, link_flags=("-ldl",))

@@ -11,8 +11,7 @@ If P < L, no node is stored, since all known ones left the sequence: nodes from 
 the anchor forward as far as they follow the sequence, and a node whose parent is the last token of
 a sequence of P0 > P tokens moves the anchor to P0.
 
-Arrays are int32 unless said otherwise; `slot` is a request slot. The result of `caught_up` is
-overwritten by its next call. One thread at a time.
+Arrays are int32 unless said otherwise; `slot` is a request slot. One thread at a time.
 """
 
 from __future__ import annotations
@@ -143,8 +142,6 @@ class TreeReplica:
         self._table.put("nodes", self.arrays.nodes)
         self._table.put("state", self._state)
         self._table.put("dropped", self._dropped)
-        self._all_depths = np.full(slots, CAPACITY, np.int32)
-        self._caught_up = np.zeros(slots, np.bool_)
 
     def open(self, slot: int, generation: int, length: int) -> None:
         """Open a slot for a sequence of `length` > 0 tokens; `generation` >= 0 as sent to the
@@ -220,18 +217,15 @@ class TreeReplica:
             found: at least R rows; the first R are overwritten.
         """
         if depths is None:
-            if len(slots) > len(self._all_depths):
-                self._all_depths = np.full(2 * len(slots), CAPACITY, np.int32)
-            depths = self._all_depths
+            depths = np.full(len(slots), CAPACITY, np.int32)
         propose_all(self.arrays, fit(slots, INT32), fit(limits, INT32), fit(depths, INT32), found)
 
     def caught_up(self, slots: np.ndarray) -> np.ndarray:
         """[R] bool: there is no first level to wait for: the worker has sent the children of the
         last token, or that it has none; or the slot is negative or closed."""
-        if len(slots) > len(self._caught_up):
-            self._caught_up = np.zeros(2 * len(slots), np.bool_)
-        caught_up_all(self._state, fit(slots, INT32), self._caught_up)
-        return self._caught_up[: len(slots)]
+        caught_up = np.empty(len(slots), np.bool_)
+        caught_up_all(self._state, fit(slots, INT32), caught_up)
+        return caught_up
 
     @staticmethod
     def compile() -> None:
