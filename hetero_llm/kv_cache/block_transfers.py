@@ -15,6 +15,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_llm.core.null_objects import do_nothing, never, no_items
 from hetero_llm.kv_cache.host_tier import EvictionCandidate, HostHit, HostTier
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 
@@ -352,27 +353,15 @@ class BlockTransfers:
         assert all(self._prefix.is_cached(block) for block in self._cached)
 
 
-def _nothing(*_: object) -> None:
-    """Does nothing."""
-
-
-def _never(*_: object) -> bool:
-    return False
-
-
-def _no_blocks(*_: object) -> list[int]:
-    return []
-
-
 class NoTransfers:
     """Stands in for `BlockTransfers` where there is no host memory: evicted blocks are lost."""
 
     defers_tables = is_active = has_work = False
     blocks_in_transfer: frozenset[int] = frozenset()
-    in_transfer = is_loading = staticmethod(_never)
-    take_dropped = store = over_limit = staticmethod(_no_blocks)
-    mark_used = mark_free = clear = count_use = join = leave = staticmethod(_nothing)
-    write_through = step_launched = check_integrity = staticmethod(_nothing)
+    in_transfer = is_loading = staticmethod(never)
+    take_dropped = store = over_limit = staticmethod(no_items)
+    mark_used = mark_free = clear = count_use = join = leave = staticmethod(do_nothing)
+    write_through = step_launched = check_integrity = staticmethod(do_nothing)
 
     def __init__(self, prefix: PrefixCache) -> None:
         self._prefix = prefix

@@ -19,6 +19,7 @@ import torch
 
 from hetero_llm.core.errors import AdapterError
 from hetero_llm.core.lora import AdapterRef, LoRARequest
+from hetero_llm.core.null_objects import do_nothing
 from hetero_llm.lora.adapter import Adapter, read_adapter
 from hetero_llm.lora.targets import AdapterTargets
 
@@ -39,11 +40,7 @@ class OtherRanks(Protocol):
 class NoOtherRanks:
     """In the place of `OtherRanks` where one process runs the model."""
 
-    def open_adapter(self, request: LoRARequest) -> None:
-        pass
-
-    def forget_adapter(self, name: str) -> None:
-        pass
+    open_adapter = forget_adapter = staticmethod(do_nothing)
 
 
 class AdapterStore:

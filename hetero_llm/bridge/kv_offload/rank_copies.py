@@ -18,6 +18,7 @@ from hetero_llm.bridge.kv_offload.copier import NUM_FLAGS, NativeCopier
 from hetero_llm.bridge.kv_offload.copier_protocol import Copier, Done, LayerReadyFlag
 from hetero_llm.bridge.kv_offload.transfer_reports import STEP, ReportBoard
 from hetero_llm.core.errors import EngineDeadError
+from hetero_llm.core.null_objects import do_nothing
 from hetero_llm.core.transfer_order import TransferOrder
 
 _NAP_S = 0.001
@@ -255,26 +256,15 @@ class RankCopies:
         self._copier.close()
 
 
+def _refuse(*_: object) -> None:
+    raise AssertionError("nothing is offloaded")
+
+
 class NoRankCopies:
     """In the place of `RankCopies` where nothing is offloaded."""
 
-    def load(self, order: TransferOrder) -> None:
-        raise AssertionError("nothing is offloaded")
-
-    def store(self, order: TransferOrder) -> None:
-        raise AssertionError("nothing is offloaded")
-
-    def abort(self, transfer_id: int) -> None:
-        raise AssertionError("nothing is offloaded")
-
-    def step_launched(self) -> None:
-        pass
+    step_launched = observe = close = staticmethod(do_nothing)
+    load = store = abort = staticmethod(_refuse)
 
     def step_finished(self, *, timed_out: bool) -> None:
-        raise AssertionError("nothing is offloaded")
-
-    def observe(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+        _refuse()
