@@ -562,6 +562,8 @@ NOT_DRAWN = {
     "kernels_expert_team.g": "a table: docs/benchmarks.md",
     "tensor_parallel.llama-3.1-8b.g": "a table: docs/benchmarks.md",
     "sequence_parallel.llama-3.1-8b.g": "two numbers: docs/benchmarks.md",
+    "pipeline_parallel.llama-3.1-8b.g": "seven numbers: docs/benchmarks.md",
+    "guided_requests.llama-3.1-8b.g": "three numbers, in docs/benchmarks.md",
     "perplexity.c": "a table: docs/quantization.md",
     "lora_decode.c": "a table: docs/lora.md",
     "cpu_offline.L.int4.c": "one ratio, in docs/quantization.md",
