@@ -593,6 +593,8 @@ NOT_DRAWN = {
     "lora_zipf.llama-3.1-8b.g": "a sentence: docs/lora.md",
     "moe_decode.qwen3-30b-a3b.g": "a table: docs/benchmarks.md",
     "rooms/guided_decode.masks.before": "an earlier state, kept for comparison",
+    "rooms/hybrid_experts.before.g": "beside the later run, in docs/benchmarks.md",
+    "rooms/kernels_expert_team.fp8_rows.g": "a line of docs/history/log.md",
     "rooms/never_slower.net_gain.g": "two of the drafts alone, cut off by a limit",
     "rooms/skinny_gemm.two_rows.g": "what launches of few rows were chosen by",
     "rooms/verify.before": "an earlier state, kept for comparison",
