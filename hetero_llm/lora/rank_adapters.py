@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from hetero_llm.core.lora import AdapterRef, LoRARequest
+from hetero_llm.core.null_objects import do_nothing
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.lora.store import AdapterStore
 
@@ -55,17 +56,12 @@ class RankAdapters:
             self.store.release(adapter)
 
 
+def _refuse(*_: object) -> None:
+    raise AssertionError("adapters are not served")
+
+
 class NoRankAdapters:
     """In the place of `RankAdapters` where adapters are not served."""
 
-    def begin(self, step: SchedulerOutput) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def open(self, request: LoRARequest) -> None:
-        raise AssertionError("adapters are not served")
-
-    def forget(self, name: str) -> None:
-        raise AssertionError("adapters are not served")
+    begin = end = staticmethod(do_nothing)
+    open = forget = staticmethod(_refuse)
