@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from hetero_llm.gpu.collectives import PeerCollectives
-    from hetero_llm.lora.rank_adapters import ParallelAdapters
     from hetero_llm.lora.store import AdapterStore
     from hetero_llm.models.config import ModelConfig
 
@@ -75,7 +74,7 @@ class RankSettings:
         dtype: name of the model's type.
         device: "cpu" or "cuda"; rank r uses the GPU of index r.
         row_bytes: of a row of hidden states in the model's type.
-        drafts: steps may have draft trees.
+        most_drafted_tokens: most tokens of a step with draft trees; 0: there are no such steps.
         threads: of torch, on the CPU.
         log_level, log_format: of the engine's log.
         board: see `build_host_tier.HostShare`.
@@ -86,7 +85,7 @@ class RankSettings:
     dtype: str
     device: str
     row_bytes: int
-    drafts: bool
+    most_drafted_tokens: int
     threads: int
     log_level: int
     log_format: str
@@ -140,13 +139,10 @@ class EngineRanks:
         self.share.serves()
         return ParallelRunner(runner, self.processes, self.share.gave_up, timed_out)
 
-    def adapters(self, store: AdapterStore | None) -> AdapterStore | ParallelAdapters | None:
-        """What the engine opens adapters with: the store of rank 0, or all ranks' stores."""
-        if store is None or isinstance(self.processes, NoRanks):
-            return store
-        from hetero_llm.lora.rank_adapters import ParallelAdapters
-
-        return ParallelAdapters(store, self.processes)
+    def share_adapters(self, store: AdapterStore | None) -> None:
+        """Lets the other ranks open and forget adapters as the store of rank 0 does."""
+        if store is not None and not isinstance(self.processes, NoRanks):
+            store.ranks = self.processes
 
     def wait_loaded(self) -> None:
         """Waits until the other ranks have their weights.
@@ -301,14 +297,14 @@ def join_ranks(
     dtype: torch.dtype,
     device: torch.device,
     row_bytes: int,
-    drafts: bool,
+    most_drafted_tokens: int,
 ) -> EngineRanks:
     """Gives the processes their settings and joins their group, as rank 0.
 
     Args:
         config: result of `for_ranks`.
         folder: of the model.
-        row_bytes: see `RankSettings`.
+        row_bytes, most_drafted_tokens: see `RankSettings`.
 
     Raises:
         HeteroLLMError: a rank has failed.
@@ -321,7 +317,7 @@ def join_ranks(
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
         row_bytes=row_bytes,
-        drafts=drafts,
+        most_drafted_tokens=most_drafted_tokens,
         threads=config.cpu.threads or 1,
         log_level=logging.getLogger("hetero_llm").getEffectiveLevel(),
         log_format=kind_of_root(),
