@@ -79,7 +79,6 @@ class IdleTimes:
         return 0.0
 
 
-# large: times, gains and pauses depend on each other.
 class ProposalAccount:
     """Step times, idle times and gains of one drafter. One thread at a time.
 
