@@ -123,9 +123,9 @@ class EngineLoop:
 
     def _handle(self, message: messages.Message) -> None:
         if isinstance(message, messages.AddRequest):
-            self._add(message)
+            self._add(message.key, lambda: messages.request_from_wire(message))
         elif isinstance(message, messages.AddPooling):
-            self._add_pooling(message)
+            self._add(message.request.key, lambda: message.request)
         elif isinstance(message, messages.Abort):
             last = self._engine.abort(message.key)
             if last is not None:
@@ -137,32 +137,19 @@ class EngineLoop:
         else:
             raise TypeError(f"{type(message).__name__} after the start")
 
-    def _add(self, message: messages.AddRequest) -> None:
+    def _add(self, key: str, make: Callable[[], Any]) -> None:
         """Starts a request. The API process has checked it, but for what only the scheduler knows:
         how many sequences and KV blocks there are."""
+        engine: Any = self._engine
         try:
-            request = messages.request_from_wire(message)
-            assert isinstance(self._engine, Engine), "the model pools"
-            self._engine.check_request(request)
+            request = make()
+            engine.check_request(request)
         except Exception as error:  # nothing was started: the engine is unchanged
-            self._refuse(message.key, error)
+            if not isinstance(error, RequestError):
+                logger.error("a request could not be checked", exc_info=error)
+            self._send(messages.RequestFailed(key, messages.error_to_wire(error)))
             return
-        self._engine.add_request(request)
-
-    def _add_pooling(self, message: messages.AddPooling) -> None:
-        """Starts a request to a pooling model, which the API process has checked."""
-        try:
-            request = messages.pooling_from_wire(message)
-            assert isinstance(self._engine, PoolingEngine), "the model generates"
-        except Exception as error:  # nothing was started: the engine is unchanged
-            self._refuse(message.key, error)
-            return
-        self._engine.add_request(request)
-
-    def _refuse(self, key: str, error: Exception) -> None:
-        if not isinstance(error, RequestError):
-            logger.error("a request could not be checked", exc_info=error)
-        self._send(messages.RequestFailed(key, messages.error_to_wire(error)))
+        engine.add_request(request)
 
     def _call_result(self, call: messages.Call) -> messages.CallResult:
         try:
@@ -175,7 +162,7 @@ class EngineLoop:
     def _outputs_message(self, outputs: list[Any]) -> messages.Message:
         """The message for what a step of the engine has returned."""
         if isinstance(self._engine, PoolingEngine):
-            return messages.PooledOutputs([messages.pooled_to_wire(one) for one in outputs])
+            return messages.PooledOutputs(outputs)
         return messages.StepOutputs([self._packed(one) for one in outputs])
 
     def _packed(self, output: RequestOutput) -> messages.Output:

@@ -30,6 +30,9 @@ from hetero_llm import (
     SnapshotError,
 )
 from hetero_llm.config.engine_config import SchedulerConfig
+from hetero_llm.core.grammar import Grammar
+from hetero_llm.core.lora import AdapterRef, LoRARequest
+from hetero_llm.core.pooling import Finish, PoolingInput, PoolingRequest, PoolingResult
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import BuiltEngine
@@ -270,6 +273,35 @@ def test_parameters_travel(params: SamplingParams) -> None:
     received = messages.decode_to_engine(messages.encode(sent))
     assert isinstance(received, messages.AddRequest)
     assert messages.params_from_wire(received.params) == params
+
+
+def test_grammars_and_adapters_travel() -> None:
+    grammar = Grammar("text", (3, 4), 5)
+    adapter = AdapterRef(LoRARequest("name", 2, "/path", base_model_name="base"), "ab", 8)
+    sent = messages.AddRequest("1", b"", {}, 0, 3, b"", grammar=grammar, adapter=adapter)
+    received = messages.decode_to_engine(messages.encode(sent))
+    assert isinstance(received, messages.AddRequest)
+    assert received.grammar == grammar and received.adapter == adapter
+
+
+def test_inputs_to_pool_and_their_values_travel() -> None:
+    ids, types = np.array([1, 2, 3], np.int32), np.array([0, 1, 1], np.uint8)
+    inputs = [PoolingInput(ids, types), PoolingInput(ids[:1])]
+    sent = messages.AddPooling(PoolingRequest("1", inputs, Finish(4, True, "sigmoid")))
+    received = messages.decode_to_engine(messages.encode(sent))
+    assert isinstance(received, messages.AddPooling)
+    assert received.request.key == "1" and received.request.finish == sent.request.finish
+    first, second = received.request.inputs
+    assert np.array_equal(first.token_ids, ids) and first.token_ids.dtype == np.int32
+    assert first.types is not None and np.array_equal(first.types, types)
+    assert second.token_ids.tolist() == [1] and second.types is None
+    values = [np.array([0.5, -1.0], np.float32), np.array([2.0], np.float32)]
+    result = PoolingResult("1", values, 1.5, "wrong")
+    answer = messages.decode_from_engine(messages.encode(messages.PooledOutputs([result])))
+    assert isinstance(answer, messages.PooledOutputs)
+    (found,) = answer.outputs
+    assert (found.key, found.scheduled, found.error) == ("1", 1.5, "wrong")
+    assert [one.tolist() for one in found.values] == [one.tolist() for one in values]
 
 
 @pytest.mark.parametrize(
