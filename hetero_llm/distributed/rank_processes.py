@@ -31,7 +31,14 @@ from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.distributed.control_socket import ControlSocket, RankFailed, RankReached
 from hetero_llm.distributed.process_group import create_store
 from hetero_llm.distributed.step_channel import StepWriter
-from hetero_llm.distributed.step_codec import StepMessage, TransferOrder
+from hetero_llm.distributed.step_codec import (
+    FINISH_MESSAGE,
+    StepMessage,
+    TransferOrder,
+    step_to_bytes,
+    transfer_to_bytes,
+    value_to_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -170,16 +177,18 @@ class RankProcesses:
         weakref.finalize(self, self._holder.end)
         self._sockets: list[ControlSocket] = []
         argument = program.argument or ("tensor_parallel_size", size)
+        self.store = self.shared = -1
         try:
             self._writer = StepWriter(size)
-            self.store = create_store()
-            self.shared = allocate_shared(program.shared_bytes) if program.shared_bytes else -1
         except (RingError, OSError) as error:
             raise _not_started(argument, error) from error
         try:
+            self.store = create_store()
+            if program.shared_bytes:
+                self.shared = allocate_shared(program.shared_bytes)
             for rank in range(1, size):
                 self._start(rank, program)
-        except OSError as error:
+        except (RingError, OSError) as error:
             self._release()
             raise _not_started(argument, error) from error
         self._watch = threading.Thread(
@@ -260,25 +269,23 @@ class RankProcesses:
 
     def launch(self, step: SchedulerOutput) -> None:
         """Lets the ranks launch a step."""
-        self.check()
-        self._writer.launch(step, self.check)
+        self._announce(step_to_bytes(step))
 
     def finish(self) -> None:
         """Lets the ranks finish their oldest launched step."""
-        self.check()
-        self._writer.finish(self.check)
+        self._announce(FINISH_MESSAGE)
 
     def compile_grammar(self, grammar: Grammar) -> None:
         """Lets the ranks compile a grammar beside their steps."""
-        self._send(StepMessage.GRAMMAR, grammar)
+        self._announce(value_to_bytes(StepMessage.GRAMMAR, grammar))
 
     def open_adapter(self, request: LoRARequest) -> None:
         """Lets the ranks read an adapter, as this process has read it."""
-        self._send(StepMessage.ADAPTER, request)
+        self._announce(value_to_bytes(StepMessage.ADAPTER, request))
 
     def forget_adapter(self, name: str) -> None:
         """Lets the ranks forget the name of an adapter."""
-        self._send(StepMessage.FORGET_ADAPTER, name)
+        self._announce(value_to_bytes(StepMessage.FORGET_ADAPTER, name))
 
     def load_blocks(
         self,
@@ -290,28 +297,24 @@ class RankProcesses:
     ) -> None:
         """Lets the ranks load their part of KV blocks; see `TransferOrder`."""
         order = TransferOrder(transfer_id, host_blocks, blocks, after_step, compute)
-        self._transfer(StepMessage.LOAD_BLOCKS, order)
+        self._announce(transfer_to_bytes(StepMessage.LOAD_BLOCKS, order))
 
     def store_blocks(
         self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
     ) -> None:
         """Lets the ranks store their part of KV blocks; see `TransferOrder`."""
         order = TransferOrder(transfer_id, host_blocks, blocks, after_step)
-        self._transfer(StepMessage.STORE_BLOCKS, order)
+        self._announce(transfer_to_bytes(StepMessage.STORE_BLOCKS, order))
 
     def abort_load(self, transfer_id: int) -> None:
         """Lets the ranks abort a load."""
-        self._transfer(
-            StepMessage.ABORT_LOAD, TransferOrder(transfer_id, _NO_BLOCKS, _NO_BLOCKS, 0)
-        )
+        order = TransferOrder(transfer_id, _NO_BLOCKS, _NO_BLOCKS, 0)
+        self._announce(transfer_to_bytes(StepMessage.ABORT_LOAD, order))
 
-    def _transfer(self, kind: StepMessage, order: TransferOrder) -> None:
+    def _announce(self, message: bytes) -> None:
+        """Raises HeteroLLMError: a rank has failed."""
         self.check()
-        self._writer.transfer(kind, order, self.check)
-
-    def _send(self, kind: StepMessage, value: Grammar | LoRARequest | str) -> None:
-        self.check()
-        self._writer.send(kind, value, self.check)
+        self._writer.write(message, self.check)
 
     def why(self, error: BaseException) -> BaseException:
         """The failure of a rank that has made a step here fail with `error`; `error` if all ranks
@@ -405,9 +408,9 @@ class RankProcesses:
         self._writer.close()
         for control in self._sockets:
             control.close()
-        os.close(self.store)
-        if self.shared >= 0:
-            os.close(self.shared)
+        for fd in (self.store, self.shared):
+            if fd >= 0:
+                os.close(fd)
 
 
 def _watch(owner: weakref.ref[RankProcesses], ended: threading.Event) -> None:
