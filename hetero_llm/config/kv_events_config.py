@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,14 +44,10 @@ class KvEventsConfig:
         if not replica:
             return self
         replay = self.replay_endpoint
-        return KvEventsConfig(
-            _moved(self.endpoint, replica),
-            None if replay is None else _moved(replay, replica),
-            self.buffer_steps,
-            self.hwm,
-            self.max_queue_size,
-            self.topic,
-            self.event_format,
+        return dataclasses.replace(
+            self,
+            endpoint=_moved(self.endpoint, replica),
+            replay_endpoint=None if replay is None else _moved(replay, replica),
         )
 
 

@@ -11,6 +11,11 @@ from hetero_llm.config.engine_config import CacheConfig, EngineConfig, Scheduler
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
+from hetero_llm.engine.builders.build_adapters import (
+    ServedAdapters,
+    apply_adapters,
+    device_adapters,
+)
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 
 if TYPE_CHECKING:
@@ -85,7 +90,7 @@ def build_runner(
     drafts: bool,
     native: NativeBackend | None,
     layer_ready: LayerReadyFlags | None = None,
-    adapters: GpuAdapters | None = None,
+    adapters: ServedAdapters | None = None,
     share: RankShare = ALONE_SHARE,
     experts: HybridExperts | None = None,
 ) -> BuiltRunner:
@@ -96,7 +101,7 @@ def build_runner(
         drafts: whether steps may have draft trees.
         native: settings of the native executor; None: it does not run the model.
         layer_ready: flags at which steps wait for KV loads from host memory; None: there are none.
-        adapters: of the model's products on a GPU; None: it has none there.
+        adapters: of the model; None: requests have none.
         share: of this rank. All ranks get as many blocks as the one with the least memory has.
         experts: of its mixtures on a GPU, some of them on the host; None: there are no such.
 
@@ -118,7 +123,7 @@ def build_runner(
         None if config.speculation is None else config.speculation.typical,
         layer_ready,
         _kv_scales(config, model, model_config, shape.dtype),
-        adapters,
+        device_adapters(adapters, model, config, device),
         experts,
         config.prompt_adapters.enabled,
         share,
@@ -126,7 +131,12 @@ def build_runner(
     if config.cache.num_blocks is not None:
         needed, length = inputs.blocks_per_sequence, scheduler_config.max_model_len
         _check_fixed_blocks(config.cache.num_blocks, needed, length)
-    return _cuda_runner(inputs) if device.type == "cuda" else _cpu_runner(inputs)
+    if device.type == "cuda":
+        return _cuda_runner(inputs)
+    built = _cpu_runner(inputs)
+    if adapters is not None:
+        apply_adapters(built.runner, adapters.store, config, device)
+    return built
 
 
 def _cpu_runner(inputs: RunnerInputs) -> BuiltRunner:

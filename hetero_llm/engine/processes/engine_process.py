@@ -3,20 +3,16 @@
 One thread: handle the messages that have arrived, run a step, send its outputs. A second thread
 would compete with the step loop for the interpreter lock.
 
-Signals that a terminal or a service manager sends to a whole process group are ignored here: the
-API process drains first. This process ends on its parent's message or when its parent ends.
+Signals to the whole process group are ignored: the API process drains first. This process ends on
+its parent's message or when its parent ends.
 """
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import fcntl
-import gc
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import time
@@ -30,13 +26,12 @@ from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.pooling.pooling_engine import PoolingEngine
-from hetero_llm.engine.processes import messages
+from hetero_llm.engine.processes import child_process, messages
 from hetero_llm.engine.processes.fault_injection import with_faults
 from hetero_llm.engine.processes.message_socket import MessageSocket
 from hetero_llm.lora.no_adapters import NoAdapters
 from hetero_llm.utils import env
-from hetero_llm.utils.gc_control import prompt_wakeups, serve_promptly
-from hetero_llm.utils.log_sink import LineFormatter, Sink
+from hetero_llm.utils.gc_control import prompt_wakeups
 
 if TYPE_CHECKING:
     from hetero_llm.engine.builders.build_pooling import BuiltPooling
@@ -50,7 +45,6 @@ EXIT_DEAD = 1
 HEARTBEAT_SECONDS = 0.1
 _SECONDS_TO_FLUSH = 1.0
 _POLL_SECONDS = 0.005  # of host memory's copies while no request runs
-_PR_SET_PDEATHSIG = 1
 
 
 class EngineLoop:
@@ -257,14 +251,7 @@ def main(arguments: list[str]) -> int:
     """Runs the engine; the arguments are those that `engine_launcher.launch` gives."""
     socket_end, life_end, dies_with_thread = map(int, arguments)
     _end_with_parent(life_end, dies_with_thread=bool(dies_with_thread))
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is the parent's, for its results
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # A handler, and not SIG_IGN, which processes started from here would inherit.
-        signal.signal(number, lambda *_: None)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # for an engine that hangs
-    serve_promptly()
-    _set_title()
+    child_process.begin("engine")
     os.set_inheritable(socket_end, False)
     parent = MessageSocket(socket.socket(fileno=socket_end))
     with prompt_wakeups():
@@ -278,14 +265,12 @@ def main(arguments: list[str]) -> int:
 
 def _build(parent: MessageSocket) -> BuiltEngine | BuiltPooling | int:
     """The engine that the first message asks for, or the exit code."""
-    start = _first_message(parent)
-    if start is None:
+    first = parent.wait()
+    if first is None:
         return EXIT_BAD_START
-    root = logging.getLogger()
-    root.handlers[:] = [Sink(sys.stderr.fileno(), LineFormatter(start.log_format, _name_of(start)))]
-    root.setLevel(max(start.log_level, logging.WARNING))
-    logging.getLogger("hetero_llm").setLevel(start.log_level)
-    logging.captureWarnings(True)
+    start = messages.decode_to_engine(first)
+    assert isinstance(start, messages.Start)
+    child_process.open_log(_name_of(start), start.log_format, start.log_level)
     begun = time.monotonic()
     try:
         config = EngineConfig.from_args(resolve_engine_args(start.args))
@@ -307,8 +292,7 @@ def _build(parent: MessageSocket) -> BuiltEngine | BuiltPooling | int:
             logger.exception("the engine could not be built")
         parent.send(messages.encode(messages.StartFailed(messages.error_to_wire(error))))
         return EXIT_BAD_START
-    gc.collect()
-    gc.freeze()  # later collections skip all objects that were loaded
+    child_process.freeze_objects()
     seconds = {"import": imported - begun, "load": time.monotonic() - imported}
     ready = messages.Ready(
         built.max_model_len, built.num_blocks, built.device, built.dtype, built.backend, seconds,
@@ -322,19 +306,6 @@ def _name_of(start: messages.Start) -> str:
     """The process's name in the log."""
     several = start.args.get("data_parallel_size", 1) != 1
     return f"engine {start.replica}" if several else "engine"
-
-
-def _first_message(parent: MessageSocket) -> messages.Start | None:
-    """Waits for the first message; None if the parent ended before it sent one."""
-    poll = select.poll()
-    poll.register(parent, select.POLLIN)
-    while not parent.closed:
-        poll.poll()
-        for data in parent.receive():
-            start = messages.decode_to_engine(data)
-            assert isinstance(start, messages.Start)
-            return start
-    return None
 
 
 def flush_and_close(parent: MessageSocket) -> None:
@@ -360,22 +331,11 @@ def _end_with_parent(life_end: int, *, dies_with_thread: bool) -> None:
     fcntl.fcntl(life_end, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(life_end, fcntl.F_GETFL)
     fcntl.fcntl(life_end, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if dies_with_thread and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if dies_with_thread:
+        child_process.die_with_parent_thread()
     if select.select([life_end], [], [], 0)[0]:  # the parent ended before SIGIO was set up
         sys.exit(EXIT_DEAD)
 
 
-def _set_title() -> None:
-    try:
-        from setproctitle import setproctitle
-    except ImportError:
-        return
-    setproctitle("hetero-llm: engine")
-
-
 if __name__ == "__main__":
-    exit_code = main(sys.argv[1:])
-    logging.shutdown()
-    # The kernel frees everything faster than the interpreter does, device memory included.
-    os._exit(exit_code)
+    child_process.end(main(sys.argv[1:]))

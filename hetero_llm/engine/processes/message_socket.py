@@ -1,4 +1,4 @@
-"""Whole messages over one end of a socket pair, without ever waiting.
+"""Whole messages over one end of a socket pair; all calls but `wait` return at once.
 
 A socket pair, not a socket with a name: no other process can connect to it, it leaves no file
 behind, and each side notices the other's end at once, by the end of the stream.
@@ -6,6 +6,7 @@ behind, and each side notices the other's end at once, by the end of the stream.
 
 from __future__ import annotations
 
+import select
 import socket
 
 _HEADER = 4  # bytes of a message's length, little endian
@@ -72,6 +73,16 @@ class MessageSocket:
             if len(data) < _READ:
                 break
         return self._split() if size else []
+
+    def wait(self) -> bytes | None:
+        """Waits for a message to which the other end has sent none behind; None: it has closed."""
+        poll = select.poll()
+        poll.register(self, select.POLLIN)
+        while not self.closed:
+            poll.poll()
+            for message in self.receive():
+                return message
+        return None
 
     def close(self) -> None:
         self.closed = True
