@@ -108,11 +108,9 @@ class AdapterMemory(Protocol):
         Raises:
             AdapterError: its files have gone or changed.
         """
-        ...
 
     def release(self, adapter: AdapterRef) -> None:
         """Ends a `hold`."""
-        ...
 
 
 def check_lora_request(value: Any) -> LoRARequest:

@@ -705,14 +705,14 @@ class AsyncLLMEngine:
         """See `LLM.save_lookahead_cache`. No request makes progress meanwhile. Each of several
         replicas has learned something else: the first one saves to `path`, the others to
         `path.1`, `path.2` and so on."""
-        await self._call_each("save_lookahead_cache", self._paths(path))
+        await self._call_each("save_lookahead_cache", [[one] for one in self._paths(path)])
 
     async def load_lookahead_cache(self, path: str | os.PathLike[str]) -> None:
         """See `LLM.load_lookahead_cache`. No request makes progress meanwhile. A replica without a
         file of its own loads that of the first one."""
         first, *others = self._paths(path)
         paths = [first, *(one if os.path.exists(one) else first for one in others)]
-        await self._call_each("load_lookahead_cache", paths)
+        await self._call_each("load_lookahead_cache", [[one] for one in paths])
 
     def _paths(self, path: str | os.PathLike[str]) -> list[str]:
         whole = os.path.abspath(path)
@@ -766,13 +766,10 @@ class AsyncLLMEngine:
 
     async def _call_engines(self, name: str, *arguments: Any) -> list[Any]:
         """Asks every replica for one of `engine_process.CALLS`; returns their results."""
-        return await self._call_with(name, [list(arguments)] * len(self._replicas))
+        return await self._call_each(name, [arguments] * len(self._replicas))
 
-    async def _call_each(self, name: str, argument_of: Sequence[Any]) -> list[Any]:
-        """As `_call_engines`, with an argument for each replica."""
-        return await self._call_with(name, [[argument] for argument in argument_of])
-
-    async def _call_with(self, name: str, arguments_of: Sequence[list[Any]]) -> list[Any]:
+    async def _call_each(self, name: str, arguments_of: Sequence[Sequence[Any]]) -> list[Any]:
+        """As `_call_engines`, with arguments for each replica."""
         self._attach_loop()
         self.check_health()
         loop = asyncio.get_running_loop()
@@ -783,7 +780,7 @@ class AsyncLLMEngine:
         try:
             sent = zip(self._replicas, numbers, arguments_of, strict=True)
             for replica, number, arguments in sent:
-                replica.send(messages.Call(number, name, arguments))
+                replica.send(messages.Call(number, name, list(arguments)))
             results = await asyncio.gather(*futures, return_exceptions=True)
         finally:
             for number in numbers:

@@ -195,14 +195,6 @@ def _reset_prefix_cache(built: BuiltEngine | BuiltPooling) -> None:
         built.engine.reset_prefix_cache()
 
 
-def _save_lookahead_cache(built: BuiltEngine | BuiltPooling, path: str) -> None:
-    _store(built).save(path)
-
-
-def _load_lookahead_cache(built: BuiltEngine | BuiltPooling, path: str) -> None:
-    _store(built).load(path)
-
-
 def _open_adapter(
     built: BuiltEngine | BuiltPooling,
     name: str,
@@ -212,17 +204,15 @@ def _open_adapter(
     load_inplace: bool,
 ) -> list[Any]:
     """Content hash and rank of an adapter, which is read if it is new."""
-    adapters = built.engine.adapters if isinstance(built.engine, Engine) else NoAdapters()
     request = LoRARequest(
         name, number, path, base_model_name=base_model_name, load_inplace=load_inplace
     )
-    ref = adapters.open(request)
+    ref = _adapters(built).open(request)
     return [ref.content_hash, ref.rank]
 
 
-def _forget_adapter(built: BuiltEngine | BuiltPooling, name: str) -> None:
-    adapters = built.engine.adapters if isinstance(built.engine, Engine) else NoAdapters()
-    adapters.forget(name)
+def _adapters(built: BuiltEngine | BuiltPooling) -> Any:
+    return built.engine.adapters if isinstance(built.engine, Engine) else NoAdapters()
 
 
 def _store(built: BuiltEngine | BuiltPooling) -> Store:
@@ -235,10 +225,10 @@ def _store(built: BuiltEngine | BuiltPooling) -> Store:
 CALLS: dict[str, Callable[..., Any]] = {
     "metrics": lambda built: built.metrics(),
     "reset_prefix_cache": _reset_prefix_cache,
-    "save_lookahead_cache": _save_lookahead_cache,
-    "load_lookahead_cache": _load_lookahead_cache,
+    "save_lookahead_cache": lambda built, path: _store(built).save(path),
+    "load_lookahead_cache": lambda built, path: _store(built).load(path),
     "open_adapter": _open_adapter,
-    "forget_adapter": _forget_adapter,
+    "forget_adapter": lambda built, name: _adapters(built).forget(name),
 }
 """Functions that the API process can call between two steps. Arguments and results are plain
 data."""

@@ -17,7 +17,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.bridge.ipc.broadcast import ChannelClosedError
@@ -201,25 +200,17 @@ def _run(
         rank, arguments.store, device,
         row_bytes=settings.row_bytes, parallel=settings.config.parallel,
     )  # fmt: skip
-    built = _build(settings, share, control)
+    loop = _build(settings, share, control, steps)
     child_process.freeze_objects()
     steps.set_spin(_SPIN_US[settings.device])
     share.serves()
-    RankLoop(steps, built.runner, built.grammars, built.adapters, share.gave_up, built.copies).run()
+    loop.run()
 
 
-@dataclass(frozen=True, slots=True)
-class _Built:
-    """The rank's runner and what its steps need; see `RankLoop`."""
-
-    runner: ModelRunner[Any]
-    grammars: GrammarCompiler | None
-    adapters: RankAdapters | NoRankAdapters
-    copies: RankCopies | None
-
-
-def _build(settings: RankSettings, share: RankShare, control: ControlSocket) -> _Built:
-    """Builds them as the engine builds those of rank 0."""
+def _build(
+    settings: RankSettings, share: RankShare, control: ControlSocket, steps: StepReader
+) -> RankLoop:
+    """Builds the rank's runner, and what its steps need, as the engine builds those of rank 0."""
     import dataclasses
 
     import torch
@@ -267,7 +258,7 @@ def _build(settings: RankSettings, share: RankShare, control: ControlSocket) -> 
         runner.set_open_matcher(grammars.open)
         grammars.warm_up_beside()
     served_adapters = NoRankAdapters() if adapters is None else RankAdapters(adapters.store)
-    return _Built(runner, grammars, served_adapters, copies)
+    return RankLoop(steps, runner, grammars, served_adapters, share.gave_up, copies)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,9 @@ class Tokenizer:
         self._special = frozenset(
             index for index, token in hf_tokenizer.added_tokens_decoder.items() if token.special
         )
-        self.decode_token = lru_cache(maxsize=65536)(self._decode_token)
+        self.decode_token = lru_cache(maxsize=65536)(
+            lambda token_id: self.decode([token_id], skip_special_tokens=False)
+        )
         self._decode_one = lru_cache(maxsize=65536)(
             lambda token_id, skip: self._decode_uncached([token_id], skip)
         )
@@ -186,9 +188,6 @@ class Tokenizer:
             return b""
         exact = piece_bytes(piece, byte_level=True)
         return piece.encode() if exact is None else exact
-
-    def _decode_token(self, token_id: int) -> str:
-        return self.decode([token_id], skip_special_tokens=False)
 
 
 class TokenizerThreads:
