@@ -138,11 +138,9 @@ def obsolete(
     return ArgSpec(name, *typed, Status.OBSOLETE, help, reason=reason, **rest)
 
 
-def not_yet(
-    name: str, value: Any, help: str, *, feature: str, kind: Kind | None = None, **rest: Any
-) -> ArgSpec:
-    """An argument of a feature that is not available yet. `value` and `kind`: see `argument`."""
-    typed = _kind_and_default(value, kind)
+def not_yet(name: str, value: Any, help: str, *, feature: str, **rest: Any) -> ArgSpec:
+    """An argument of a feature that is not available yet. `value`: see `argument`."""
+    typed = _kind_and_default(value, None)
     return ArgSpec(name, *typed, Status.NOT_YET, help, feature=feature, **rest)
 
 

@@ -64,6 +64,7 @@ from hetero_llm.engine.builders.build_ranks import (
 )
 from hetero_llm.engine.builders.build_runner import (
     BuiltRunner,
+    RunnerInputs,
     build_runner,
     cache_shape,
     check_context,
@@ -340,18 +341,15 @@ def _join(
         events=events.log, own=ranks.host_share(),
     )  # fmt: skip
     built = build_runner(
-        config,
-        inputs.scheduler,
-        model,
-        model_config=own_config,
-        dtype=dtype,
-        device=device,
-        drafts=drafter is not None or config.speculation is not None,
-        native=native,
-        layer_ready=None if host is None else host.layer_ready,
-        adapters=served,
-        share=ranks.share,
-        experts=experts,
+        RunnerInputs(
+            *(config, inputs.scheduler, model, own_config, dtype, device),
+            drafts=drafter is not None or config.speculation is not None,
+            native=native,
+            layer_ready=None if host is None else host.layer_ready,
+            adapters=served,
+            share=ranks.share,
+            experts=experts,
+        )
     )
     runner, num_blocks, store = built.runner, built.cache.num_blocks, None
     if device_draft is not None:
@@ -516,10 +514,7 @@ def _device_draft(
         blocks = count_blocks(config, wanted.model, limits, room, *shapes)
         cache = dataclasses.replace(own.cache, num_blocks=blocks, conservative=False)
         own = dataclasses.replace(own, cache=cache)
-        runner = build_runner(
-            own, limits, model,
-            model_config=model_config, dtype=dtype, device=device, drafts=False, native=None,
-        ).runner  # fmt: skip
+        runner = build_runner(RunnerInputs(own, limits, model, model_config, dtype, device)).runner
     except ConfigError as error:
         if error.field not in ("cpu_offload_gb", "num_gpu_blocks_override"):
             raise

@@ -131,9 +131,13 @@ def load_weights(
     else:
         model = load()
     adapters = prepare_adapters(
-        config.lora, model, model_config, dtype,
-        backend=backend, download_dir=config.load.download_dir,
-    )  # fmt: skip
+        config.lora,
+        model,
+        model_config,
+        dtype,
+        backend=backend,
+        download_dir=config.load.download_dir,
+    )
     if config.batch_invariant:
         from hetero_llm.models.invariant import make_batch_invariant
 

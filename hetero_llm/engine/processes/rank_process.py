@@ -217,7 +217,7 @@ def _build(
     from tqdm import tqdm
 
     from hetero_llm.engine.builders.build_model import backend_name, find_served_model, load_weights
-    from hetero_llm.engine.builders.build_runner import build_runner, cache_shape
+    from hetero_llm.engine.builders.build_runner import RunnerInputs, build_runner, cache_shape
     from hetero_llm.engine.resolve import open_tokenizer
     from hetero_llm.engine.text.tokenizer import open_grammars
     from hetero_llm.lora.rank_adapters import NoRankAdapters, RankAdapters
@@ -242,12 +242,14 @@ def _build(
         own=HostShare(share, board=settings.board),
     )  # fmt: skip
     made = build_runner(
-        config, settings.scheduler, model,
-        model_config=own_config,
-        dtype=dtype, device=device, drafts=settings.drafts, native=None,
-        layer_ready=None if host is None else host.layer_ready,
-        adapters=adapters, share=share,
-    )  # fmt: skip
+        RunnerInputs(
+            *(config, settings.scheduler, model, own_config, dtype, device),
+            drafts=settings.drafts,
+            layer_ready=None if host is None else host.layer_ready,
+            adapters=adapters,
+            share=share,
+        )
+    )
     runner = made.runner
     copies = None if host is None else host.join_rank(made.cache)
     grammars = None
