@@ -7,24 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from hetero_llm.config.constraints_config import ConstraintsConfig as ConstraintsConfig
-from hetero_llm.config.constraints_config import constraints_from_args
-from hetero_llm.config.expert_config import ExpertConfig as ExpertConfig
-from hetero_llm.config.expert_config import experts_from_args
-from hetero_llm.config.kv_events_config import KvEventsConfig as KvEventsConfig
-from hetero_llm.config.kv_events_config import kv_events_from_args
-from hetero_llm.config.lora_config import LoraConfig as LoraConfig
-from hetero_llm.config.lora_config import lora_from_args
-from hetero_llm.config.offload_config import OffloadConfig as OffloadConfig
-from hetero_llm.config.offload_config import offload_from_args
-from hetero_llm.config.parallel_config import ParallelConfig as ParallelConfig
-from hetero_llm.config.parallel_config import parallel_from_args
-from hetero_llm.config.pooling_config import PoolingConfig as PoolingConfig
-from hetero_llm.config.pooling_config import pooling_from_args
-from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig as PromptAdapterConfig
-from hetero_llm.config.prompt_adapter_config import prompt_adapters_from_args
-from hetero_llm.config.speculation_config import SpeculationConfig as SpeculationConfig
-from hetero_llm.config.speculation_config import speculation_from_args
+from hetero_llm.config.constraints_config import ConstraintsConfig, constraints_from_args
+from hetero_llm.config.expert_config import ExpertConfig, experts_from_args
+from hetero_llm.config.kv_events_config import KvEventsConfig, kv_events_from_args
+from hetero_llm.config.lora_config import LoraConfig, lora_from_args
+from hetero_llm.config.offload_config import OffloadConfig, offload_from_args
+from hetero_llm.config.parallel_config import ParallelConfig, parallel_from_args
+from hetero_llm.config.pooling_config import PoolingConfig, pooling_from_args
+from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig, prompt_adapters_from_args
+from hetero_llm.config.speculation_config import SpeculationConfig, speculation_from_args
 from hetero_llm.core.errors import ConfigError
 
 _MAX_NUM_SEQS = 256
@@ -66,6 +57,14 @@ class LoadConfig:
     quantization: str | None = None
     model_impl: str = "auto"
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def refuse_native_options(self, class_name: str, *names: str) -> None:
+        """Raises ConfigError: one of these fields is given, and transformers' class of this name
+        runs the model."""
+        for name in names:
+            if getattr(self, name) not in (None, 0):
+                reason = f"needs a native implementation, and {class_name} runs on transformers"
+                raise ConfigError(name, getattr(self, name), reason)
 
 
 @dataclass(frozen=True, slots=True)

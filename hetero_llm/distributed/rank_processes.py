@@ -43,8 +43,8 @@ from hetero_llm.distributed.step_codec import (
 logger = logging.getLogger(__name__)
 
 HANG_SECONDS = 3.0
-"""A rank that gives no sign of life for so long counts as hung. It gives them from a thread that
-needs no lock of Python's, ten times a second."""
+"""Seconds without a sign of life after which a rank counts as hung. It gives ten a second, from a
+thread that needs no lock of Python's."""
 
 _LOOK_SECONDS = 0.1  # between two looks of the watch
 _EXPLAIN_SECONDS = 2.0  # in which the watch finds what has ended a collective
