@@ -233,8 +233,7 @@ class RankProcesses:
     def send_settings(self, settings: bytes) -> None:
         """Sends every rank its settings."""
         for control in self._sockets:
-            with suppress(OSError):  # a dead rank, which the watch reports
-                control.send_bytes(settings)
+            control.send_bytes(settings)  # dropped by a dead rank, which the watch reports
 
     def wait_for(self, point: str) -> None:
         """Waits until every rank has reached a point of its start.

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.engine.processes import messages
-from hetero_llm.engine.processes.message_socket import MessageSocket
 from hetero_llm.utils.env import child_environment
 from hetero_llm.utils.log_sink import kind_of_root
+from hetero_llm.utils.message_socket import MessageSocket
 
 MODULE = "hetero_llm.engine.processes.engine_process"
 _SECONDS_TO_REAP = 0.5

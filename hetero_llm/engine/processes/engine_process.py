@@ -28,10 +28,10 @@ from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.pooling.pooling_engine import PoolingEngine
 from hetero_llm.engine.processes import child_process, messages
 from hetero_llm.engine.processes.fault_injection import with_faults
-from hetero_llm.engine.processes.message_socket import MessageSocket
 from hetero_llm.lora.no_adapters import NoAdapters
 from hetero_llm.utils import env
 from hetero_llm.utils.gc_control import prompt_wakeups
+from hetero_llm.utils.message_socket import MessageSocket
 
 if TYPE_CHECKING:
     from hetero_llm.engine.builders.build_pooling import BuiltPooling
@@ -300,12 +300,7 @@ def _name_of(start: messages.Start) -> str:
 
 def flush_and_close(parent: MessageSocket) -> None:
     """Sends unsent bytes, for a second at most, and closes the socket."""
-    poll = select.poll()
-    poll.register(parent, select.POLLOUT)
-    deadline = time.monotonic() + _SECONDS_TO_FLUSH
-    while parent.num_unsent and not parent.closed and time.monotonic() < deadline:
-        poll.poll((deadline - time.monotonic()) * 1e3)
-        parent.flush()
+    parent.drain(_SECONDS_TO_FLUSH)
     parent.close()
 
 

@@ -179,8 +179,7 @@ def main(words: list[str]) -> int:
     except Exception as error:
         if not isinstance(error, HeteroLLMError):
             logger.exception("the rank has failed")
-        with suppress(OSError):
-            control.send(RankFailed.of(error))
+        control.send(RankFailed.of(error))
         return EXIT_FAILED
     return 0
 
