@@ -58,7 +58,7 @@ class RunnerInputs:
         scheduler: limits of steps.
         model_config: of the model, or of this rank's part of it (`models.sharding`).
         dtype: of the model.
-        drafts: whether steps may have draft trees.
+        most_drafted_tokens: of a step with draft trees; 0: there are no such steps.
         native: settings of the native executor; None: it does not run the model.
         layer_ready: flags at which steps wait for KV loads from host memory; None: there are none.
         adapters: of the model; None: requests have none.
@@ -72,7 +72,7 @@ class RunnerInputs:
     model_config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    drafts: bool = False
+    most_drafted_tokens: int = 0
     native: NativeBackend | None = None
     layer_ready: LayerReadyFlags | None = None
     adapters: ServedAdapters | None = None
@@ -247,7 +247,7 @@ def _native_runner(
         max_num_seqs=inputs.scheduler.max_num_seqs,
         max_model_len=inputs.scheduler.max_model_len,
         max_num_batched_tokens=inputs.scheduler.max_num_batched_tokens,
-        drafts=inputs.drafts,
+        drafts=inputs.most_drafted_tokens > 0,
     )
     runner.typical = inputs.typical
     return runner
@@ -285,7 +285,7 @@ def _cuda_runner(inputs: RunnerInputs, kv_scales: torch.Tensor | None) -> BuiltR
             max_num_batched_tokens=inputs.scheduler.max_num_batched_tokens,
             graphs=graphs,
             capture_prompts=inputs.share.agreement.size > 1,
-            drafts=inputs.drafts,
+            most_drafted_tokens=inputs.most_drafted_tokens,
             layer_ready=cast("DeviceLayerReadyFlags | None", inputs.layer_ready),
             adapters=adapters,
             experts=inputs.experts,

@@ -243,7 +243,7 @@ def _build(
     made = build_runner(
         RunnerInputs(
             *(config, settings.scheduler, model, own_config, dtype, device),
-            drafts=settings.drafts,
+            most_drafted_tokens=settings.most_drafted_tokens,
             layer_ready=None if host is None else host.layer_ready,
             adapters=adapters,
             share=share,
