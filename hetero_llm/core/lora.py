@@ -38,17 +38,7 @@ class LoRARequest:
     load_inplace: bool = False
 
     def __post_init__(self) -> None:
-        name, number = self.lora_name, self.lora_int_id
-        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
-            reason = f"must be a string of 1 to {_LONGEST_NAME} characters"
-            raise AdapterError("lora_name", name, reason)
-        if not name.isprintable():
-            raise AdapterError("lora_name", name, "holds a character that cannot be printed")
-        if type(number) is not int or not 1 <= number < 1 << 31:
-            raise AdapterError("lora_int_id", number, "must be an integer of at least 1")
-        path = self.lora_path
-        if not isinstance(path, str) or not path or "\0" in path:
-            raise AdapterError("lora_path", path, "must be the path of a folder")
+        check_adapter_fields(self, "lora_name", "lora_int_id", "lora_path")
         if self.long_lora_max_len is not None:
             reason = "adapters with a longer context than their base are not available yet"
             raise AdapterError("long_lora_max_len", self.long_lora_max_len, reason)
@@ -111,6 +101,22 @@ class AdapterMemory(Protocol):
 
     def release(self, adapter: AdapterRef) -> None:
         """Ends a `hold`."""
+
+
+def check_adapter_fields(
+    request: object, name_field: str, number_field: str, path_field: str
+) -> None:
+    """Raises AdapterError: one of these fields of a request has a value that no adapter has."""
+    name, number, path = (getattr(request, one) for one in (name_field, number_field, path_field))
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+        reason = f"must be a string of 1 to {_LONGEST_NAME} characters"
+        raise AdapterError(name_field, name, reason)
+    if not name.isprintable():
+        raise AdapterError(name_field, name, "holds a character that cannot be printed")
+    if type(number) is not int or not 1 <= number < 1 << 31:
+        raise AdapterError(number_field, number, "must be an integer of at least 1")
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise AdapterError(path_field, path, "must be the path of a folder")
 
 
 def check_lora_request(value: Any) -> LoRARequest:
