@@ -5,10 +5,13 @@ LoRA: "LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al. 2021).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from hetero_llm.core.errors import AdapterError
+from hetero_llm.core.errors import AdapterError, RequestError
+
+R = TypeVar("R")
 
 NO_ADAPTER = -1
 """In the place of an adapter slot: the base model alone."""
@@ -119,12 +122,30 @@ def check_adapter_fields(
         raise AdapterError(path_field, path, "must be the path of a folder")
 
 
-def check_lora_request(value: Any) -> LoRARequest:
+def check_request(value: Any, kind: type[R], field: str) -> R:
     """Returns the value.
 
     Raises:
-        AdapterError: it is no `LoRARequest`.
+        AdapterError: it is no `kind`.
     """
-    if not isinstance(value, LoRARequest):
-        raise AdapterError("lora_request", value, "must be a LoRARequest")
+    if not isinstance(value, kind):
+        raise AdapterError(field, value, f"must be a {kind.__name__}")
     return value
+
+
+def pair_requests(given: Any, count: int, kind: type[R], field: str) -> list[R | None]:
+    """One request of an adapter (or none) for all prompts, or a list with one or None for each.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if given is None or isinstance(given, kind):
+        return [given] * count
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
+        raise RequestError(field, given, f"must be one {kind.__name__} or a list of {count}")
+    return [None if one is None else check_request(one, kind, field) for one in given]
+
+
+def check_lora_request(value: Any) -> LoRARequest:
+    """See `check_request`."""
+    return check_request(value, LoRARequest, "lora_request")

@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hetero_llm.core.errors import AdapterError, RequestError
+from hetero_llm.core.errors import AdapterError
 from hetero_llm.core.images import PromptImage, PromptImages
-from hetero_llm.core.lora import check_adapter_fields
+from hetero_llm.core.lora import check_adapter_fields, check_request, pair_requests
 
 VIRTUAL_TOKEN = 0
 """The id that stands in a sequence for each virtual token, as in vLLM."""
@@ -86,25 +85,10 @@ class VirtualPrompt:
 
 
 def check_prompt_adapter_request(value: Any) -> PromptAdapterRequest:
-    """Returns the value.
-
-    Raises:
-        AdapterError: it is no `PromptAdapterRequest`.
-    """
-    if not isinstance(value, PromptAdapterRequest):
-        raise AdapterError("prompt_adapter_request", value, "must be a PromptAdapterRequest")
-    return value
+    """See `check_request`."""
+    return check_request(value, PromptAdapterRequest, "prompt_adapter_request")
 
 
 def pair_prompt_adapters(given: Any, count: int) -> list[PromptAdapterRequest | None]:
-    """One `PromptAdapterRequest` (or none) for all prompts, or a list with one or None for each.
-
-    Raises:
-        RequestError: it is neither.
-    """
-    if given is None or isinstance(given, PromptAdapterRequest):
-        return [given] * count
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
-        reason = f"must be one PromptAdapterRequest or a list of {count}"
-        raise RequestError("prompt_adapter_request", given, reason)
-    return [None if one is None else check_prompt_adapter_request(one) for one in given]
+    """See `pair_requests`."""
+    return pair_requests(given, count, PromptAdapterRequest, "prompt_adapter_request")
