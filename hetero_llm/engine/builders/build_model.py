@@ -138,6 +138,13 @@ def load_weights(
         backend=backend,
         download_dir=config.load.download_dir,
     )
+    _replace_layers(model, config, backend, share)
+    model.finish_loading(batch_invariant=config.batch_invariant)
+    return model, adapters
+
+
+def _replace_layers(model: CausalLM, config: EngineConfig, backend: str, share: RankShare) -> None:
+    """Replaces layers by the fastest ones for device and configuration."""
     if config.batch_invariant:
         from hetero_llm.models.invariant import make_batch_invariant
 
@@ -155,8 +162,6 @@ def load_weights(
         from hetero_llm.cpu.fused import speed_up
 
         speed_up(model)
-    model.finish_loading(batch_invariant=config.batch_invariant)
-    return model, adapters
 
 
 def _fuse_sums(model: CausalLM, share: RankShare) -> None:

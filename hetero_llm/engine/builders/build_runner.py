@@ -49,7 +49,6 @@ class BuiltRunner:
     cache: PagedKVCache
 
 
-# large: one field for each thing that a runner depends on.
 @dataclass(frozen=True, slots=True)
 class RunnerInputs:
     """Everything a runner and its KV cache are built from.

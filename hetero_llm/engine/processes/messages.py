@@ -66,7 +66,6 @@ class Start(Message):
     replica: int = 0
 
 
-# large: one field for each fact about a request.
 class AddRequest(Message):
     """A checked `Request`, of whose fields it has the names; see `request_to_wire`.
 
