@@ -143,7 +143,6 @@ class _Holder:
             popen.wait()
 
 
-# large: start, steps, watch and end of the same processes
 class RankProcesses:
     """Ranks 1 to size - 1 of one engine. One thread at a time.
 
