@@ -28,13 +28,13 @@ from hetero_llm.core.errors import ConfigError, HeteroLLMError, RankDeadError, R
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.core.transfer_order import TransferOrder
 from hetero_llm.distributed.control_socket import ControlSocket, RankFailed, RankReached
 from hetero_llm.distributed.process_group import create_store
 from hetero_llm.distributed.step_channel import StepWriter
 from hetero_llm.distributed.step_codec import (
     FINISH_MESSAGE,
     StepMessage,
-    TransferOrder,
     step_to_bytes,
     transfer_to_bytes,
     value_to_bytes,
@@ -285,23 +285,12 @@ class RankProcesses:
         """Lets the ranks forget the name of an adapter."""
         self._announce(value_to_bytes(StepMessage.FORGET_ADAPTER, name))
 
-    def load_blocks(
-        self,
-        transfer_id: int,
-        host_blocks: np.ndarray,
-        blocks: np.ndarray,
-        after_step: int,
-        compute: float | None,
-    ) -> None:
-        """Lets the ranks load their part of KV blocks; see `TransferOrder`."""
-        order = TransferOrder(transfer_id, host_blocks, blocks, after_step, compute)
+    def load_blocks(self, order: TransferOrder) -> None:
+        """Lets the ranks load their part of KV blocks."""
         self._announce(transfer_to_bytes(StepMessage.LOAD_BLOCKS, order))
 
-    def store_blocks(
-        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
-    ) -> None:
-        """Lets the ranks store their part of KV blocks; see `TransferOrder`."""
-        order = TransferOrder(transfer_id, host_blocks, blocks, after_step)
+    def store_blocks(self, order: TransferOrder) -> None:
+        """Lets the ranks store their part of KV blocks."""
         self._announce(transfer_to_bytes(StepMessage.STORE_BLOCKS, order))
 
     def abort_load(self, transfer_id: int) -> None:
