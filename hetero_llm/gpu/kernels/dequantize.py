@@ -18,13 +18,8 @@ from hetero_llm.gpu.kernels.launch import (
     pdl_options,
     wait_for_inputs,
 )
-from hetero_llm.gpu.kernels.quantized_elements import INT4, KIND_CODES, parts, plain_part
-from hetero_llm.gpu.kernels.quantized_gemm import (
-    SCALE_TYPES,
-    PreparedMatrix,
-    of_slot,
-    zero_of_slot,
-)
+from hetero_llm.gpu.kernels.quantized_elements import INT4, parts, plain_part
+from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix, of_slot, zero_of_slot
 from hetero_llm.quantization.matrix import INT4_ZERO
 
 _BLOCK_N = 32
@@ -127,26 +122,16 @@ def dequantize_to(matrix: PreparedMatrix, out: Tensor) -> Tensor:
     assert out.is_cuda or INTERPRETED, "no device for this kernel"
     if out.numel() == 0:
         return out
-    more = matrix.zero if matrix.offset is None else matrix.offset
     dequantize_kernel[(triton.cdiv(n, _BLOCK_N), matrix.data.shape[1] // matrix.lanes)](
         out,
         matrix.data,
-        matrix.scale,
-        matrix.zero,
-        matrix.offset,
-        matrix.row_scale,
-        matrix.order,
+        *matrix.tensors,
         n,
         k,
         matrix.data.shape[1],
         n if matrix.order is None else n * k // matrix.order.numel(),
-        0 if matrix.scale is None else matrix.scale.shape[1],
-        0 if more is None else more.shape[1],
-        KIND=KIND_CODES[matrix.kind],
-        LANES=matrix.lanes,
-        GROUP=matrix.group,
-        ROWS=matrix.rows,
-        SCALE=SCALE_TYPES[matrix.scale_dtype],
+        *matrix.strides,
+        **matrix.constants,
         BLOCK_N=_BLOCK_N,
         **pdl_options(out.device),
     )

@@ -217,10 +217,10 @@ def num_shrinking(lora):
 
 
 @triton.jit
-def store_words(pointers, sums):
-    """Float32 sums where `take_words` looks for them."""
+def store_words(pointers, sums, mask=None):
+    """Float32 sums where their readers look for them."""
     bits = sums.to(tl.int32, bitcast=True)
-    tl.store(pointers, tl.where(bits == NOT_YET, _OTHER_NAN, bits))
+    tl.store(pointers, tl.where(bits == NOT_YET, _OTHER_NAN, bits), mask=mask)
 
 
 @triton.jit
@@ -244,12 +244,6 @@ def take_words(pointers, stride, NUMBER: tl.constexpr):
     for i in tl.static_range(NUMBER):
         tl.store(pointers + i * stride, tl.full(missing.shape, NOT_YET, tl.int32))
     return total
-
-
-@triton.jit
-def _store_sums(pointers, sums, mask):
-    bits = sums.to(tl.int32, bitcast=True)
-    tl.store(pointers, tl.where(bits == NOT_YET, _OTHER_NAN, bits), mask=mask)
 
 
 @triton.jit
@@ -305,7 +299,7 @@ def shrink_row(
             products += left.to(tl.float32) * right.to(tl.float32)[None, :]
         scale = tl.load(scales + slot.to(tl.int64) * scale_stride + lines)
         own = tl.sum(products, axis=1) * scale
-        _store_sums(sums + share * (PARTS * RANK) + lines, own, lines < PARTS * RANK)
+        store_words(sums + share * (PARTS * RANK) + lines, own, lines < PARTS * RANK)
 
 
 @triton.jit
@@ -455,7 +449,7 @@ def shrink_rows(
         scale = tl.load(scales + slot.to(tl.int64) * scale_stride + inner, mask=exists, other=0.0)
         pointers = sums + (share * m + rows)[None, :] * WIDTH + inner[:, None]
         own = exists[:, None] & (row_slots[None, :] == slot[:, None])
-        _store_sums(pointers, products * scale[:, None], own)
+        store_words(pointers, products * scale[:, None], own)
     let_next_start(PDL)
 
 

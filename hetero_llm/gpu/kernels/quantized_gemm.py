@@ -194,6 +194,28 @@ class PreparedMatrix:
         return self.data.device
 
     @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Arguments of all kernels: scales, zero points, offsets, scales of rows, order."""
+        return self.scale, self.zero, self.offset, self.row_scale, self.order
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of rows of scales, and of zero points or offsets; 0 without."""
+        more = self.zero if self.offset is None else self.offset
+        return tuple(0 if one is None else one.shape[1] for one in (self.scale, more))
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Of all kernels."""
+        return {
+            "KIND": KIND_CODES[self.kind],
+            "LANES": self.lanes,
+            "GROUP": self.group,
+            "ROWS": self.rows,
+            "SCALE": SCALE_TYPES[self.scale_dtype],
+        }
+
+    @property
     def nbytes(self) -> int:
         """Of all tensors."""
         tensors = (getattr(self, field.name) for field in fields(self))
@@ -588,14 +610,6 @@ def load_row_scale(row_scale, features, n):
 
 
 @triton.jit
-def scale_rows(sums, row_scale, features, n):
-    if row_scale is None:
-        return sums
-    else:
-        return sums * tl.load(row_scale + features, mask=features < n, other=0.0)[:, None]
-
-
-@triton.jit
 def _load_inputs(
     x, order, columns, rows, m, k, x_stride, EVEN_K: tl.constexpr
 ):  # fmt: skip
@@ -885,17 +899,8 @@ def plan_launch(
     tiles = triton.cdiv(n, config.block_n) * row_tiles
     partials, counters = room_for_partials(tiles * config.block_n, config, x.device)
     steps = steps_per_split(matrix.padded_columns, config)
-    scales = (matrix.scale, matrix.zero, matrix.offset, matrix.row_scale, matrix.order)
-    groups = matrix.groups
-    scale_stride = 0 if matrix.scale is None else matrix.scale.shape[1]
-    more = matrix.zero if matrix.offset is None else matrix.offset
-    zero_stride = 0 if more is None else more.shape[1]
     options: dict[str, Any] = {
-        "KIND": KIND_CODES[matrix.kind],
-        "LANES": matrix.lanes,
-        "GROUP": matrix.group,
-        "ROWS": matrix.rows,
-        "SCALE": SCALE_TYPES[matrix.scale_dtype],
+        **matrix.constants,
         "BLOCK_N": config.block_n,
         "SPLIT_K": config.split_k,
         "EVEN_N": n % config.block_n == 0,
@@ -917,13 +922,13 @@ def plan_launch(
     if config.block_m == 1:
         words = matrix.data.view(torch.int32)
         row = x[0].view(torch.int32) if matrix.order is None else x[0]
-        arguments: tuple[Any, ...] = (row, words, *scales, bias, y, partials, counters, lora)
-        arguments += (n, k, words.shape[1], groups, scale_stride, zero_stride, steps)
+        arguments: tuple[Any, ...] = (row, words, *matrix.tensors, bias, y, partials, counters)
+        arguments += (lora, n, k, words.shape[1], matrix.groups, *matrix.strides, steps)
         options["WORDS"] = 128 * config.num_warps
         return Launch(vector_quantized_kernel, (tiles, config.split_k), arguments, options)
-    arguments = (x, matrix.data, *scales, bias, y, partials, counters, lora)
+    arguments = (x, matrix.data, *matrix.tensors, bias, y, partials, counters, lora)
     arguments += (m, n, k, matrix.data.shape[1], matrix.padded_columns, x.stride(0))
-    arguments += (groups, scale_stride, zero_stride, steps)
+    arguments += (matrix.groups, *matrix.strides, steps)
     options["BLOCK_M"] = config.block_m
     options["CHUNKS"] = config.block_k // matrix.chunk
     options["STAGES"] = config.num_stages

@@ -167,8 +167,17 @@ def prefetch_weight(weight, features, start, n, k, PIECES: tl.constexpr, PREFETC
 
 
 @triton.jit
-def _store_output(y, sums, bias, features, rows, m, n, HAS_BIAS: tl.constexpr):
-    """y[rows, features] = sums [features, rows] + bias."""
+def _store_output(
+    sums, y, bias, features, rows, m, n, lora, prepared,
+    HAS_BIAS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """y[rows, features] = sums [features, rows] + adapters + bias."""
+    if RANK > 0:
+        sums = add_to_rows(
+            *(sums, lora, prepared, features, rows, m, n),
+            *(RANK, PARTS, SHARES, TOGETHER),
+        )
     if HAS_BIAS:
         sums += tl.load(bias + features, mask=features < n, other=0.0).to(tl.float32)[:, None]
     inside = (features < n)[:, None] & (rows < m)[None, :]
@@ -205,12 +214,10 @@ def finish_tile(
     Without counters, the last one is that of the last share. It reads the sums of the others, which
     `sums_to_await` holds, until all are there: no fence and no counter stands between them."""
     if SPLIT_K == 1:
-        if RANK > 0:
-            sums = add_to_rows(
-                *(sums, lora, prepared, features, rows, m, n),
-                *(RANK, PARTS, SHARES, TOGETHER),
-            )
-        _store_output(y, sums, bias, features, rows, m, n, HAS_BIAS)
+        _store_output(
+            *(sums, y, bias, features, rows, m, n, lora, prepared),
+            *(HAS_BIAS, RANK, PARTS, SHARES, TOGETHER),
+        )
     else:
         one = BLOCK_N * BLOCK_M
         inner = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
@@ -220,12 +227,10 @@ def finish_tile(
                 store_words(shares + tl.program_id(1) * one, sums)
             else:
                 merged = take_words(shares, one, SPLIT_K - 1) + sums
-                if RANK > 0:
-                    merged = add_to_rows(
-                        *(merged, lora, prepared, features, rows, m, n),
-                        *(RANK, PARTS, SHARES, TOGETHER),
-                    )
-                _store_output(y, merged, bias, features, rows, m, n, HAS_BIAS)
+                _store_output(
+                    *(merged, y, bias, features, rows, m, n, lora, prepared),
+                    *(HAS_BIAS, RANK, PARTS, SHARES, TOGETHER),
+                )
         else:
             shares = partials + tile.to(tl.int64) * (SPLIT_K * one) + inner
             tl.store(shares + tl.program_id(1) * one, sums)
@@ -237,12 +242,10 @@ def finish_tile(
                 for share in tl.static_range(SPLIT_K):
                     merged += tl.load(shares + share * one, cache_modifier=".cg")
                 tl.store(counters + tile, 0)
-                if RANK > 0:
-                    merged = add_to_rows(
-                        *(merged, lora, prepared, features, rows, m, n),
-                        *(RANK, PARTS, SHARES, TOGETHER),
-                    )
-                _store_output(y, merged, bias, features, rows, m, n, HAS_BIAS)
+                _store_output(
+                    *(merged, y, bias, features, rows, m, n, lora, prepared),
+                    *(HAS_BIAS, RANK, PARTS, SHARES, TOGETHER),
+                )
 
 
 @triton.jit
