@@ -54,7 +54,7 @@ from hetero_llm.models.experts import (
     SparseMixerRouter,
     TopKRouter,
 )
-from hetero_llm.models.gpt_oss import GptOssAttention, GptOssBlock
+from hetero_llm.models.gpt_oss import GptOssAttention
 from hetero_llm.models.layers import (
     Activation,
     AddLayerNorm,
@@ -297,8 +297,8 @@ def _last_sum(module: nn.Module) -> Summing | None:
         return cast(GatedMLP, module).down_proj
     if forward is PlainMLP.forward:
         return cast(PlainMLP, module).fc2
-    if forward in (MixtralBlock.forward, GptOssBlock.forward):
-        return cast(MixtralBlock | GptOssBlock, module).experts
+    if forward is MixtralBlock.forward:
+        return cast(MixtralBlock, module).experts
     return None
 
 

@@ -31,7 +31,7 @@ from hetero_llm.spec_decode.verify import TreeTokens
 
 GatherKV = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of the tokens that attend, [R, N, D] each, to those that are stored, [T, N, D]:
-see `sequence_parallel.StepPart`."""
+see `sequence_parallel.SharedStep`."""
 
 
 def as_they_are(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,28 +291,18 @@ def _tree(trees: TreeTokens, index: int, tokens: slice, start: int) -> _Tree:
     return _Tree(np.concatenate((np.arange(start), trees.positions[tokens])), sees)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PlannedAttention:
     """One step's attention: `models.layers.Attend`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        cache: PagedKVCache,
-        token_rows: torch.Tensor,
-        groups: list[_Group],
-        row_by_row: bool,
-        row_kernel: RowKernel | None,
-        scored: ScoredAttention | None,
-        gather_kv: GatherKV,
-    ) -> None:
-        self._gather_kv = gather_kv
-        self._row_kernel = row_kernel
-        self._scored = scored
-        self._config = config
-        self._cache = cache
-        self._token_rows = token_rows
-        self._groups = groups
-        self._row_by_row = row_by_row
+    _config: ModelConfig
+    _cache: PagedKVCache
+    _token_rows: torch.Tensor
+    _groups: list[_Group]
+    _row_by_row: bool
+    _row_kernel: RowKernel | None
+    _scored: ScoredAttention | None
+    _gather_kv: GatherKV
 
     def __call__(
         self,

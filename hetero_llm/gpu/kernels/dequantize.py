@@ -11,13 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hetero_llm.gpu.kernels.launch import (
-    IN_INTERPRETER,
-    INTERPRETED,
-    let_next_start,
-    pdl_options,
-    wait_for_inputs,
-)
+from hetero_llm.gpu.kernels.launch import IN_INTERPRETER, INTERPRETED, pdl_options, wait_and_release
 from hetero_llm.gpu.kernels.quantized_elements import INT4, parts, plain_part
 from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix, of_slot, zero_of_slot
 from hetero_llm.quantization.matrix import INT4_ZERO
@@ -68,8 +62,7 @@ def dequantize_kernel(
     pointers = data + features.to(tl.int64)[:, None] * width + tl.program_id(1) * LANES
     lanes = tl.load(pointers + inner[None, :], mask=(features < n)[:, None], other=0)
     # The product before this one reads what is written here.
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     if tl.float32 != DTYPE and not IN_INTERPRETER:
         values = parts(lanes, KIND, DTYPE)
     for part in tl.static_range(PARTS):

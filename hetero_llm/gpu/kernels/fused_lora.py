@@ -39,6 +39,7 @@ from hetero_llm.gpu.kernels.launch import (
     INTERPRETED,
     let_next_start,
     pdl_options,
+    wait_and_release,
     wait_for_inputs,
 )
 from hetero_llm.gpu.kernels.lora import NO_SLOT, LoraSlots
@@ -284,8 +285,7 @@ def shrink_row(
     lines = tl.program_id(0) // SHARES * LINES + tl.arange(0, LINES)
     start = share * columns
     stop = tl.minimum(k, start + columns)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     if slot >= 0:
         matrix = a + slot.to(tl.int64) * a_stride
         products = tl.zeros((LINES, BLOCK_K), tl.float32)
@@ -532,8 +532,7 @@ def row_slots_kernel(
     PDL: tl.constexpr,
 ):
     """Each program sets words of the sums; the first one does the rest, too."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     place = tl.program_id(0) * FILL + tl.arange(0, FILL)
     tl.store(sums + place, tl.full((FILL,), NOT_YET, tl.int32), mask=place < words)
     if tl.program_id(0) == 0:

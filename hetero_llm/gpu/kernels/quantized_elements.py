@@ -303,10 +303,10 @@ def unpack_words(words, KIND: tl.constexpr):
     bytes; 4 bits: a word of two bfloat16 for each part; in the interpreter the words themselves."""
     if IN_INTERPRETER:
         return words, words, words, words
-    elif KIND < INT4:
-        return _four_registers(_WORDS_ASM[KIND], words, tl.float32, 1)
     else:
-        return _four_registers(_BF16_ASM[KIND], words, tl.int32, 1)
+        asm: tl.constexpr = _WORDS_ASM[KIND] if KIND < INT4 else _BF16_ASM[KIND]
+        TYPE: tl.constexpr = tl.float32 if KIND < INT4 else tl.int32
+        return _four_registers(asm, words, TYPE, 1)
 
 
 @triton.jit

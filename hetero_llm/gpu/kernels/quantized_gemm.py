@@ -50,6 +50,7 @@ from hetero_llm.gpu.kernels.launch import (
     let_next_start,
     num_multiprocessors,
     pdl_options,
+    wait_and_release,
     wait_for_inputs,
 )
 from hetero_llm.gpu.kernels.lora import LoraSlots
@@ -491,8 +492,7 @@ def _multiply_row(
     scales_of_rows = load_row_scale(row_scale, features, n)
     if RANK > 0:
         prepared = prepare_row(lora, PARTS)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     for _ in tl.range(place + WORDS, stop, WORDS, num_stages=1):
         sums = _add_tile(
             *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
@@ -835,8 +835,7 @@ def fits(config: SkinnyConfig, m: int, matrix: PreparedMatrix) -> bool:
     """
     if config.block_m == 1:
         tile = 256 * matrix.parts * config.num_warps
-        alike = config.block_k == tile and config.block_n <= _ALIGNED and config.num_stages == 1
-        alike &= config.prefetch == 0
+        alike = config.block_k == tile and config.block_n <= _ALIGNED and config.prefetch == 0
     else:
         alike = config.block_k % matrix.chunk == 0 and config.prefetch % (8 * matrix.parts) == 0
         alike &= m <= config.block_m or not config.waits

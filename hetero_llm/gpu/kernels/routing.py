@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hetero_llm.gpu.kernels.launch import let_next_start, pdl_options, wait_for_inputs
+from hetero_llm.gpu.kernels.launch import pdl_options, wait_and_release
 from hetero_llm.models.experts import SMALLEST_SUM, sigmoid_top_k, softmax_top_k, sparse_mixer
 
 MAX_GATE_ROWS = 64
@@ -41,8 +41,7 @@ def softmax_top_k_kernel(
     PDL: tl.constexpr,
 ):
     """A program per row."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, LANES)
     there = lanes < NUM_EXPERTS
@@ -113,8 +112,7 @@ def sigmoid_top_k_kernel(
     lanes = tl.arange(0, LANES)
     there = lanes < NUM_EXPERTS
     corrections = tl.load(correction + lanes, mask=there, other=0.0)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     found = tl.load(logits + row * stride + lanes, mask=there, other=0.0).to(tl.float32)
     scores = 1.0 / (1.0 + tl.exp(-found))
@@ -161,8 +159,7 @@ def gate_product_kernel(
     inputs = x + rows.to(tl.int64)[:, None] * x_stride
     known, asked = (features < n)[:, None], (rows < m)[:, None]
     w = tl.load(weights + columns[None, :], mask=known & (columns < k)[None, :], other=0.0)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     sums = tl.zeros((BLOCK_N, BLOCK_M, BLOCK_K), tl.float32)
     for start in tl.range(0, k, BLOCK_K, num_stages=1):
         here = start + columns[None, :]
@@ -201,8 +198,7 @@ def sparse_mixer_kernel(
     PDL: tl.constexpr,
 ):
     """A program per row."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     DTYPE: tl.constexpr = logits.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, LANES)

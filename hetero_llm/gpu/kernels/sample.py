@@ -41,7 +41,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_llm.gpu.kernels.launch import INTERPRETED, let_next_start, pdl_options, wait_for_inputs
+from hetero_llm.gpu.kernels.launch import INTERPRETED, pdl_options, wait_and_release
 from hetero_llm.gpu.kernels.layer_ready import MOST_LOOKS, see_what_came_before
 from hetero_llm.sampling.noise import gumbel_noise
 from hetero_llm.sampling.processors import restrict_support, unpack_mask
@@ -448,8 +448,7 @@ def _await_masks(
 ):
     """Waits until the host has written the masks of all rows. `found`: 1 + the place of a row's
     mask; 0 without one, or where this program gave up, which it notes in `gave_up`."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     looks = tl.zeros([], tl.int32)
     for first in range(0, num_rows, LANES):
         row = first + tl.arange(0, LANES)
@@ -495,8 +494,7 @@ def _scan(
     PDL: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     limits, noise = _load_row(rows, rows_stride, row)
     temperature, _, _, _ = limits
     _, _, _, position = noise
@@ -635,8 +633,7 @@ def _finish(
     limits, noise = _load_row(rows, rows_stride, row)  # the kernel before does not write them
     temperature, _, _, _ = limits
     _, _, _, position = noise
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     token = tl.zeros([], tl.int32)
     if position >= 0:
         chunk = tl.arange(0, CHUNKS)

@@ -61,6 +61,7 @@ from hetero_llm.gpu.kernels.launch import (
     let_next_start,
     num_multiprocessors,
     pdl_options,
+    wait_and_release,
     wait_for_inputs,
 )
 from hetero_llm.gpu.kernels.lora import LoraSlots
@@ -88,14 +89,14 @@ class SkinnyConfig:
         block_k: Inputs read at a time.
         split_k: Programs that share one tile of features.
         num_warps: Warps of a program.
-        num_stages: Depth of the pipeline through shared memory; the vector kernel holds its tiles
-            in registers when it is 1.
+        num_stages: Depth of the pipeline through shared memory; 1 of the vector kernel, which holds
+            its tiles in registers.
         prefetch: Weights of each feature that are brought into L2 before the wait, behind those
             that are loaded there; 0: none. A power of two from 64 on.
         evict_first: Weights are the first to leave L2.
         waits: With split K the last share's program waits for the others' sums, instead of the last
             program to arrive merging all.
-        vector: Several rows go through the vector kernel; then there is one stage.
+        vector: Several rows go through the vector kernel.
     """
 
     block_m: int
@@ -111,8 +112,8 @@ class SkinnyConfig:
 
     @property
     def loads_early(self) -> bool:
-        """The first tile is in registers before the wait."""
-        return (self.block_m == 1 or self.vector) and self.num_stages == 1
+        """The vector kernel: the first tile is in registers before the wait."""
+        return self.block_m == 1 or self.vector
 
     def fits(self, m: int, n: int, k: int) -> bool:
         """Whether an [m, k] x [n, k] product can be launched so."""
@@ -121,6 +122,7 @@ class SkinnyConfig:
         return (
             0 < m <= self.block_m
             and k % 16 == 0
+            and not (self.loads_early and self.num_stages > 1)
             and last_share > 0
             and (self.prefetch == 0 or loaded + self.prefetch <= last_share)
             and (self.split_k == 1 or triton.cdiv(n, self.block_n) <= MAX_TILES)
@@ -283,9 +285,9 @@ def load_row(x, columns, k, EVEN_K: tl.constexpr):
 @triton.jit
 def _multiply_row(
     tile, x, weight, bias, y, partials, counters, lora, n, k_pairs, steps,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PIECES: tl.constexpr,
-    PREFETCH: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PIECES: tl.constexpr, PREFETCH: tl.constexpr,
+    EVICT: tl.constexpr, PDL: tl.constexpr,
     RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """One tile of features of `vector_product_kernel`."""
@@ -296,41 +298,23 @@ def _multiply_row(
     stop = tl.minimum(k_pairs, start + steps * PAIRS)
     columns = start + tl.arange(0, PAIRS)
     sums = tl.zeros((BLOCK_N, PAIRS // 4), tl.float32)
-    if STAGES == 1:
-        w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
-        if RANK > 0:
-            prepared = prepare_row(lora, PARTS)
-        if PREFETCH > 0:
-            prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
-        wait_for_inputs(PDL)
-        let_next_start(PDL)
-        row = load_row(x, columns, k_pairs, EVEN_K)
-        for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
-            sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
-            columns += PAIRS
-            w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
-            row = load_row(x, columns, k_pairs, EVEN_K)
-        if RANK > 0:
-            found = look_for_row(
-                *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, PAIRS // 4, EVEN_N)
-            )
+    w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+    if RANK > 0:
+        prepared = prepare_row(lora, PARTS)
+    if PREFETCH > 0:
+        prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
+    wait_and_release(PDL)
+    row = load_row(x, columns, k_pairs, EVEN_K)
+    for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
         sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
-    else:
-        if RANK > 0:
-            prepared = prepare_row(lora, PARTS)
-        if PREFETCH > 0:
-            prefetch_weight(weight, features, start, n, k_pairs, PIECES, PREFETCH // 2)
-        wait_for_inputs(PDL)
-        let_next_start(PDL)
-        for offset in tl.range(0, stop - start, PAIRS, num_stages=STAGES):
-            inner = columns + offset
-            w = _load_weight(weight, features, inner, n, k_pairs, EVEN_N, EVEN_K, EVICT)
-            row = load_row(x, inner, k_pairs, EVEN_K)
-            sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
-        if RANK > 0:
-            found = look_for_row(
-                *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, PAIRS // 4, EVEN_N)
-            )
+        columns += PAIRS
+        w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+        row = load_row(x, columns, k_pairs, EVEN_K)
+    if RANK > 0:
+        found = look_for_row(
+            *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, PAIRS // 4, EVEN_N)
+        )
+    sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
     if RANK > 0:
         sums = add_to_row(sums, found)
     sums = tl.sum(sums, axis=1)[:, None]
@@ -356,7 +340,6 @@ def vector_product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -381,7 +364,7 @@ def vector_product_kernel(
     if RANK == 0:
         _multiply_row(
             *(tl.program_id(0), x, weight, bias, y, partials, counters, lora, n, k_pairs, steps),
-            *(BLOCK_N, BLOCK_K, SPLIT_K, STAGES, EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH),
+            *(BLOCK_N, BLOCK_K, SPLIT_K, EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH),
             *(EVICT, PDL, 0, 0, 1),
         )
     else:
@@ -393,7 +376,7 @@ def vector_product_kernel(
             _multiply_row(
                 *(tl.program_id(0) - shrinking, x, weight, bias, y, partials, counters, lora),
                 *(n, k_pairs, steps),
-                *(BLOCK_N, BLOCK_K, SPLIT_K, STAGES, EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH),
+                *(BLOCK_N, BLOCK_K, SPLIT_K, EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH),
                 *(EVICT, PDL, RANK, PARTS, SHARES),
             )
 
@@ -459,8 +442,7 @@ def vector_rows_kernel(
     w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
     if PREFETCH > 0:
         prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     inputs = _load_rows(x, columns, m, k_pairs, x_stride, BLOCK_M, EVEN_K)
     for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
         sums = _add_products_of_rows(sums, w, inputs, BLOCK_M, BLOCK_N, PAIRS, DTYPE)
@@ -629,7 +611,6 @@ def plan_launch(
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "SPLIT_K": config.split_k,
-        "STAGES": config.num_stages,
         "EVEN_N": n % config.block_n == 0,
         "EVEN_K": k % config.block_k == 0,
         "HAS_BIAS": bias is not None,
@@ -653,12 +634,11 @@ def plan_launch(
         arguments: tuple[Any, ...] = (*pairs, bias, y, partials, counters, lora, n, k // 2, steps)
         if not config.vector:
             return Launch(vector_product_kernel, (tiles, config.split_k), arguments, options)
-        del options["STAGES"]
         options["BLOCK_M"] = config.block_m
         arguments = (*pairs, bias, y, partials, counters, m, n, k // 2, x.stride(0) // 2, steps)
         return Launch(vector_rows_kernel, (tiles, config.split_k), arguments, options)
     arguments = (x, weight, bias, y, partials, counters, lora, m, n, k, x.stride(0), steps)
-    options["BLOCK_M"] = config.block_m
+    options |= {"BLOCK_M": config.block_m, "STAGES": config.num_stages}
     return Launch(matrix_product_kernel, (tiles, config.split_k), arguments, options)
 
 
