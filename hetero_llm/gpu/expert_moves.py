@@ -89,8 +89,8 @@ class Placement(Protocol):
     def finish(self, slot: int) -> None: ...
 
 
-class FixedPlacement:
-    """Leaves all experts where they are.
+class FixedPlacement(Placement):
+    """Leaves all experts where they are: chooses none, and so vacates and finishes none.
 
     Args:
         table: [layers, experts] int32, slots or `ON_HOST`.
@@ -101,14 +101,6 @@ class FixedPlacement:
     def __init__(self, table: np.ndarray) -> None:
         self.table = table
 
-    def observe(self, counts: np.ndarray, *, steps: int, seconds: float) -> None:
-        """See `Placement`."""
-
-    def observe_prompt(
-        self, counts: np.ndarray, *, tokens: int, share: float = 1.0, grant_bytes: float = 0
-    ) -> None:
-        """See `Placement`."""
-
     def choose(
         self,
         movable: np.ndarray | None = None,
@@ -118,14 +110,6 @@ class FixedPlacement:
     ) -> Sequence[Promotion]:
         """See `Placement`."""
         return ()
-
-    def vacate(self, slot: int) -> None:
-        """See `Placement`."""
-        raise AssertionError("nothing was promoted")
-
-    def finish(self, slot: int) -> None:
-        """See `Placement`."""
-        raise AssertionError("nothing was promoted")
 
 
 class Copies(Protocol):

@@ -473,59 +473,7 @@ def _add_tile(
     return sums
 
 
-@triton.jit
-def _multiply_row(
-    tile, x, data, scale, zero, offset, row_scale, order, bias, y, partials, counters, lora, n, k,
-    words, groups, scale_stride, zero_stride, steps,
-    KIND: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, EVICT: tl.constexpr,
-    PDL: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr,
-):  # fmt: skip
-    """One tile of features of `vector_quantized_kernel`."""
-    features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    place = tl.program_id(1) * steps * WORDS
-    stop = tl.minimum(words, place + steps * WORDS)
-    columns = place + tl.arange(0, WORDS)
-    sums = tl.zeros((BLOCK_N, WORDS // 4), tl.float32)
-    w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
-    scales_of_rows = load_row_scale(row_scale, features, n)
-    if RANK > 0:
-        prepared = prepare_row(lora, PARTS)
-    wait_and_release(PDL)
-    for _ in tl.range(place + WORDS, stop, WORDS, num_stages=1):
-        sums = _add_tile(
-            *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
-            *(groups, scale_stride, zero_stride),
-            *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
-        )
-        place += WORDS
-        columns += WORDS
-        w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
-    if RANK > 0:
-        found = look_for_row(
-            *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, WORDS // 4, EVEN_N)
-        )
-    sums = _add_tile(
-        *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
-        *(groups, scale_stride, zero_stride),
-        *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
-    )
-    if RANK == 0:
-        total = tl.sum(sums, axis=1)[:, None] * scales_of_rows
-    elif row_scale is None:
-        total = tl.sum(add_to_row(sums, found), axis=1)[:, None]
-    else:
-        more = add_to_row(tl.zeros(sums.shape, tl.float32), found)
-        sums, more = tl.reduce((sums, more), 1, _add_both)
-        total = sums[:, None] * scales_of_rows + more[:, None]
-    rows = tl.arange(0, 1)
-    finish_tile(
-        *(total, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
-        *(HAS_BIAS, SPLIT_K, BLOCK_N, 1, 0, 0, 1, 1),
-    )
-
-
+# large: half of it are arguments.
 @triton.jit(do_not_specialize=["steps"])
 def vector_quantized_kernel(
     x,  # [k / 2] int32, pairs of neighbours; with an order [k]
@@ -572,26 +520,55 @@ def vector_quantized_kernel(
 
     WORDS is 128 per warp, so that a thread meets the same inputs in every feature.
     """
-    if RANK == 0:
-        _multiply_row(
-            *(tl.program_id(0), x, data, scale, zero, offset, row_scale, order, bias, y, partials),
-            *(counters, lora, n, k, words, groups, scale_stride, zero_stride, steps),
-            *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, SPLIT_K, EVEN_N, EVEN_K, HAS_BIAS),
-            *(EVICT, PDL, 0, 0, 1),
-        )
-    else:
+    shrinking = 0
+    if RANK > 0:
         tl.static_assert(SPLIT_K == 1)
         shrinking = num_shrinking(lora)
-        if tl.program_id(0) < shrinking:
-            shrink_row(lora, RANK, PARTS, SHARES, LINES, LORA_K, PDL)
-        else:
-            _multiply_row(
-                *(tl.program_id(0) - shrinking, x, data, scale, zero, offset, row_scale, order),
-                *(bias, y, partials, counters, lora, n, k, words, groups, scale_stride),
-                *(zero_stride, steps),
-                *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, SPLIT_K, EVEN_N, EVEN_K),
-                *(HAS_BIAS, EVICT, PDL, RANK, PARTS, SHARES),
+    if RANK > 0 and tl.program_id(0) < shrinking:
+        shrink_row(lora, RANK, PARTS, SHARES, LINES, LORA_K, PDL)
+    else:
+        tile = tl.program_id(0) - shrinking
+        features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        place = tl.program_id(1) * steps * WORDS
+        stop = tl.minimum(words, place + steps * WORDS)
+        columns = place + tl.arange(0, WORDS)
+        sums = tl.zeros((BLOCK_N, WORDS // 4), tl.float32)
+        w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
+        scales_of_rows = load_row_scale(row_scale, features, n)
+        if RANK > 0:
+            prepared = prepare_row(lora, PARTS)
+        wait_and_release(PDL)
+        for _ in tl.range(place + WORDS, stop, WORDS, num_stages=1):
+            sums = _add_tile(
+                *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
+                *(groups, scale_stride, zero_stride),
+                *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
             )
+            place += WORDS
+            columns += WORDS
+            w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
+        if RANK > 0:
+            found = look_for_row(
+                *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, WORDS // 4, EVEN_N)
+            )
+        sums = _add_tile(
+            *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
+            *(groups, scale_stride, zero_stride),
+            *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
+        )
+        if RANK == 0:
+            total = tl.sum(sums, axis=1)[:, None] * scales_of_rows
+        elif row_scale is None:
+            total = tl.sum(add_to_row(sums, found), axis=1)[:, None]
+        else:
+            more = add_to_row(tl.zeros(sums.shape, tl.float32), found)
+            sums, more = tl.reduce((sums, more), 1, _add_both)
+            total = sums[:, None] * scales_of_rows + more[:, None]
+        rows = tl.arange(0, 1)
+        finish_tile(
+            *(total, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
+            *(HAS_BIAS, SPLIT_K, BLOCK_N, 1, 0, 0, 1, 1),
+        )
 
 
 @triton.jit
@@ -706,51 +683,7 @@ def multiply_chunk(
     return sums
 
 
-@triton.jit
-def _multiply_rows(
-    tile, x, data, scale, zero, offset, row_scale, order, bias, y, partials, counters, lora,
-    m, n, k, width, padded, x_stride, groups, scale_stride, zero_stride, steps,
-    KIND: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT_K: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PIECES: tl.constexpr, PREFETCH: tl.constexpr, EVICT: tl.constexpr,
-    PDL: tl.constexpr,
-    RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr, TOGETHER: tl.constexpr,
-    FOLD: tl.constexpr, ROW_TILES: tl.constexpr,
-):  # fmt: skip
-    """One tile of features, for BLOCK_M rows, of `matrix_quantized_kernel`."""
-    CHUNK: tl.constexpr = LANES * (2 if KIND < INT4 else 4)
-    TILE: tl.constexpr = CHUNK * CHUNKS
-    features = tile // ROW_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tile % ROW_TILES * BLOCK_M + tl.arange(0, BLOCK_M)
-    start = tl.program_id(1) * steps * TILE
-    stop = tl.minimum(padded, start + steps * TILE)
-    prepared = 0  # nothing
-    if RANK > 0:
-        prepared = prepare_rows(lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER)
-    scales_of_rows = load_row_scale(row_scale, features, n)
-    if PREFETCH > 0:
-        LANE: tl.constexpr = CHUNK // LANES
-        prefetch_weight(data, features, start // LANE, n, width, PIECES, PREFETCH // LANE)
-    wait_for_inputs(PDL)
-    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for place in tl.range(0, stop - start, TILE, num_stages=STAGES):
-        for piece in tl.static_range(CHUNKS):
-            first = start + place + piece * CHUNK
-            sums = multiply_chunk(
-                *(sums, first, x, data, scale, zero, offset, order, features, rows),
-                *(m, n, k, width, x_stride, groups, scale_stride, zero_stride),
-                *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT, FOLD),
-            )
-    # Not earlier: the next kernel's programs would take shared memory from this one's.
-    let_next_start(PDL)
-    sums = sums * scales_of_rows
-    finish_tile(
-        *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared),
-        *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, RANK, PARTS, SHARES, TOGETHER),
-    )
-
-
+# large: half of it are arguments.
 @triton.jit(do_not_specialize=["m", "steps"])
 def matrix_quantized_kernel(
     x,  # [m, k], rows x_stride apart
@@ -803,28 +736,45 @@ def matrix_quantized_kernel(
 ):
     """At most ROW_TILES x BLOCK_M rows; grid (tiles of N x ROW_TILES, SPLIT_K), the shrinking
     programs first. Every split has at least one tile of K."""
-    if RANK == 0:
-        _multiply_rows(
-            *(tl.program_id(0), x, data, scale, zero, offset, row_scale, order, bias, y, partials),
-            *(counters, lora, m, n, k, width, padded, x_stride, groups, scale_stride, zero_stride),
-            *(steps, KIND, LANES, CHUNKS, GROUP, ROWS, SCALE, BLOCK_M, BLOCK_N, SPLIT_K, STAGES),
-            *(EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH, EVICT, PDL, 0, 0, 1, 1, FOLD, ROW_TILES),
-        )
-    else:
+    shrinking = 0
+    if RANK > 0:
         shrinking = num_shrinking(lora)
-        if tl.program_id(0) < shrinking:
-            shrink_rows(
-                *(lora, m, RANK, PARTS, SHARES // SPLIT_K, BLOCK_M, LINES, LORA_K, STAGES, PDL)
+    if RANK > 0 and tl.program_id(0) < shrinking:
+        shrink_rows(*(lora, m, RANK, PARTS, SHARES // SPLIT_K, BLOCK_M, LINES, LORA_K, STAGES, PDL))
+    else:
+        tile = tl.program_id(0) - shrinking
+        CHUNK: tl.constexpr = LANES * (2 if KIND < INT4 else 4)
+        TILE: tl.constexpr = CHUNK * CHUNKS
+        features = tile // ROW_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows = tile % ROW_TILES * BLOCK_M + tl.arange(0, BLOCK_M)
+        start = tl.program_id(1) * steps * TILE
+        stop = tl.minimum(padded, start + steps * TILE)
+        prepared = 0  # nothing
+        if RANK > 0:
+            prepared = prepare_rows(
+                lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER
             )
-        else:
-            _multiply_rows(
-                *(tl.program_id(0) - shrinking, x, data, scale, zero, offset, row_scale, order),
-                *(bias, y, partials, counters, lora, m, n, k, width, padded, x_stride, groups),
-                *(scale_stride, zero_stride, steps),
-                *(KIND, LANES, CHUNKS, GROUP, ROWS, SCALE, BLOCK_M, BLOCK_N, SPLIT_K, STAGES),
-                *(EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH, EVICT, PDL),
-                *(RANK, PARTS, SHARES, TOGETHER, FOLD, 1),
-            )
+        scales_of_rows = load_row_scale(row_scale, features, n)
+        if PREFETCH > 0:
+            LANE: tl.constexpr = CHUNK // LANES
+            prefetch_weight(data, features, start // LANE, n, width, PIECES, PREFETCH // LANE)
+        wait_for_inputs(PDL)
+        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for place in tl.range(0, stop - start, TILE, num_stages=STAGES):
+            for piece in tl.static_range(CHUNKS):
+                first = start + place + piece * CHUNK
+                sums = multiply_chunk(
+                    *(sums, first, x, data, scale, zero, offset, order, features, rows),
+                    *(m, n, k, width, x_stride, groups, scale_stride, zero_stride),
+                    *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT, FOLD),
+                )
+        # Not earlier: the next kernel's programs would take shared memory from this one's.
+        let_next_start(PDL)
+        sums = sums * scales_of_rows
+        finish_tile(
+            *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared),
+            *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, RANK, PARTS, SHARES, TOGETHER),
+        )
 
 
 def fits(config: SkinnyConfig, m: int, matrix: PreparedMatrix) -> bool:

@@ -282,49 +282,7 @@ def load_row(x, columns, k, EVEN_K: tl.constexpr):
         return tl.load(x + columns, mask=columns < k, other=0, eviction_policy="evict_last")
 
 
-@triton.jit
-def _multiply_row(
-    tile, x, weight, bias, y, partials, counters, lora, n, k_pairs, steps,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PIECES: tl.constexpr, PREFETCH: tl.constexpr,
-    EVICT: tl.constexpr, PDL: tl.constexpr,
-    RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr,
-):  # fmt: skip
-    """One tile of features of `vector_product_kernel`."""
-    PAIRS: tl.constexpr = BLOCK_K // 2
-    DTYPE: tl.constexpr = y.dtype.element_ty
-    features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    start = tl.program_id(1) * steps * PAIRS
-    stop = tl.minimum(k_pairs, start + steps * PAIRS)
-    columns = start + tl.arange(0, PAIRS)
-    sums = tl.zeros((BLOCK_N, PAIRS // 4), tl.float32)
-    w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
-    if RANK > 0:
-        prepared = prepare_row(lora, PARTS)
-    if PREFETCH > 0:
-        prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
-    wait_and_release(PDL)
-    row = load_row(x, columns, k_pairs, EVEN_K)
-    for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
-        sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
-        columns += PAIRS
-        w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
-        row = load_row(x, columns, k_pairs, EVEN_K)
-    if RANK > 0:
-        found = look_for_row(
-            *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, PAIRS // 4, EVEN_N)
-        )
-    sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
-    if RANK > 0:
-        sums = add_to_row(sums, found)
-    sums = tl.sum(sums, axis=1)[:, None]
-    rows = tl.arange(0, 1)
-    finish_tile(
-        *(sums, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
-        *(HAS_BIAS, SPLIT_K, BLOCK_N, 1, 0, 0, 1, 1),
-    )
-
-
+# large: half of it are arguments.
 @triton.jit(do_not_specialize=["steps"])
 def vector_product_kernel(
     x,  # [1, k / 2] int32: pairs of neighbours
@@ -361,24 +319,46 @@ def vector_product_kernel(
     next takes a register for each value, and is unpacked, thus waited for, where it is loaded.
     BLOCK_K is 256 per warp, so that a thread meets the same eight inputs in every feature.
     """
-    if RANK == 0:
-        _multiply_row(
-            *(tl.program_id(0), x, weight, bias, y, partials, counters, lora, n, k_pairs, steps),
-            *(BLOCK_N, BLOCK_K, SPLIT_K, EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH),
-            *(EVICT, PDL, 0, 0, 1),
-        )
-    else:
+    shrinking = 0
+    if RANK > 0:
         tl.static_assert(SPLIT_K == 1)
         shrinking = num_shrinking(lora)
-        if tl.program_id(0) < shrinking:
-            shrink_row(lora, RANK, PARTS, SHARES, LINES, LORA_K, PDL)
-        else:
-            _multiply_row(
-                *(tl.program_id(0) - shrinking, x, weight, bias, y, partials, counters, lora),
-                *(n, k_pairs, steps),
-                *(BLOCK_N, BLOCK_K, SPLIT_K, EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH),
-                *(EVICT, PDL, RANK, PARTS, SHARES),
+    if RANK > 0 and tl.program_id(0) < shrinking:
+        shrink_row(lora, RANK, PARTS, SHARES, LINES, LORA_K, PDL)
+    else:
+        tile = tl.program_id(0) - shrinking
+        PAIRS: tl.constexpr = BLOCK_K // 2
+        DTYPE: tl.constexpr = y.dtype.element_ty
+        features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        start = tl.program_id(1) * steps * PAIRS
+        stop = tl.minimum(k_pairs, start + steps * PAIRS)
+        columns = start + tl.arange(0, PAIRS)
+        sums = tl.zeros((BLOCK_N, PAIRS // 4), tl.float32)
+        w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+        if RANK > 0:
+            prepared = prepare_row(lora, PARTS)
+        if PREFETCH > 0:
+            prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
+        wait_and_release(PDL)
+        row = load_row(x, columns, k_pairs, EVEN_K)
+        for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
+            sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+            columns += PAIRS
+            w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+            row = load_row(x, columns, k_pairs, EVEN_K)
+        if RANK > 0:
+            found = look_for_row(
+                *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, PAIRS // 4, EVEN_N)
             )
+        sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+        if RANK > 0:
+            sums = add_to_row(sums, found)
+        sums = tl.sum(sums, axis=1)[:, None]
+        rows = tl.arange(0, 1)
+        finish_tile(
+            *(sums, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
+            *(HAS_BIAS, SPLIT_K, BLOCK_N, 1, 0, 0, 1, 1),
+        )
 
 
 @triton.jit
@@ -460,48 +440,7 @@ def vector_rows_kernel(
     )
 
 
-@triton.jit
-def _multiply_rows(
-    tile, x, weight, bias, y, partials, counters, lora, m, n, k, x_stride, steps,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PIECES: tl.constexpr, PREFETCH: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
-    RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
-    """One tile of features of `matrix_product_kernel`."""
-    features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    start = tl.program_id(1) * steps * BLOCK_K
-    stop = tl.minimum(k, start + steps * BLOCK_K)
-    columns = start + tl.arange(0, BLOCK_K)
-    rows = tl.arange(0, BLOCK_M)
-    prepared = 0  # nothing
-    if RANK > 0:
-        prepared = prepare_rows(lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER)
-    if PREFETCH > 0:
-        prefetch_weight(weight, features, start, n, k, PIECES, PREFETCH)
-    wait_for_inputs(PDL)
-    row_pointers = x + rows.to(tl.int64)[None, :] * x_stride
-    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for offset in tl.range(0, stop - start, BLOCK_K, num_stages=STAGES):
-        inner = columns + offset
-        w = _load_weight(weight, features, inner, n, k, EVEN_N, EVEN_K, EVICT)
-        inside = (rows < m)[None, :]
-        if not EVEN_K:
-            inside &= (inner < k)[:, None]
-        right = tl.load(
-            row_pointers + inner[:, None], mask=inside, other=0.0, eviction_policy="evict_last"
-        )
-        if IN_INTERPRETER:
-            w, right = w.to(tl.float32), right.to(tl.float32)
-        sums = tl.dot(w, right, sums)
-    # Not earlier: the next kernel's programs would take shared memory from this one's.
-    let_next_start(PDL)
-    finish_tile(
-        *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared),
-        *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, RANK, PARTS, SHARES, TOGETHER),
-    )
-
-
+# large: half of it are arguments.
 @triton.jit(do_not_specialize=["m", "steps"])
 def matrix_product_kernel(
     x,  # [m, k], rows x_stride apart
@@ -537,25 +476,46 @@ def matrix_product_kernel(
 ):
     """At most BLOCK_M rows; grid (tiles of N, SPLIT_K), the shrinking programs first. Every split
     has at least one tile of K."""
-    if RANK == 0:
-        _multiply_rows(
-            *(tl.program_id(0), x, weight, bias, y, partials, counters, lora, m, n, k, x_stride),
-            *(steps, BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, STAGES, EVEN_N, EVEN_K, HAS_BIAS),
-            *(PIECES, PREFETCH, EVICT, PDL, 0, 0, 1, 1),
-        )
-    else:
+    shrinking = 0
+    if RANK > 0:
         shrinking = num_shrinking(lora)
-        if tl.program_id(0) < shrinking:
-            shrink_rows(
-                *(lora, m, RANK, PARTS, SHARES // SPLIT_K, BLOCK_M, LINES, LORA_K, STAGES, PDL)
+    if RANK > 0 and tl.program_id(0) < shrinking:
+        shrink_rows(*(lora, m, RANK, PARTS, SHARES // SPLIT_K, BLOCK_M, LINES, LORA_K, STAGES, PDL))
+    else:
+        tile = tl.program_id(0) - shrinking
+        features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        start = tl.program_id(1) * steps * BLOCK_K
+        stop = tl.minimum(k, start + steps * BLOCK_K)
+        columns = start + tl.arange(0, BLOCK_K)
+        rows = tl.arange(0, BLOCK_M)
+        prepared = 0  # nothing
+        if RANK > 0:
+            prepared = prepare_rows(
+                lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER
             )
-        else:
-            _multiply_rows(
-                *(tl.program_id(0) - shrinking, x, weight, bias, y, partials, counters, lora),
-                *(m, n, k, x_stride, steps),
-                *(BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, STAGES, EVEN_N, EVEN_K, HAS_BIAS),
-                *(PIECES, PREFETCH, EVICT, PDL, RANK, PARTS, SHARES, TOGETHER),
+        if PREFETCH > 0:
+            prefetch_weight(weight, features, start, n, k, PIECES, PREFETCH)
+        wait_for_inputs(PDL)
+        row_pointers = x + rows.to(tl.int64)[None, :] * x_stride
+        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for offset in tl.range(0, stop - start, BLOCK_K, num_stages=STAGES):
+            inner = columns + offset
+            w = _load_weight(weight, features, inner, n, k, EVEN_N, EVEN_K, EVICT)
+            inside = (rows < m)[None, :]
+            if not EVEN_K:
+                inside &= (inner < k)[:, None]
+            right = tl.load(
+                row_pointers + inner[:, None], mask=inside, other=0.0, eviction_policy="evict_last"
             )
+            if IN_INTERPRETER:
+                w, right = w.to(tl.float32), right.to(tl.float32)
+            sums = tl.dot(w, right, sums)
+        # Not earlier: the next kernel's programs would take shared memory from this one's.
+        let_next_start(PDL)
+        finish_tile(
+            *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared),
+            *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, RANK, PARTS, SHARES, TOGETHER),
+        )
 
 
 @functools.cache
