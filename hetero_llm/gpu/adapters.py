@@ -134,12 +134,11 @@ class GpuAdapters:
                 alignment=math.gcd(*place.bounds),
             )
             self._layers.append((linear.product, weights))
-            multiply = self._multiply
-            if linear in gates and weights.parts == 2:
-                multiply = self._multiply_before_gate
+            deferred = linear in gates and weights.parts == 2
+            if deferred:
                 activation = gates[linear]
                 activation.function = partial(self._gate, activation.name, activation.function)
-            linear.product = partial(multiply, linear.product, weights, place.piece)
+            linear.product = partial(self._multiply, linear.product, weights, place.piece, deferred)
 
     @property
     def turn(self) -> int:
@@ -214,32 +213,20 @@ class GpuAdapters:
         return words
 
     def _multiply(
-        self,
-        product: Product,
-        slots: LoraSlots,
-        piece: int,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
-        """`Product` with the adapters of the rows."""
-        if self._rows is None:
-            return product(x, weight, bias)
-        self._wait(piece)
-        return product_with_adapters(product, x, weight, bias, rows=self._rows, weights=slots)
-
-    def _multiply_before_gate(
-        self, product: Product, slots: LoraSlots, piece: int,
+        self, product: Product, slots: LoraSlots, piece: int, deferred: bool,
         x: Tensor, weight: Tensor, bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """`_multiply` of gate and up; `_gate`, which comes next, may add the adapters."""
+        """`Product` with the adapters of the rows; `deferred`: `_gate`, which comes next, may add
+        them."""
         if self._rows is None:
             return product(x, weight, bias)
         self._wait(piece)
-        y, self._missing = product_before_gate(
-            product, x, weight, bias, rows=self._rows, weights=slots
-        )
-        return y
+        if deferred:
+            y, self._missing = product_before_gate(
+                product, x, weight, bias, rows=self._rows, weights=slots
+            )
+            return y
+        return product_with_adapters(product, x, weight, bias, rows=self._rows, weights=slots)
 
     def _gate(self, name: str, plain: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
         missing, self._missing = self._missing, None

@@ -66,13 +66,13 @@ class Attend(Protocol):
         sinks: Tensor | None = None,
     ) -> Tensor:  # [T, heads, head_dim]
         """Norms and rotates the queries and keys of a fused projection, then does the same:
-        `self(layer, *heads(qkv, rows), sinks=sinks)`, perhaps in fewer kernels."""
-        ...
+        what is written here, perhaps in fewer kernels."""
+        return self(layer, *heads(qkv, rows), sinks=sinks)
 
     def select(self, layer: int, x: Tensor) -> Tensor:
         """The rows of x [T, size] for which this layer's attention returns a result: all, but in
         the last layer, where only rows that are sampled after may be left."""
-        ...
+        return x
 
 
 class QKNorm(nn.Module):

@@ -101,13 +101,8 @@ TRANSFORMERS = "TransformersForCausalLM"
 """The name under which any class of transformers runs, see `models.transformers_backend`."""
 
 
-def supported_architectures() -> tuple[str, ...]:
-    """Names accepted in `architectures` of config.json."""
-    return tuple(FAMILIES)
-
-
 def shown_architectures() -> str:
-    """The same for a message; what most of them end with is said once."""
+    """The supported names for a message; what most of them end with is said once."""
     short = [name.removesuffix(_USUAL_END) for name in FAMILIES if name.endswith(_USUAL_END)]
     whole = [name for name in FAMILIES if not name.endswith(_USUAL_END)]
     return f"{', '.join(whole)}, and with {_USUAL_END} at the end: {', '.join(short)}"

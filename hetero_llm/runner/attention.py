@@ -23,8 +23,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.layers import RotaryHeads
-from hetero_llm.models.rotary import StepRotary
+from hetero_llm.models.layers import Attend
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.scored_attention import Reach, ScoredAttention, Scoring
 from hetero_llm.spec_decode.verify import TreeTokens
@@ -292,7 +291,7 @@ def _tree(trees: TreeTokens, index: int, tokens: slice, start: int) -> _Tree:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlannedAttention:
+class PlannedAttention(Attend):
     """One step's attention: `models.layers.Attend`."""
 
     _config: ModelConfig
@@ -333,20 +332,6 @@ class PlannedAttention:
         rows = self._token_rows + layer * 2 * size
         self._cache.tokens.index_copy_(0, rows, k.reshape(len(k), -1))
         self._cache.tokens.index_copy_(0, rows + size, v.reshape(len(v), -1))
-
-    def rotary(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        heads: RotaryHeads,
-        rows: StepRotary,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self(layer, *heads(qkv, rows), sinks=sinks)
-
-    def select(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        return x
 
     def _attend(
         self,

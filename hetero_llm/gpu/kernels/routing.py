@@ -21,7 +21,7 @@ _GATE_BLOCK_K = 1024
 
 
 @triton.jit
-def _best(values, lanes, NUM_EXPERTS: tl.constexpr):
+def _best(values, NUM_EXPERTS: tl.constexpr):
     """The largest value and its place, the lowest on ties; always that of an expert."""
     return tl.max(values, 0), tl.minimum(tl.argmax(values, 0), NUM_EXPERTS - 1)
 
@@ -53,7 +53,7 @@ def softmax_top_k_kernel(
     chosen = tl.zeros((K_LANES,), tl.int32)
     shares = tl.zeros((K_LANES,), tl.float32)
     for j in tl.static_range(K):
-        share, place = _best(left, lanes, NUM_EXPERTS)
+        share, place = _best(left, NUM_EXPERTS)
         chosen = tl.where(places == j, place, chosen)
         shares = tl.where(places == j, share, shares)
         left = tl.where(lanes == place, -1.0, left)
@@ -78,7 +78,7 @@ def _in_kept_groups(
     sums = tl.full((GROUP_LANES,), float("-inf"), tl.float32)
     for index in tl.static_range(GROUPS):
         own = tl.where(group == index, corrected, float("-inf"))
-        best, place = _best(own, lanes, NUM_EXPERTS)
+        best, place = _best(own, NUM_EXPERTS)
         second = tl.max(tl.where(lanes == place, float("-inf"), own), 0)
         sums = tl.where(places == index, best + second, sums)
     kept = lanes < 0
@@ -124,7 +124,7 @@ def sigmoid_top_k_kernel(
     chosen = tl.zeros((K_LANES,), tl.int32)
     shares = tl.zeros((K_LANES,), tl.float32)
     for j in tl.static_range(K):
-        _, place = _best(left, lanes, NUM_EXPERTS)
+        _, place = _best(left, NUM_EXPERTS)
         share = tl.sum(tl.where(lanes == place, scores, 0.0), 0)
         chosen = tl.where(places == j, place, chosen)
         shares = tl.where(places == j, share, shares)
@@ -205,9 +205,9 @@ def sparse_mixer_kernel(
     there = lanes < NUM_EXPERTS
     scores = tl.load(logits + row * stride + lanes, mask=there, other=float("-inf"))
     scores = scores.to(tl.float32)
-    best, first = _best(scores, lanes, NUM_EXPERTS)
+    best, first = _best(scores, NUM_EXPERTS)
     left = tl.where(lanes == first, float("-inf"), scores)
-    next_best, second = _best(left, lanes, NUM_EXPERTS)
+    next_best, second = _best(left, NUM_EXPERTS)
     # Lanes beyond the experts have an infinite distance at any scale.
     known = tl.where(there, scores, 1.0)
     tl.store(ids + row * 2, first)

@@ -282,7 +282,6 @@ def load_row(x, columns, k, EVEN_K: tl.constexpr):
         return tl.load(x + columns, mask=columns < k, other=0, eviction_policy="evict_last")
 
 
-# large: half of it are arguments.
 @triton.jit(do_not_specialize=["steps"])
 def vector_product_kernel(
     x,  # [1, k / 2] int32: pairs of neighbours
@@ -440,7 +439,6 @@ def vector_rows_kernel(
     )
 
 
-# large: half of it are arguments.
 @triton.jit(do_not_specialize=["m", "steps"])
 def matrix_product_kernel(
     x,  # [m, k], rows x_stride apart
