@@ -89,8 +89,8 @@ class Placement(Protocol):
     def finish(self, slot: int) -> None: ...
 
 
-class FixedPlacement(Placement):
-    """Leaves all experts where they are: chooses none, and so vacates and finishes none.
+class FixedPlacement:
+    """Leaves all experts where they are.
 
     Args:
         table: [layers, experts] int32, slots or `ON_HOST`.
@@ -101,6 +101,14 @@ class FixedPlacement(Placement):
     def __init__(self, table: np.ndarray) -> None:
         self.table = table
 
+    def observe(self, counts: np.ndarray, *, steps: int, seconds: float) -> None:
+        """See `Placement`."""
+
+    def observe_prompt(
+        self, counts: np.ndarray, *, tokens: int, share: float = 1.0, grant_bytes: float = 0
+    ) -> None:
+        """See `Placement`."""
+
     def choose(
         self,
         movable: np.ndarray | None = None,
@@ -110,6 +118,14 @@ class FixedPlacement(Placement):
     ) -> Sequence[Promotion]:
         """See `Placement`."""
         return ()
+
+    def vacate(self, slot: int) -> None:
+        """See `Placement`."""
+        raise AssertionError("nothing was promoted")
+
+    def finish(self, slot: int) -> None:
+        """See `Placement`."""
+        raise AssertionError("nothing was promoted")
 
 
 class Copies(Protocol):

@@ -45,12 +45,18 @@ class Lane(Protocol):
         ...
 
 
-class DirectLane(Lane):
-    """Without a device that copies beside the host, so nothing has to wait: for tests."""
+class DirectLane:
+    """Without a device that copies beside the host: for tests."""
 
     def copy(self, half: int, copy: Callable[[], None]) -> None:
         """See `Lane`."""
         copy()
+
+    def wait(self, half: int) -> None:
+        """See `Lane`."""
+
+    def used(self, half: int) -> None:
+        """See `Lane`."""
 
     def is_idle(self) -> bool:
         """See `Lane`."""

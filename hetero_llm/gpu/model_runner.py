@@ -329,12 +329,12 @@ class GpuModelRunner:
             step.drafts is not None
             and self.graphs is not None
             and self.typical is None
-            and self._sampler.all_plain
             and not step.admitted
             and not step.adapter_loads
             and not step.prompt_logprob_spans
             and not step.block_copies.shape[1]
             and step.block_table_writes.shape[1] <= LEAST_WRITES
+            and self._sampler.all_plain
         )
 
     @torch.inference_mode()

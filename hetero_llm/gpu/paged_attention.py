@@ -170,23 +170,18 @@ class StepAttention:
         return x.index_select(0, self._sampled.rows)
 
     def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        keys, values = self._context.keys[layer], self._context.values[layer]
-        config = self._context.config
-        window = config.sliding_windows[layer]
-        scale, kv_scales = config.attn_scale, self._context.kv_scales[layer]
         if self._sampled is not None and layer == self._sampled.layer:
             own = self.select(layer, q)
             return self._by_kernel(layer, own, self._sampled.planned, sinks)
         assert not self._library or sinks is None, "`LibraryPlanner` leaves sinks to our kernel"
         if not self._is_planned and len(self._library) == 1:  # it is the whole step
-            part = self._library[0]
-            return _attend_by_library(q, keys, values, part, scale, window, kv_scales)
+            return self._by_library(layer, q, self._library[0])
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._is_planned:
+            window = self._context.config.sliding_windows[layer]
             self._by_kernel(layer, q, self._planned[window], sinks, out)
         for part in self._library:
-            rows = q[part.rows]
-            out[part.rows] = _attend_by_library(rows, keys, values, part, scale, window, kv_scales)
+            out[part.rows] = self._by_library(layer, q[part.rows], part)
         return out
 
     def _by_kernel(
@@ -218,21 +213,14 @@ class StepAttention:
             out=out,
         )
 
-
-def _attend_by_library(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    part: LibraryRows,
-    scale: float,
-    window: int | None,
-    kv_scales: torch.Tensor | None,
-) -> torch.Tensor:
-    if isinstance(part.keys, ChunkKeys):
-        return attend_chunk(q, keys, values, part.keys, scale=scale, kv_scales=kv_scales)
-    return attend_ragged(
-        q, keys, values, part.keys, scale=scale, window=window, kv_scales=kv_scales
-    )
+    def _by_library(self, layer: int, q: torch.Tensor, part: LibraryRows) -> torch.Tensor:
+        """q: of the rows of `part`."""
+        context, scale = self._context, self._context.config.attn_scale
+        cache, scales = (context.keys[layer], context.values[layer]), context.kv_scales[layer]
+        if isinstance(part.keys, ChunkKeys):
+            return attend_chunk(q, *cache, part.keys, scale=scale, kv_scales=scales)
+        window = context.config.sliding_windows[layer]
+        return attend_ragged(q, *cache, part.keys, scale=scale, window=window, kv_scales=scales)
 
 
 class LibraryPlanner:
