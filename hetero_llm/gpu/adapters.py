@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hetero_llm.core.lora import NO_ADAPTER, AdapterRef
+from hetero_llm.core.null_objects import do_nothing
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.gpu.kernels.activation import gated_activation
 from hetero_llm.gpu.kernels.lora import NO_SLOT, LoraSlots
@@ -63,18 +64,10 @@ class NoGpuAdapters:
 
     turn = 0
     overlaps_loads = False
+    begin = end = check = staticmethod(do_nothing)
 
     def prepare(self, step: SchedulerOutput) -> AdapterUse:
         return AdapterUse.NONE
-
-    def begin(self, token_slots: Tensor | None, *, waits: bool = False) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def check(self, turn: int) -> None:
-        pass
 
 
 class GpuAdapters:
