@@ -12,7 +12,7 @@ from starlette.requests import Request
 from hetero_llm.core.sampling_params import RequestOutputKind
 from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.server.context import Context
-from hetero_llm.server.errors import invalid
+from hetero_llm.server.errors import wrong_value
 from hetero_llm.server.message_events import MessageParser, PlainParser
 from hetero_llm.server.message_reader import CountsReasoning
 from hetero_llm.server.prompts import chat_prompt
@@ -134,7 +134,6 @@ def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:
     check_max_tokens(old, "max_tokens", lowest=1)
     check_max_tokens(new, "max_completion_tokens", lowest=1)
     if old is not None and new is not None and old != new:
-        raise invalid(
-            "max_tokens", f"max_tokens={old}: contradicts max_completion_tokens={new}; send one"
-        )
+        reason = f"contradicts max_completion_tokens={new}; send one"
+        raise wrong_value("max_tokens", old, reason)
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")

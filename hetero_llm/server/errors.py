@@ -23,6 +23,7 @@ from hetero_llm.core.errors import (
     OverloadedError,
     PromptError,
     RequestError,
+    shown,
 )
 
 INTERNAL = "internal_error"
@@ -111,10 +112,10 @@ class ApiError(Exception):
     def body(self, form: ErrorForm = ErrorForm.OPENAI) -> bytes:
         """The JSON of the error, at most 4 KiB."""
         if form is ErrorForm.ANTHROPIC:
-            shown: dict[str, Any] = {"type": self.anthropic_kind, "message": self.message}
+            anthropic: dict[str, Any] = {"type": self.anthropic_kind, "message": self.message}
             if self.details is not None:
-                shown["details"] = self.details
-            return msgspec.json.encode({"type": "error", "error": shown})
+                anthropic["details"] = self.details
+            return msgspec.json.encode({"type": "error", "error": anthropic})
         error = {
             "message": self.message,
             "type": self.kind,
@@ -137,9 +138,34 @@ def invalid(param: str | None, message: str, code: str = "invalid_value") -> Api
     return ApiError(400, code, message, param=param)
 
 
+def wrong(param: str, reason: str, code: str = "invalid_value") -> ApiError:
+    """A wrong field, which the message names before the reason."""
+    return invalid(param, f"{param}: {reason}", code)
+
+
+def wrong_value(param: str, value: Any, reason: str, code: str = "invalid_value") -> ApiError:
+    """As `wrong`; the message shows the field's value, too."""
+    return invalid(param, f"{param}={shown(value)}: {reason}", code)
+
+
+def required(param: str) -> ApiError:
+    """A field is missing."""
+    return invalid(param, f"{param} is required", "missing_required_parameter")
+
+
+def empty(param: str) -> ApiError:
+    """A field is empty."""
+    return invalid(param, f"{param} must not be empty")
+
+
+def too_many(param: str, given: int | str, limit: int) -> ApiError:
+    """More than the server accepts; `given`: a number, maybe with its unit."""
+    return wrong(param, f"{given}, at most {limit} are accepted")
+
+
 def unsupported(param: str, feature: str) -> ApiError:
     """A field of a feature that this server does not have."""
-    return invalid(param, f"{param}: {feature} is not available", "unsupported_parameter")
+    return wrong(param, f"{feature} is not available", "unsupported_parameter")
 
 
 def context_exceeded(limit: int, prompt: int, wanted: int, param: str) -> ApiError:

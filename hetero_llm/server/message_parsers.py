@@ -12,7 +12,7 @@ from hetero_llm.core.reasoning_formats import HARMONY_ANSWER, OFF
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.structured_outputs import StructuredOutputsParams
 from hetero_llm.engine.inputs.input_processor import Prompt
-from hetero_llm.server.errors import invalid
+from hetero_llm.server.errors import invalid, wrong
 from hetero_llm.server.message_events import MessageParser, PlainParser
 from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.regions.detection import detected_format
@@ -95,10 +95,11 @@ class MessageParsers:
             body.tools, body.tool_choice, limits, parallel=body.parallel_tool_calls
         )
         if tools.is_on and not self.format.calls_tools:
-            raise invalid(
+            raise wrong(
                 "tools",
-                "tools: the format of this model's tool calls is not known; the server's operator "
-                "names it with --tool-call-parser; tool_choice 'none' is accepted",
+                "the format of this model's tool calls is not known; the server's "
+                "operator names it with --tool-call-parser; tool_choice 'none' is "
+                "accepted",
                 "unsupported_parameter",
             )
         return tools
@@ -220,7 +221,7 @@ class MessageParsers:
             )
         except SchemaError as error:
             where = error.field
-            raise invalid(where, f"{where}: {error}", "unsupported_parameter") from None
+            raise wrong(where, str(error), "unsupported_parameter") from None
 
     def start(self, prompt: Prompt) -> Start:
         """The region that the prompt leaves open."""

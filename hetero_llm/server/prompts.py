@@ -16,7 +16,16 @@ import msgspec
 from hetero_llm.core.errors import shown
 from hetero_llm.engine.inputs.image_uri import is_data_uri, picture_of_uri
 from hetero_llm.engine.inputs.input_processor import Prompt
-from hetero_llm.server.errors import ApiError, invalid, unsupported
+from hetero_llm.server.errors import (
+    ApiError,
+    empty,
+    invalid,
+    required,
+    too_many,
+    unsupported,
+    wrong,
+    wrong_value,
+)
 from hetero_llm.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -55,37 +64,33 @@ def parse_prompts(value: Any, limits: Limits) -> list[str | list[int]]:
         ApiError: anything else, an empty list, or too many.
     """
     if value is None:
-        raise invalid("prompt", "prompt is required", "missing_required_parameter")
+        raise required("prompt")
     if isinstance(value, str):
         return [value]
     if not value:
-        raise invalid("prompt", "prompt must not be empty")
+        raise empty("prompt")
     if type(value[0]) is int:
         _check_ids(value, "prompt")
         return [value]
     if len(value) > limits.prompts:
-        raise invalid("prompt", f"prompt: {len(value)} prompts, at most {limits.prompts} a request")
+        raise wrong("prompt", f"{len(value)} prompts, at most {limits.prompts} a request")
     for index, item in enumerate(value):
         if isinstance(item, list):
             if not item:
                 raise invalid("prompt", f"prompt[{index}] must not be empty")
             _check_ids(item, f"prompt[{index}]")
         elif not isinstance(item, str):
-            raise invalid(
-                "prompt",
-                f"prompt[{index}]={shown(item)}: must be a text or a list of token ids",
-                "invalid_type",
-            )
+            message = f"prompt[{index}]={shown(item)}: must be a text or a list of token ids"
+            raise invalid("prompt", message, "invalid_type")
     return value
 
 
 def _check_ids(ids: list[Any], where: str) -> None:
     if plain_ids(ids):
         return
-    wrong = next(item for item in ids if type(item) is not int)
-    raise invalid(
-        "prompt", f"{where}: holds {shown(wrong)}; token ids are integers", "invalid_type"
-    )
+    other = next(item for item in ids if type(item) is not int)
+    message = f"{where}: holds {shown(other)}; token ids are integers"
+    raise invalid("prompt", message, "invalid_type")
 
 
 async def completion_prompts(
@@ -139,18 +144,15 @@ async def chat_prompt(
     tokenizer.require("messages")
     template = tokenizer.chat_template
     if template is None:
-        raise invalid(
+        raise wrong(
             "messages",
-            "messages: the model has no chat template; use completions, or let the server's "
-            "operator set one",
+            "the model has no chat template; use completions, or let the server's operator set one",
         )
     found: list[ImagePart] | None = None if tokenizer.images is None else []
     messages = checked_messages(request.messages, settings.limits, template, found)
     if found and cut.count is not None:
-        raise invalid(
-            "truncate_prompt_tokens",
-            f"truncate_prompt_tokens={cut.count}: a conversation with images cannot be cut",
-        )
+        reason = "a conversation with images cannot be cut"
+        raise wrong_value("truncate_prompt_tokens", cut.count, reason)
     kwargs = _template_kwargs(request, settings) | _opening_kwargs(request)
     if tools:
         if not template.mentions("tools"):
@@ -176,7 +178,7 @@ async def chat_prompt(
 
     text, ids = await tokenizer.threads.run(encode, size=len(text))
     if not ids:
-        raise invalid("messages", "messages: the chat template makes no tokens of them")
+        raise wrong("messages", "the chat template makes no tokens of them")
     if found:
         return await _with_images(Prompt(text, ids), found, tokenizer, settings.limits)
     return Prompt(text, cut.apply(ids))
@@ -194,17 +196,12 @@ async def _with_images(
     images = tokenizer.images
     assert images is not None
     if len(parts) > images.limit:
-        raise invalid(
-            parts[images.limit].where,
-            f"messages: {len(parts)} images, at most {images.limit} are accepted",
-        )
+        message = f"messages: {len(parts)} images, at most {images.limit} are accepted"
+        raise invalid(parts[images.limit].where, message)
     ids = prompt.token_ids or []
     places = ids.count(images.token_id)
     if places != len(parts):
-        raise invalid(
-            "messages",
-            f"messages: the chat template makes {places} places for {len(parts)} images",
-        )
+        raise wrong("messages", f"the chat template makes {places} places for {len(parts)} images")
 
     remote = [part for part in parts if not is_data_uri(part.uri)]
     fetched = await asyncio.gather(
@@ -234,24 +231,21 @@ def _template_kwargs(request: Conversation, settings: ServerSettings) -> dict[st
     for name, value in kwargs.items():
         if name not in settings.chat_template_kwargs:
             known = ", ".join(settings.chat_template_kwargs) or "none"
-            raise invalid(
+            raise wrong(
                 "chat_template_kwargs",
-                f"chat_template_kwargs: {shown(name)} cannot be set by a request; allowed: {known}",
+                f"{shown(name)} cannot be set by a request; allowed: {known}",
             )
         short = not isinstance(value, str) or len(value) <= _MAX_KWARG_CHARS
         if not (isinstance(value, (bool, int, float, str)) and short):
-            raise invalid(
+            raise wrong(
                 "chat_template_kwargs",
-                f"chat_template_kwargs: {name} must be a number, a boolean or a text of at most "
-                f"{_MAX_KWARG_CHARS} characters",
+                f"{name} must be a number, a boolean or a text of at most {_MAX_KWARG_CHARS} "
+                "characters",
             )
     effort = request.reasoning_effort
     if effort is not None:
         if effort not in EFFORTS:
-            raise invalid(
-                "reasoning_effort",
-                f"reasoning_effort={shown(effort)}: must be one of {', '.join(EFFORTS)}",
-            )
+            raise wrong_value("reasoning_effort", effort, f"must be one of {', '.join(EFFORTS)}")
         kwargs["reasoning_effort"] = effort
     return kwargs
 
@@ -262,9 +256,8 @@ def _opening_kwargs(request: Conversation) -> dict[str, bool]:
     opened = request.add_generation_prompt
     opened = not continued if opened is None else opened
     if continued and opened:
-        raise invalid(
-            "continue_final_message",
-            "continue_final_message: contradicts add_generation_prompt, which opens a new message",
+        raise wrong(
+            "continue_final_message", "contradicts add_generation_prompt, which opens a new message"
         )
     return {"add_generation_prompt": opened, "continue_final_message": continued}
 
@@ -296,13 +289,11 @@ def checked_messages(
         ApiError: a message is malformed, or has a part that model or template cannot handle.
     """
     if messages is None:
-        raise invalid("messages", "messages is required", "missing_required_parameter")
+        raise required("messages")
     if not messages:
-        raise invalid("messages", "messages must not be empty")
+        raise empty("messages")
     if len(messages) > limits.messages:
-        raise invalid(
-            "messages", f"messages: {len(messages)}, at most {limits.messages} are accepted"
-        )
+        raise too_many("messages", len(messages), limits.messages)
     return [
         _checked_message(message, f"messages[{index}]", limits, template, images)
         for index, message in enumerate(messages)
@@ -342,12 +333,9 @@ def _checked_message(
 ) -> dict[str, Any]:
     role = message.role
     if not role:
-        raise _required(f"{where}.role")
+        raise required(f"{where}.role")
     if len(role) > MAX_ROLE_CHARS:
-        raise invalid(
-            f"{where}.role",
-            f"{where}.role: {len(role)} characters, at most {MAX_ROLE_CHARS} are accepted",
-        )
+        raise too_many(f"{where}.role", f"{len(role)} characters", MAX_ROLE_CHARS)
     if message.function_call is not None:
         raise unsupported(
             f"{where}.function_call", "the old form of tool calls, before tool_calls,"
@@ -379,7 +367,7 @@ def _content(message: Message, where: str) -> str:
         return content
     if not content:
         if message.role in _SAY_SOMETHING:
-            raise _required(f"{where}.content")
+            raise required(f"{where}.content")
         return message.refusal or ""
     texts = []
     for index, part in enumerate(content):
@@ -407,13 +395,13 @@ def _text_of(part: ContentPart | str, where: str) -> str | None:
 def _no_place(param: str, what: str) -> ApiError:
     """A field that the chat template would leave out."""
     reason = f"this model's chat template has no place for {what}"
-    return invalid(param, f"{param}: {reason}", "unsupported_parameter")
+    return wrong(param, reason, "unsupported_parameter")
 
 
 def _no_such_part(part: ContentPart | str, where: str, available: str) -> ApiError:
     kind = None if isinstance(part, str) else part.type
-    return invalid(
-        where, f"{where}: type {shown(kind)} is not available, {available}", "unsupported_parameter"
+    return wrong(
+        where, f"type {shown(kind)} is not available, {available}", "unsupported_parameter"
     )
 
 
@@ -451,17 +439,15 @@ def _uri(part: ContentPart | str, where: str) -> str:
     given = None if isinstance(part, str) else part.image_url
     uri = given.url if isinstance(given, ImageUrl) else given
     if not uri:
-        raise _required(f"{where}.image_url.url")
+        raise required(f"{where}.image_url.url")
     return uri
 
 
 def _tool_call_id(message: Message, where: str, template: ChatTemplate) -> str:
     if not message.tool_call_id:
-        raise invalid(
-            f"{where}.tool_call_id",
-            f"{where}.tool_call_id is required of a tool's message",
-            "missing_required_parameter",
-        )
+        name = f"{where}.tool_call_id"
+        text = f"{name} is required of a tool's message"
+        raise invalid(name, text, "missing_required_parameter")
     # The role 'tool': a template that writes any role unchanged was not made for tools.
     if not template.mentions("tool"):
         raise _no_place(f"{where}.role", "messages of tools")
@@ -472,25 +458,22 @@ def _tool_calls(
     message: Message, where: str, limits: Limits, template: ChatTemplate
 ) -> list[dict[str, Any]]:
     if message.role != "assistant":
-        raise invalid(f"{where}.tool_calls", f"{where}.tool_calls: only assistants call tools")
+        raise wrong(f"{where}.tool_calls", "only assistants call tools")
     if not template.mentions("tool_calls"):
         raise _no_place(f"{where}.tool_calls", "calls of tools")
     calls = message.tool_calls or ()
     if len(calls) > limits.tool_calls:
-        raise invalid(
-            f"{where}.tool_calls",
-            f"{where}.tool_calls: {len(calls)}, at most {limits.tool_calls} are accepted",
-        )
+        raise too_many(f"{where}.tool_calls", len(calls), limits.tool_calls)
     return [_tool_call(call, f"{where}.tool_calls[{i}]", limits) for i, call in enumerate(calls)]
 
 
 def _tool_call(call: ToolCall, where: str, limits: Limits) -> dict[str, Any]:
     if call.type not in (None, "function"):
-        raise invalid(f"{where}.type", f"{where}.type={shown(call.type)}: must be 'function'")
+        raise wrong_value(f"{where}.type", call.type, "must be 'function'")
     if call.function is None:
-        raise _required(f"{where}.function")
+        raise required(f"{where}.function")
     if not call.function.name:
-        raise _required(f"{where}.function.name")
+        raise required(f"{where}.function.name")
     arguments = _arguments(call.function.arguments, f"{where}.function.arguments", limits)
     function = {"name": call.function.name, "arguments": arguments}
     checked: dict[str, Any] = {"type": "function", "function": function}
@@ -508,8 +491,4 @@ def _arguments(value: str | dict[str, Any] | None, where: str, limits: Limits) -
     try:
         return decode_json(value.encode(), dict[str, Any], limits)
     except (msgspec.MsgspecError, RecursionError, ApiError):
-        raise invalid(where, f"{where}: must be a JSON object written as a text") from None
-
-
-def _required(name: str) -> ApiError:
-    return invalid(name, f"{name} is required", "missing_required_parameter")
+        raise wrong(where, "must be a JSON object written as a text") from None

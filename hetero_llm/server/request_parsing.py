@@ -26,7 +26,6 @@ import msgspec
 import numpy as np
 from starlette.requests import Request
 
-from hetero_llm.core.errors import shown
 from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
@@ -35,7 +34,17 @@ from hetero_llm.engine.inputs.default_sampling import with_defaults
 from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.server.constraints import constraint_names, output_constraint
 from hetero_llm.server.context import Context, request_id_of
-from hetero_llm.server.errors import ApiError, context_exceeded, invalid, unsupported
+from hetero_llm.server.errors import (
+    ApiError,
+    context_exceeded,
+    empty,
+    invalid,
+    required,
+    too_many,
+    unsupported,
+    wrong,
+    wrong_value,
+)
 from hetero_llm.server.field_names import FieldNames
 from hetero_llm.server.protocol import (
     UNAVAILABLE,
@@ -314,9 +323,7 @@ def decode(
         value = _decoder(kind).decode(body)
         unknown = _unknown_names(body, kind)
     except UnicodeDecodeError as error:
-        raise invalid(
-            None, f"the body is not UTF-8 text (byte {error.start})", "invalid_json"
-        ) from None
+        raise _bad_json(f"the body is not UTF-8 text (byte {error.start})") from None
     except msgspec.ValidationError as error:
         raise type_mistake(str(error)) from None
     except (msgspec.DecodeError, RecursionError) as error:
@@ -393,18 +400,12 @@ def _check_shape(body: bytes, limits: Limits) -> None:
     brackets = np.frombuffer(bare.translate(None, _NOT_BRACKETS), np.uint8)
     opens = (brackets == _OPEN_LIST) | (brackets == _OPEN_OBJECT)
     if int(opens.sum()) + bare.count(b":") > limits.json_parts:
-        raise invalid(
-            None,
-            f"the JSON has more than {limits.json_parts} lists, objects and names",
-            "invalid_json",
-        )
+        raise _bad_json(f"the JSON has more than {limits.json_parts} lists, objects and names")
     level = 0
     for start in range(0, len(opens), _SCANNED_AT_ONCE):
         steps = np.where(opens[start : start + _SCANNED_AT_ONCE], 1, -1).cumsum()
         if level + int(steps.max()) > limits.json_depth:
-            raise invalid(
-                None, f"the JSON is nested deeper than {limits.json_depth} levels", "invalid_json"
-            )
+            raise _bad_json(f"the JSON is nested deeper than {limits.json_depth} levels")
         level += int(steps[-1])
 
 
@@ -415,11 +416,11 @@ def type_mistake(text: str) -> ApiError:
     where = found[1].removeprefix("$").removeprefix(".") if found else ""
     if missing:
         name = f"{where}.{missing[1]}" if where else missing[1]
-        return invalid(name, f"{name} is required", "missing_required_parameter")
+        return required(name)
     reason = _in_words(_WHERE.sub("", text))
     if not where:
         return invalid(None, f"the body: {reason}", "invalid_type")
-    return invalid(where, f"{where}: {reason}", "invalid_type")
+    return wrong(where, reason, "invalid_type")
 
 
 def _in_words(reason: str) -> str:
@@ -439,7 +440,11 @@ def _not_json(body: bytes, reason: str) -> ApiError:
         reason = "the body is empty"
     elif "truncated" in reason and _LONE_SURROGATE.search(body):
         reason = "a string holds half of a surrogate pair, or the text was cut off"
-    return invalid(None, f"the body is not valid JSON: {reason}", "invalid_json")
+    return _bad_json(f"the body is not valid JSON: {reason}")
+
+
+def _bad_json(message: str) -> ApiError:
+    return invalid(None, message, "invalid_json")
 
 
 def _too_large(limits: Limits) -> ApiError:
@@ -465,15 +470,15 @@ def refuse_unsupported(request: Generation | TokenizeRequest) -> None:
             raise unsupported("modalities", "output other than text")
     if isinstance(request, (ChatRequest, TokenizeRequest)) and request.chat_template is not None:
         # A template is a program; only the operator chooses which one runs.
-        raise invalid(
+        raise wrong(
             "chat_template",
-            "chat_template: a request cannot bring its own template; the server's operator sets it",
+            "a request cannot bring its own template; the server's operator sets it",
             "unsupported_parameter",
         )
     if isinstance(request, Generation) and request.priority:
-        raise invalid(
+        raise wrong(
             "priority",
-            "priority: priority scheduling is not available, only 0 is accepted",
+            "priority scheduling is not available, only 0 is accepted",
             "unsupported_parameter",
         )
 
@@ -504,11 +509,10 @@ def check_limits(request: Generation, limits: Limits, info: EngineInfo) -> None:
             continue
         _at_most(name, value, info.max_logprobs)
         if value < -1:
-            raise invalid(name, f"{name}={shown(value)}: must be at least 0, or -1 for all tokens")
+            raise wrong_value(name, value, "must be at least 0, or -1 for all tokens")
         if value == -1 and info.max_logprobs < info.vocab_size:
-            raise invalid(
-                name, f"{name}=-1: asks for all tokens, at most {info.max_logprobs} are given"
-            )
+            reason = f"asks for all tokens, at most {info.max_logprobs} are given"
+            raise wrong_value(name, value, reason)
 
 
 def check_stream(request: Generation) -> None:
@@ -519,21 +523,15 @@ def check_stream(request: Generation) -> None:
     """
     if not request.stream:
         if request.stream_options is not None:
-            raise invalid("stream_options", "stream_options: needs stream=true")
+            raise wrong("stream_options", "needs stream=true")
         return
     if request.prompt_logprobs is not None:
-        raise invalid(
-            "prompt_logprobs", "prompt_logprobs: not with stream; a completion streams them with "
-            "echo and logprobs"
-        )  # fmt: skip
+        reason = "not with stream; a completion streams them with echo and logprobs"
+        raise wrong("prompt_logprobs", reason)
     if request.use_beam_search:
-        raise invalid(
-            "use_beam_search", "use_beam_search: its text is known at the end only; unset stream"
-        )
+        raise wrong("use_beam_search", "its text is known at the end only; unset stream")
     if request.best_of is not None and request.best_of > (request.n or 1):
-        raise invalid(
-            "best_of", "best_of: above n the best are known at the end only; unset stream"
-        )
+        raise wrong("best_of", "above n the best are known at the end only; unset stream")
 
 
 def sampling_params(
@@ -588,9 +586,7 @@ def prompt_cut(request: Generation, params: SamplingParams) -> Cut:
     """
     side = request.truncation_side or "left"
     if side not in ("left", "right"):
-        raise invalid(
-            "truncation_side", f"truncation_side={shown(side)}: must be 'left' or 'right'"
-        )
+        raise wrong_value("truncation_side", side, "must be 'left' or 'right'")
     return Cut(params.truncate_prompt_tokens, keep_first=side == "right")
 
 
@@ -625,7 +621,7 @@ def check_max_tokens(wanted: int | None, name: str, *, lowest: int) -> None:
     """
     if wanted is not None and wanted < lowest:
         zero = "; 0 scores a prompt, with echo in a completion" if wanted == 0 else ""
-        raise invalid(name, f"{name}={wanted}: must be at least {lowest}{zero}")
+        raise wrong_value(name, wanted, f"must be at least {lowest}{zero}")
 
 
 def check_min_tokens(params: SamplingParams, *, prompt_tokens: int, max_model_len: int) -> None:
@@ -635,11 +631,11 @@ def check_min_tokens(params: SamplingParams, *, prompt_tokens: int, max_model_le
         ApiError: the context has no room for that many tokens.
     """
     if prompt_tokens + params.min_tokens > max_model_len:
-        raise invalid(
-            "min_tokens",
-            f"min_tokens={params.min_tokens}: with the {prompt_tokens} tokens of the prompt it "
-            f"exceeds the context of {max_model_len}",
+        reason = (
+            f"with the {prompt_tokens} tokens of the prompt it exceeds the context of "
+            f"{max_model_len}"
         )
+        raise wrong_value("min_tokens", params.min_tokens, reason)
 
 
 def completion_logprobs(request: CompletionRequest | GenerateRequest) -> int | None:
@@ -651,7 +647,7 @@ def completion_logprobs(request: CompletionRequest | GenerateRequest) -> int | N
 def _chat_logprobs(request: ChatRequest) -> int | None:
     if not request.logprobs:
         if request.top_logprobs:
-            raise invalid("top_logprobs", "top_logprobs: needs logprobs=true")
+            raise wrong("top_logprobs", "needs logprobs=true")
         return None
     return request.top_logprobs or 0
 
@@ -663,12 +659,12 @@ def _larger(count: int, other: int | None) -> int:
 
 def _at_most(name: str, value: float | None, limit: float) -> None:
     if value is not None and value > limit:
-        raise invalid(name, f"{name}={shown(value)}: must be at most {limit:g}")
+        raise wrong_value(name, value, f"must be at most {limit:g}")
 
 
 def _short_list(name: str, values: Any, limit: int) -> None:
     if values is not None and len(values) > limit:
-        raise invalid(name, f"{name}: {len(values)} entries, at most {limit} are accepted")
+        raise too_many(name, f"{len(values)} entries", limit)
 
 
 def short_text(name: str, text: str | None, limit: int) -> None:
@@ -676,6 +672,6 @@ def short_text(name: str, text: str | None, limit: int) -> None:
     if text is None:
         return
     if not text and name != "stop":  # SamplingParams says it about stop strings
-        raise invalid(name, f"{name} must not be empty")
+        raise empty(name)
     if len(text) > limit:
-        raise invalid(name, f"{name}: {len(text)} characters, at most {limit} are accepted")
+        raise too_many(name, f"{len(text)} characters", limit)

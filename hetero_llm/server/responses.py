@@ -8,7 +8,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -27,6 +27,8 @@ from hetero_llm.server.response_builder import ResponseBuilder
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+"""Of a route."""
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's; for the log and the metrics, the client has left
 _ENCODER = msgspec.json.Encoder()

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hetero_llm.server.errors import ApiError, invalid
+from hetero_llm.server.errors import ApiError, invalid, wrong
 from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.request_parsing import converted
 
@@ -55,7 +55,7 @@ def part_of(value: Any, kind: type[T], where: str) -> T:
         ApiError: it is none; the error's path begins with `where`.
     """
     if not isinstance(value, dict):
-        raise invalid(where, f"{where}: must be an object", "invalid_type")
+        raise wrong(where, "must be an object", "invalid_type")
     try:
         return converted(value, kind)
     except ApiError as error:
@@ -63,7 +63,3 @@ def part_of(value: Any, kind: type[T], where: str) -> T:
         path = f"{where}.{inner}" if inner else where
         message = f"{path}{error.message.removeprefix(inner)}" if inner else error.message
         raise invalid(path, message, error.code) from None
-
-
-def required(where: str) -> ApiError:
-    return invalid(where, f"{where} is required", "missing_required_parameter")

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from hetero_llm.server.context import Context
-from hetero_llm.server.errors import ApiError, invalid
+from hetero_llm.server.errors import ApiError, required
 from hetero_llm.server.request_parsing import read_json
 
 logger = logging.getLogger(__name__)
@@ -74,4 +74,4 @@ class AdapterEndpoints:
 
 def _require(value: str | None, field: str) -> None:
     if not value:
-        raise invalid(field, f"{field} is required", "missing_required_parameter")
+        raise required(field)

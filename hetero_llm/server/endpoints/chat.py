@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec import UnsetType
@@ -26,14 +26,12 @@ from hetero_llm.server.protocol import (
 )
 from hetero_llm.server.request_parsing import read_generation
 from hetero_llm.server.response_builder import ChunkBuilder
-from hetero_llm.server.responses import Responses
+from hetero_llm.server.responses import Handler, Responses
 
 _OBJECT, _CHUNK = "chat.completion", "chat.completion.chunk"
 
 
-def chat_endpoint(
-    context: Context, responses: Responses
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def chat_endpoint(context: Context, responses: Responses) -> Handler:
     """The handler of the route."""
 
     async def chat_completions(request: Request) -> Response:

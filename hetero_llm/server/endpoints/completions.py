@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 from msgspec import UnsetType
 from starlette.requests import Request
@@ -13,7 +12,7 @@ from starlette.responses import Response
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.server.context import Context
-from hetero_llm.server.errors import invalid
+from hetero_llm.server.errors import wrong
 from hetero_llm.server.logprobs import CompletionLogprobWriter, prompt_logprobs
 from hetero_llm.server.prompts import completion_prompts, parse_prompts
 from hetero_llm.server.protocol import (
@@ -34,15 +33,13 @@ from hetero_llm.server.request_parsing import (
     sampling_params,
 )
 from hetero_llm.server.response_builder import ChunkBuilder
-from hetero_llm.server.responses import Responses
+from hetero_llm.server.responses import Handler, Responses
 from hetero_llm.server.settings import Limits
 
 _OBJECT = "text_completion"
 
 
-def completions_endpoint(
-    context: Context, responses: Responses
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def completions_endpoint(context: Context, responses: Responses) -> Handler:
     """The handler of the route."""
 
     async def completions(request: Request) -> Response:
@@ -87,9 +84,9 @@ async def _checked(context: Context, request: Request, body: CompletionRequest) 
 
 def _check_fan_out(prompts: int, width: int, limits: Limits) -> None:
     if prompts * width > limits.sequences:
-        raise invalid(
+        raise wrong(
             "n",
-            f"n: {prompts} prompts with {width} sequences each are {prompts * width}, "
+            f"{prompts} prompts with {width} sequences each are {prompts * width}, "
             f"at most {limits.sequences} are accepted",
         )
 

@@ -12,7 +12,7 @@ from hetero_llm import __version__
 from hetero_llm.core.errors import EngineDeadError, EngineHungError
 from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.context import Context
-from hetero_llm.server.errors import invalid
+from hetero_llm.server.errors import required, wrong
 from hetero_llm.server.metrics import CONTENT_TYPE
 from hetero_llm.server.prompts import chat_prompt
 from hetero_llm.server.protocol import DetokenizeRequest, TokenizeRequest
@@ -88,7 +88,7 @@ class Info:
         body = await self._read(request, TokenizeRequest)
         context.model_name(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise invalid("prompt", "prompt: send either prompt or messages")
+            raise wrong("prompt", "send either prompt or messages")
         if body.prompt is not None:
             ids = await self._encode(body)
         else:
@@ -129,14 +129,12 @@ class Info:
         body = await self._read(request, DetokenizeRequest)
         context.model_name(body.model)
         if body.tokens is None:
-            raise invalid("tokens", "tokens is required", "missing_required_parameter")
+            raise required("tokens")
         tokenizer, ids = self._tokenizer(), body.tokens
         size = context.client.info.vocab_size
         for token in ids:
             if not 0 <= token < size:
-                raise invalid(
-                    "tokens", f"tokens: {token} is outside the vocabulary (0 to {size - 1})"
-                )
+                raise wrong("tokens", f"{token} is outside the vocabulary (0 to {size - 1})")
         text = await context.tokenizer.threads.run(
             lambda: tokenizer.decode(ids, skip_special_tokens=False), size=len(ids)
         )

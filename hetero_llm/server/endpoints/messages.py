@@ -13,7 +13,7 @@ from hetero_llm.core.outputs import CompletionOutput
 from hetero_llm.server.chat_requests import checked_chat, conversation_prompt, read_by_deltas
 from hetero_llm.server.context import Context
 from hetero_llm.server.endpoints.info import json_response
-from hetero_llm.server.errors import ApiError
+from hetero_llm.server.errors import ApiError, required
 from hetero_llm.server.field_names import FieldNames
 from hetero_llm.server.message_reader import MessageReader
 from hetero_llm.server.messages_api.conversation import translated
@@ -36,7 +36,6 @@ from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.request_parsing import CheckedRequest, check_generation, read_known
 from hetero_llm.server.response_builder import ResponseBuilder, Send, aborted, deltas
 from hetero_llm.server.responses import MESSAGE_EVENTS, Responses
-from hetero_llm.server.translation import required
 
 _PREFIX = "msg_"
 

@@ -27,7 +27,16 @@ from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.engine.pooling.pooling_inputs import PoolingInputs
 from hetero_llm.engine.pooling.score_pairs import pair_up, score_of_vectors
 from hetero_llm.server.context import Context, request_id_of
-from hetero_llm.server.errors import ApiError, invalid, unsupported
+from hetero_llm.server.errors import (
+    ApiError,
+    empty,
+    invalid,
+    required,
+    too_many,
+    unsupported,
+    wrong,
+    wrong_value,
+)
 from hetero_llm.server.pooling_protocol import (
     UNAVAILABLE,
     Classification,
@@ -129,9 +138,9 @@ class PoolingEndpoints:
         body = await self._read(request, RerankRequest)
         call = _Call(self._context, request, body, "rerank")
         if body.query is None:
-            raise invalid("query", "query is required", "missing_required_parameter")
+            raise required("query")
         if body.top_n is not None and body.top_n < 0:
-            raise invalid("top_n", f"top_n={body.top_n}: must be at least 0, which is all")
+            raise wrong_value("top_n", body.top_n, "must be at least 0, which is all")
         query = body.query
 
         async def work() -> msgspec.Struct:
@@ -350,7 +359,7 @@ def _usage(inputs: Sequence[PoolingInput]) -> PoolingUsage:
 def _prompts(given: Any, limit: int) -> list[Prompt]:
     """The prompts of `input`: a text, token ids, or a list of those."""
     if given is None:
-        raise invalid("input", "input is required", "missing_required_parameter")
+        raise required("input")
     if isinstance(given, str):
         return [Prompt(given)]
     _check_count("input", given, limit)
@@ -365,9 +374,9 @@ def _prompts(given: Any, limit: int) -> list[Prompt]:
 def _token_prompt(ids: Any, where: str) -> Prompt:
     if not plain_ids(ids):
         kind = "a text or a list of token ids"
-        raise invalid(where, f"{where}: must be {kind}", "invalid_type")
+        raise wrong(where, f"must be {kind}", "invalid_type")
     if not ids:
-        raise invalid(where, f"{where} must not be empty")
+        raise empty(where)
     return Prompt(token_ids=ids)
 
 
@@ -377,14 +386,14 @@ def _texts(given: Any, name: str, limit: int) -> list[str]:
     _check_count(name, given, limit)
     for place, one in enumerate(given):
         if not isinstance(one, str):
-            raise invalid(f"{name}[{place}]", f"{name}[{place}]: must be a text", "invalid_type")
+            raise wrong(f"{name}[{place}]", "must be a text", "invalid_type")
     return list(given)
 
 
 def _documents(given: Any, limit: int) -> list[str]:
     """Texts, or objects with a text, as Jina and Cohere take them."""
     if given is None:
-        raise invalid("documents", "documents is required", "missing_required_parameter")
+        raise required("documents")
     _check_count("documents", given, limit)
     texts = [one.get("text") if isinstance(one, dict) else one for one in given]
     return _texts(texts, "documents", limit)
@@ -393,9 +402,9 @@ def _documents(given: Any, limit: int) -> list[str]:
 def _check_count(name: str, given: Sequence[Any], limit: int) -> None:
     ids = name == "input" and given and type(given[0]) is int
     if not given:
-        raise invalid(name, f"{name} must not be empty")
+        raise empty(name)
     if len(given) > limit and not ids:
-        raise invalid(name, f"{name}: {len(given)} entries, at most {limit} are accepted")
+        raise too_many(name, f"{len(given)} entries", limit)
 
 
 def _sides_of(body: ScoreRequest) -> tuple[str, str]:
@@ -407,7 +416,7 @@ def _sides_of(body: ScoreRequest) -> tuple[str, str]:
     if not given:
         raise invalid("text_1", "text_1 and text_2 are required", "missing_required_parameter")
     known = "; ".join(" and ".join(pair) for pair in _SIDES)
-    raise invalid(given[0], f"{given[0]}: send one of these pairs of fields: {known}")
+    raise wrong(given[0], f"send one of these pairs of fields: {known}")
 
 
 # -- values of responses --------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import sha256
@@ -19,7 +19,7 @@ from hetero_llm.core.errors import shown
 from hetero_llm.server.chat_requests import checked_chat, read_by_deltas
 from hetero_llm.server.context import Context
 from hetero_llm.server.endpoints.info import json_response
-from hetero_llm.server.errors import ApiError, invalid, unsupported
+from hetero_llm.server.errors import ApiError, required, unsupported, wrong_value
 from hetero_llm.server.field_names import FieldNames
 from hetero_llm.server.logprobs import chat_logprobs
 from hetero_llm.server.message_reader import MessageReader, Piece
@@ -56,13 +56,11 @@ from hetero_llm.server.responses_api.protocol import (
     TextSettings,
 )
 from hetero_llm.server.responses_api.store import ResponseStore, StoredResponse
-from hetero_llm.server.translation import required
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "resp_"
 _PAGE, _LARGEST_PAGE = 20, 100
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +131,10 @@ class ResponsesApi:
             )
         found = self._store.get(owner, response_id)
         if found is None:
-            raise invalid(
+            raise wrong_value(
                 "previous_response_id",
-                f"previous_response_id={shown(response_id)}: no such response is stored, or no "
-                "longer; send the whole conversation",
+                response_id,
+                "no such response is stored, or no longer; send the whole conversation",
                 "previous_response_not_found",
             )
         items: list[Any] = msgspec.json.decode(found.items)
@@ -159,9 +157,7 @@ class ResponsesApi:
         for one in output:
             if one["id"] == item_id:
                 return one
-        raise invalid(
-            f"{where}.id", f"{where}.id={shown(item_id)}: no such item is stored, or no longer"
-        )
+        raise wrong_value(f"{where}.id", item_id, "no such item is stored, or no longer")
 
     # -- what is stored -----------------------------------------------------------------------
 
@@ -189,7 +185,7 @@ class ResponsesApi:
         if after is not None:
             places = [index for index, item in enumerate(items) if item["id"] == after]
             if not places:
-                raise invalid("after", f"after={shown(after)}: is none of the items")
+                raise wrong_value("after", after, "is none of the items")
             items = items[places[0] + 1 :]
         page = items[:limit]
         first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
@@ -219,9 +215,9 @@ def _page(query: Mapping[str, str]) -> tuple[int, str, str | None]:
     """The parameters of a list: its length, its order, and the id before its first item."""
     limit, order = query.get("limit", str(_PAGE)), query.get("order", "desc")
     if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= _LARGEST_PAGE):
-        raise invalid("limit", f"limit={shown(limit)}: must be 1 to {_LARGEST_PAGE}")
+        raise wrong_value("limit", limit, f"must be 1 to {_LARGEST_PAGE}")
     if order not in ("asc", "desc"):
-        raise invalid("order", f"order={shown(order)}: must be 'asc' or 'desc'")
+        raise wrong_value("order", order, "must be 'asc' or 'desc'")
     return int(limit), order, query.get("after")
 
 

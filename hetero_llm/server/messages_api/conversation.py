@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hetero_llm.core.errors import shown
-from hetero_llm.server.errors import ApiError, invalid, unsupported
+from hetero_llm.server.errors import (
+    ApiError,
+    empty,
+    required,
+    too_many,
+    unsupported,
+    wrong,
+    wrong_value,
+)
 from hetero_llm.server.field_names import FieldNames
 from hetero_llm.server.messages_api.protocol import (
     PASSED_ON,
@@ -27,7 +34,6 @@ from hetero_llm.server.translation import (
     Conversation,
     chat_request,
     part_of,
-    required,
 )
 
 _ROLES = ("user", "assistant", "system")
@@ -62,7 +68,7 @@ def translated(
         if getattr(body, name) not in (None, False, [], {}):
             raise _not_available(name, feature)
     if body.max_tokens is not None and body.max_tokens < 1:
-        raise invalid("max_tokens", f"max_tokens={body.max_tokens}: must be at least 1")
+        raise wrong_value("max_tokens", body.max_tokens, "must be at least 1")
     conversation = _conversation(body, limits, takes_images=takes_images)
     fields: dict[str, Any] = {name: getattr(body, name) for name in PASSED_ON}
     fields |= {
@@ -90,7 +96,7 @@ def translated(
             names[function] = f"tools[{index}]"
             names[f"{function}.parameters"] = f"tools[{index}].input_schema"
     elif body.tool_choice is not None and body.tool_choice.type not in ("auto", "none"):
-        raise invalid("tool_choice", "tool_choice: needs tools")
+        raise wrong("tool_choice", "needs tools")
     given = FieldNames(names)
     with given.in_errors():
         return chat_request(fields), given
@@ -112,11 +118,9 @@ def _conversation(body: MessagesRequest, limits: Limits, *, takes_images: bool) 
     if body.messages is None:
         raise required("messages")
     if not body.messages:
-        raise invalid("messages", "messages must not be empty")
+        raise empty("messages")
     if len(body.messages) > limits.messages:
-        raise invalid(
-            "messages", f"messages: {len(body.messages)}, at most {limits.messages} are accepted"
-        )
+        raise too_many("messages", len(body.messages), limits.messages)
     reader = _BlockReader(takes_images=takes_images)
     system = _system_text(body.system)
     if system:
@@ -145,9 +149,9 @@ def _is_continued(conversation: Conversation, where: str) -> bool:
     if last["role"] != "assistant":
         return False
     if "tool_calls" in last:
-        raise invalid(where, f"{where}: after a 'tool_use' its 'tool_result' has to come")
+        raise wrong(where, "after a 'tool_use' its 'tool_result' has to come")
     if not last["content"]:
-        raise invalid(where, f"{where}: the beginning of an answer needs a text")
+        raise wrong(where, "the beginning of an answer needs a text")
     return True
 
 
@@ -165,14 +169,14 @@ class _BlockReader:
         role, content = message.role, message.content
         if role not in _ROLES:
             known = ", ".join(_ROLES)
-            raise invalid(f"{where}.role", f"{where}.role={shown(role)}: must be one of {known}")
+            raise wrong_value(f"{where}.role", role, f"must be one of {known}")
         if content is None:
             raise required(f"{where}.content")
         if isinstance(content, str):
             self.conversation.add({"role": role, "content": content}, where)
             return
         if not content:
-            raise invalid(f"{where}.content", f"{where}.content must not be empty")
+            raise empty(f"{where}.content")
         blocks = [
             (part_of(block, InputBlock, f"{where}.content[{index}]"), f"{where}.content[{index}]")
             for index, block in enumerate(content)
@@ -231,10 +235,8 @@ class _BlockReader:
         if not block.tool_use_id:
             raise required(f"{where}.tool_use_id")
         if block.tool_use_id not in self._calls:
-            raise invalid(
-                f"{where}.tool_use_id",
-                f"{where}.tool_use_id={shown(block.tool_use_id)}: no 'tool_use' before it has "
-                "this id",
+            raise wrong_value(
+                f"{where}.tool_use_id", block.tool_use_id, "no 'tool_use' before it has this id"
             )
         content: Any = block.content
         if isinstance(content, list):
@@ -276,10 +278,7 @@ def _image_uri(source: ImageSource | None, where: str) -> str:
         raise required(f"{where}.source")
     wanted = {"base64": ("media_type", "data"), "url": ("url",)}.get(source.type or "")
     if wanted is None:
-        raise invalid(
-            f"{where}.source.type",
-            f"{where}.source.type={shown(source.type)}: must be 'base64' or 'url'",
-        )
+        raise wrong_value(f"{where}.source.type", source.type, "must be 'base64' or 'url'")
     for field in wanted:
         if not getattr(source, field):
             raise required(f"{where}.source.{field}")
@@ -289,9 +288,10 @@ def _image_uri(source: ImageSource | None, where: str) -> str:
 def _no_such_block(where: str, kind: str | None, available: str) -> ApiError:
     if kind is None:
         return required(f"{where}.type")
-    return invalid(
+    return wrong_value(
         f"{where}.type",
-        f"{where}.type={shown(kind)}: such blocks are not available here, {available}",
+        kind,
+        f"such blocks are not available here, {available}",
         "unsupported_parameter",
     )
 
@@ -321,24 +321,17 @@ def _template_kwargs(body: MessagesRequest, template: ChatTemplate | None) -> di
 def _check_thinking(thinking: Thinking) -> None:
     if thinking.type not in _THINKING:
         known = ", ".join(_THINKING)
-        raise invalid(
-            "thinking.type", f"thinking.type={shown(thinking.type)}: must be one of {known}"
-        )
+        raise wrong_value("thinking.type", thinking.type, f"must be one of {known}")
     budget = thinking.budget_tokens
     if budget is not None and budget < 1:
-        raise invalid(
-            "thinking.budget_tokens", f"thinking.budget_tokens={budget}: must be at least 1"
-        )
+        raise wrong_value("thinking.budget_tokens", budget, "must be at least 1")
     if thinking.display not in (None, "summarized", "omitted"):
-        raise invalid(
-            "thinking.display",
-            f"thinking.display={shown(thinking.display)}: must be 'summarized' or 'omitted'",
-        )
+        raise wrong_value("thinking.display", thinking.display, "must be 'summarized' or 'omitted'")
 
 
 def _response_format(form: OutputFormat, where: str) -> dict[str, Any]:
     if form.type != "json_schema":
-        raise invalid(f"{where}.type", f"{where}.type={shown(form.type)}: must be 'json_schema'")
+        raise wrong_value(f"{where}.type", form.type, "must be 'json_schema'")
     if form.schema is None:
         raise required(f"{where}.schema")
     schema = {"name": "answer", "schema": form.schema, "strict": True}
@@ -351,10 +344,10 @@ def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
         where = f"tools[{index}]"
         kind = value.get("type") if isinstance(value, dict) else None
         if kind not in (None, "custom"):
-            raise invalid(
+            raise wrong_value(
                 f"{where}.type",
-                f"{where}.type={shown(kind)}: Anthropic's own tools are not available, only "
-                "'custom' ones are",
+                kind,
+                "Anthropic's own tools are not available, only 'custom' ones are",
                 "unsupported_parameter",
             )
         tool = part_of(value, Tool, where)
@@ -386,9 +379,7 @@ def _tool_choice(choice: ToolChoice | None) -> dict[str, Any]:
         fields["tool_choice"] = _CHOICES[choice.type]
     else:
         known = ", ".join((*_CHOICES, "tool"))
-        raise invalid(
-            "tool_choice.type", f"tool_choice.type={shown(choice.type)}: must be one of {known}"
-        )
+        raise wrong_value("tool_choice.type", choice.type, f"must be one of {known}")
     if choice.disable_parallel_tool_use is not None:
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return fields

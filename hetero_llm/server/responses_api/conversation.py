@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetero_llm.core.errors import shown
-from hetero_llm.server.errors import ApiError, invalid, unsupported
+from hetero_llm.server.errors import (
+    ApiError,
+    empty,
+    required,
+    too_many,
+    unsupported,
+    wrong,
+    wrong_value,
+)
 from hetero_llm.server.field_names import FieldNames
 from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.responses_api.protocol import (
@@ -26,7 +33,6 @@ from hetero_llm.server.translation import (
     Conversation,
     chat_request,
     part_of,
-    required,
 )
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -69,10 +75,10 @@ def check_fields(body: ResponsesRequest, limits: Limits) -> None:
     if body.truncation not in (None, "disabled"):
         if body.truncation == "auto":
             raise unsupported("truncation", "leaving out items that do not fit ('auto')")
-        raise invalid("truncation", f"truncation={shown(body.truncation)}: must be 'disabled'")
+        raise wrong_value("truncation", body.truncation, "must be 'disabled'")
     if body.stream_options is not None:
         if not body.stream:
-            raise invalid("stream_options", "stream_options: needs stream=true")
+            raise wrong("stream_options", "needs stream=true")
         if body.stream_options.include_obfuscation:
             raise unsupported("stream_options.include_obfuscation", "obfuscation of streams")
     for index, name in enumerate(body.include or ()):
@@ -80,32 +86,21 @@ def check_fields(body: ResponsesRequest, limits: Limits) -> None:
             raise unsupported(f"include[{index}]", f"{name}: a built-in tool")
         if name not in _INCLUDED:
             known = ", ".join(_INCLUDED)
-            raise invalid(
-                f"include[{index}]", f"include[{index}]={shown(name)}: must be one of {known}"
-            )
+            raise wrong_value(f"include[{index}]", name, f"must be one of {known}")
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
-        raise invalid(
-            "max_output_tokens", f"max_output_tokens={body.max_output_tokens}: must be at least 1"
-        )
+        raise wrong_value("max_output_tokens", body.max_output_tokens, "must be at least 1")
     _check_metadata(body.metadata or {})
     if isinstance(body.input, list) and len(body.input) > limits.messages:
-        raise invalid(
-            "input", f"input: {len(body.input)} items, at most {limits.messages} are accepted"
-        )
+        raise too_many("input", f"{len(body.input)} items", limits.messages)
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
     if len(metadata) > _MOST_METADATA:
-        raise invalid(
-            "metadata", f"metadata: {len(metadata)} entries, at most {_MOST_METADATA} are accepted"
-        )
+        raise too_many("metadata", f"{len(metadata)} entries", _MOST_METADATA)
     for name, value in metadata.items():
         for what, text, most in (("name", name, _METADATA_NAME), ("value", value, _METADATA_CHARS)):
             if len(text) > most:
-                raise invalid(
-                    "metadata",
-                    f"metadata: a {what} of {len(text)} characters, at most {most} are accepted",
-                )
+                raise too_many("metadata", f"a {what} of {len(text)} characters", most)
 
 
 def new_items(body: ResponsesRequest) -> list[Any]:
@@ -117,7 +112,7 @@ def new_items(body: ResponsesRequest) -> list[Any]:
     if body.input is None:
         raise required("input")
     if not body.input:
-        raise invalid("input", "input must not be empty")
+        raise empty("input")
     if isinstance(body.input, str):
         return [{"type": "message", "role": "user", "content": body.input}]
     return body.input
@@ -164,7 +159,7 @@ def translated(
         for position, index in enumerate(kept):
             names[f"tools[{position}]"] = names[f"tools[{position}].function"] = f"tools[{index}]"
     elif body.tool_choice not in (None, "none", "auto"):
-        raise invalid("tool_choice", "tool_choice: needs tools")
+        raise wrong("tool_choice", "needs tools")
     names |= reader.conversation.names
     given = FieldNames(names)
     with given.in_errors():
@@ -205,9 +200,7 @@ def _allowed(tools: list[FunctionTool], choice: Any) -> tuple[list[int], Any]:
         return all_of_them, choice
     if not isinstance(choice, dict):
         known = ", ".join(_CHOICES)
-        raise invalid(
-            "tool_choice", f"tool_choice={shown(choice)}: must be one of {known}, or an object"
-        )
+        raise wrong_value("tool_choice", choice, f"must be one of {known}, or an object")
     kind = choice.get("type")
     if kind == "function":
         name = _chosen_name(tools, choice.get("name"), "tool_choice.name")
@@ -216,16 +209,14 @@ def _allowed(tools: list[FunctionTool], choice: Any) -> tuple[list[int], Any]:
         raise _no_such_tool("tool_choice.type", kind)
     mode, listed = choice.get("mode"), choice.get("tools")
     if mode not in ("auto", "required"):
-        raise invalid(
-            "tool_choice.mode", f"tool_choice.mode={shown(mode)}: must be 'auto' or 'required'"
-        )
+        raise wrong_value("tool_choice.mode", mode, "must be 'auto' or 'required'")
     if not isinstance(listed, list) or not listed:
         raise required("tool_choice.tools")
     allowed = set()
     for index, tool in enumerate(listed):
         where = f"tool_choice.tools[{index}]"
         if not isinstance(tool, dict):
-            raise invalid(where, f"{where}: must be an object", "invalid_type")
+            raise wrong(where, "must be an object", "invalid_type")
         if tool.get("type") != "function":
             raise _no_such_tool(f"{where}.type", tool.get("type"))
         allowed.add(_chosen_name(tools, tool.get("name"), f"{where}.name"))
@@ -236,7 +227,7 @@ def _chosen_name(tools: Sequence[FunctionTool], name: Any, where: str) -> str:
     if not isinstance(name, str):
         raise required(where)
     if all(tool.name != name for tool in tools):
-        raise invalid(where, f"{where}={shown(name)}: is none of the tools")
+        raise wrong_value(where, name, "is none of the tools")
     return name
 
 
@@ -255,9 +246,10 @@ def _functions(tools: Sequence[FunctionTool]) -> list[Any]:
 
 
 def _no_such_tool(where: str, kind: Any) -> ApiError:
-    return invalid(
+    return wrong_value(
         where,
-        f"{where}={shown(kind)}: built-in and MCP tools are not available, only 'function' is",
+        kind,
+        "built-in and MCP tools are not available, only 'function' is",
         "unsupported_parameter",
     )
 
@@ -265,10 +257,7 @@ def _no_such_tool(where: str, kind: Any) -> ApiError:
 def _response_format(given: TextFormat) -> dict[str, Any] | None:
     kind = given.type
     if kind not in _FORMATS:
-        raise invalid(
-            "text.format.type",
-            f"text.format.type={shown(kind)}: must be one of {', '.join(_FORMATS)}",
-        )
+        raise wrong_value("text.format.type", kind, f"must be one of {', '.join(_FORMATS)}")
     if kind != "json_schema":
         return {"type": kind}
     for name in ("name", "schema"):
@@ -300,7 +289,7 @@ class _ItemReader:
     def read(self, item: Any, where: str) -> None:
         """Adds an item that stands at `where` in the request."""
         if not isinstance(item, dict):
-            raise invalid(where, f"{where}: must be an object", "invalid_type")
+            raise wrong(where, "must be an object", "invalid_type")
         kind = item.get("type", "message" if "role" in item else None)
         if kind == "message":
             self._message(part_of(item, InputMessage, where), where)
@@ -313,10 +302,11 @@ class _ItemReader:
         elif kind is None:
             raise required(f"{where}.type")
         else:
-            raise invalid(
+            raise wrong_value(
                 f"{where}.type",
-                f"{where}.type={shown(kind)}: such items are not available, only 'message', "
-                "'function_call', 'function_call_output' and 'reasoning' are",
+                kind,
+                "such items are not available, only 'message', 'function_call', "
+                "'function_call_output' and 'reasoning' are",
                 "unsupported_parameter",
             )
 
@@ -331,13 +321,13 @@ class _ItemReader:
     def close(self) -> None:
         """Ends the conversation."""
         if not self.conversation.messages:
-            raise invalid("input", "input: has no messages")
+            raise wrong("input", "has no messages")
 
     def _message(self, message: InputMessage, where: str) -> None:
         role = message.role
         if role not in _ROLES:
             known = ", ".join(_ROLES)
-            raise invalid(f"{where}.role", f"{where}.role={shown(role)}: must be one of {known}")
+            raise wrong_value(f"{where}.role", role, f"must be one of {known}")
         if message.content is None:
             raise required(f"{where}.content")
         parts = message.content
@@ -388,9 +378,8 @@ class _ItemReader:
         if item.output is None:
             raise required(f"{where}.output")
         if item.call_id not in self._calls:
-            raise invalid(
-                f"{where}.call_id",
-                f"{where}.call_id={shown(item.call_id)}: no 'function_call' before it has this id",
+            raise wrong_value(
+                f"{where}.call_id", item.call_id, "no 'function_call' before it has this id"
             )
         output = item.output
         content = output if isinstance(output, str) else self._parts(output, f"{where}.output")
@@ -419,10 +408,11 @@ class _ItemReader:
                     raise required(f"{name}.image_url")
                 found.append({"type": "image_url", "image_url": {"url": part.image_url}})
             else:
-                raise invalid(
+                raise wrong_value(
                     f"{name}.type",
-                    f"{name}.type={shown(part.type)}: such parts are not available, only "
-                    "'input_text', 'output_text', 'refusal' and 'input_image' are",
+                    part.type,
+                    "such parts are not available, only 'input_text', 'output_text', "
+                    "'refusal' and 'input_image' are",
                     "unsupported_parameter",
                 )
         return found
