@@ -1,31 +1,70 @@
 """What the three APIs of conversations (chat completions, responses, messages) share: from a
-`ChatRequest` that has passed `check_generation` to tokenized prompt and parser."""
+`ChatRequest` that has passed `check_generation` to tokenized prompt and parser.
+
+Calls of tools, and their results, are accepted in the messages of a conversation where the chat
+template handles them, and so are declarations of tools.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
+import msgspec
 from starlette.requests import Request
 
+from hetero_llm.core.errors import shown
 from hetero_llm.core.sampling_params import RequestOutputKind
+from hetero_llm.engine.inputs.image_uri import is_data_uri, picture_of_uri
 from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.server.context import Context
-from hetero_llm.server.errors import wrong_value
+from hetero_llm.server.errors import (
+    ApiError,
+    empty,
+    invalid,
+    required,
+    too_many,
+    unsupported,
+    wrong,
+    wrong_value,
+)
 from hetero_llm.server.message_events import MessageParser, PlainParser
-from hetero_llm.server.message_reader import CountsReasoning
-from hetero_llm.server.prompts import chat_prompt
-from hetero_llm.server.protocol import ChatRequest
+from hetero_llm.server.protocol import (
+    ChatRequest,
+    ContentPart,
+    ImageUrl,
+    Message,
+    TokenizeRequest,
+    ToolCall,
+)
 from hetero_llm.server.request_parsing import (
     CheckedRequest,
     check_max_tokens,
     checked_request,
+    decode_json,
     prompt_cut,
     sampling_params,
 )
-from hetero_llm.server.tokenization import WHOLE, Cut
+from hetero_llm.server.settings import Limits, ServerSettings
+from hetero_llm.server.templates import ChatTemplate
+from hetero_llm.server.tokenization import WHOLE, ApiTokenizer, Cut, guard_for
 from hetero_llm.server.tool_requests import ToolRequest
+
+Conversation = ChatRequest | TokenizeRequest
+"""Requests with messages for the chat template."""
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_SAY_SOMETHING = frozenset(("system", "developer", "user", "tool"))
+"""Roles whose messages need a content; assistants, and roles of a user's own, may have none."""
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts that are texts, and the field that holds the text."""
+MAX_ROLE_CHARS = 64
+_MAX_KWARG_CHARS = 256
+_TEMPLATE_CONTEXTS = 4
+"""A template may write this many characters per token of the context, besides users' texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +127,6 @@ async def checked_chat(
     return CheckedChat(checked, partial(message_parser, context, body, checked, tools))
 
 
-async def conversation_prompt(
-    context: Context, body: ChatRequest, tools: ToolRequest, *, cut: Cut = WHOLE
-) -> Prompt:
-    """The prompt of a conversation; `cut` says which of its tokens are kept.
-
-    Raises:
-        ApiError: a message is wrong, the template refuses it, or it cannot fit.
-    """
-    return await chat_prompt(
-        body,
-        context.tokenizer,
-        context.settings,
-        add_special_tokens=bool(body.add_special_tokens),
-        cut=cut,
-        tools=tools.tools,
-    )
-
-
 def message_parser(
     context: Context, body: ChatRequest, checked: CheckedRequest, tools: ToolRequest
 ) -> MessageParser:
@@ -122,7 +143,7 @@ def read_by_deltas(checked: CheckedRequest, parser: MessageParser) -> CheckedReq
     """The request with outputs that come as deltas, also for a whole response: only then is it
     known which tokens are reasoning. A message that is all content needs no deltas, nor does a
     parser that counts them itself."""
-    if isinstance(parser, (PlainParser, CountsReasoning)):
+    if isinstance(parser, PlainParser) or parser.reasoning_tokens is not None:
         return checked
     kind = RequestOutputKind.DELTA
     return replace(checked, params=[replace(one, output_kind=kind) for one in checked.params])
@@ -137,3 +158,372 @@ def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:
         reason = f"contradicts max_completion_tokens={new}; send one"
         raise wrong_value("max_tokens", old, reason)
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
+
+
+# -- the prompt ------------------------------------------------------------------------------
+
+
+async def conversation_prompt(
+    context: Context, request: Conversation, tools: ToolRequest, *, cut: Cut = WHOLE
+) -> Prompt:
+    """Renders a conversation with the chat template and tokenizes the result.
+
+    Args:
+        tools: checked ones, which the template describes to the model.
+        cut: which tokens are kept.
+
+    Raises:
+        ApiError: a message is wrong, the template refuses it, or it cannot fit.
+    """
+    tokenizer, settings = context.tokenizer, context.settings
+    tokenizer.require("messages")
+    template = tokenizer.chat_template
+    if template is None:
+        raise wrong(
+            "messages",
+            "the model has no chat template; use completions, or let the server's operator set one",
+        )
+    found: list[ImagePart] | None = None if tokenizer.images is None else []
+    messages = checked_messages(request.messages, settings.limits, template, found)
+    if found and cut.count is not None:
+        reason = "a conversation with images cannot be cut"
+        raise wrong_value("truncate_prompt_tokens", cut.count, reason)
+    kwargs = _template_kwargs(request, settings) | _opening_kwargs(request)
+    if tools.tools:
+        if not template.mentions("tools"):
+            raise _no_place("tools", "tools, so the model would not see them")
+        kwargs["tools"] = list(tools.tools)
+    user_texts = [*texts_in(messages), *texts_in(list(kwargs.values()))]
+    truncated = cut.count is not None
+    size = sum(map(len, user_texts))
+    tokenizer.check_length(size, truncated=truncated, param="messages")
+    guard = guard_for(tokenizer.special_tokens, user_texts)
+    if guard is not None:
+        messages, kwargs = with_texts([messages, kwargs], guard.hide)
+    # Enough for the users' texts and for more than a context of the template's own.
+    most = size + _TEMPLATE_CONTEXTS * tokenizer.max_model_len
+    text = await template.render(messages, kwargs, most_chars=most)
+    tokenizer.check_length(len(text), truncated=truncated, param="messages")
+
+    def encode() -> tuple[str, list[int]]:
+        ids = tokenizer.encode_rendered(text, guard)
+        if request.add_special_tokens:  # besides those that the template has written
+            ids = tokenizer.with_special_tokens(ids)
+        return guard.restored(text) if guard else text, ids
+
+    text, ids = await tokenizer.threads.run(encode, size=len(text))
+    if not ids:
+        raise wrong("messages", "the chat template makes no tokens of them")
+    if found:
+        return await _with_images(Prompt(text, ids), found, tokenizer, settings.limits)
+    return Prompt(text, cut.apply(ids))
+
+
+async def _with_images(
+    prompt: Prompt, parts: Sequence[ImagePart], tokenizer: ApiTokenizer, limits: Limits
+) -> Prompt:
+    """Prepares the images of a prompt and replaces each image token by as many as it needs.
+
+    Raises:
+        ApiError: there are too many images, or the template wrote another number of image tokens.
+        PromptError: an image cannot be read, or is too large.
+    """
+    images = tokenizer.images
+    assert images is not None
+    if len(parts) > images.limit:
+        message = f"messages: {len(parts)} images, at most {images.limit} are accepted"
+        raise invalid(parts[images.limit].where, message)
+    ids = prompt.token_ids or []
+    places = ids.count(images.token_id)
+    if places != len(parts):
+        raise wrong("messages", f"the chat template makes {places} places for {len(parts)} images")
+
+    remote = [part for part in parts if not is_data_uri(part.uri)]
+    fetched = await asyncio.gather(
+        *(images.fetcher.fetch_beside(one.uri, one.where, limits.image_bytes) for one in remote)
+    )
+    contents = {part.where: content for part, content in zip(remote, fetched, strict=True)}
+
+    def prepare() -> Prompt:
+        pictures = [
+            picture_of_uri(
+                part.uri,
+                part.where,
+                most_bytes=limits.image_bytes,
+                most_pixels=limits.image_pixels,
+                fetch=lambda uri, where, most_bytes: contents[where],
+            )
+            for part in parts
+        ]
+        token_ids, prepared = images.prepare(ids, pictures)
+        return Prompt(prompt.text, token_ids, prepared=prepared)
+
+    return await tokenizer.threads.run_on_images(prepare)
+
+
+def _template_kwargs(request: Conversation, settings: ServerSettings) -> dict[str, Any]:
+    kwargs = dict(request.chat_template_kwargs or {})
+    for name, value in kwargs.items():
+        if name not in settings.chat_template_kwargs:
+            known = ", ".join(settings.chat_template_kwargs) or "none"
+            raise wrong(
+                "chat_template_kwargs",
+                f"{shown(name)} cannot be set by a request; allowed: {known}",
+            )
+        short = not isinstance(value, str) or len(value) <= _MAX_KWARG_CHARS
+        if not (isinstance(value, (bool, int, float, str)) and short):
+            raise wrong(
+                "chat_template_kwargs",
+                f"{name} must be a number, a boolean or a text of at most {_MAX_KWARG_CHARS} "
+                "characters",
+            )
+    effort = request.reasoning_effort
+    if effort is not None:
+        if effort not in EFFORTS:
+            raise wrong_value("reasoning_effort", effort, f"must be one of {', '.join(EFFORTS)}")
+        kwargs["reasoning_effort"] = effort
+    return kwargs
+
+
+def _opening_kwargs(request: Conversation) -> dict[str, bool]:
+    """The template's switches: the model writes a new message, or continues the last one."""
+    continued = bool(request.continue_final_message)
+    opened = request.add_generation_prompt
+    opened = not continued if opened is None else opened
+    if continued and opened:
+        raise wrong(
+            "continue_final_message", "contradicts add_generation_prompt, which opens a new message"
+        )
+    return {"add_generation_prompt": opened, "continue_final_message": continued}
+
+
+# -- messages -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """The URI of an image of a conversation, and the path of its field in the request."""
+
+    uri: str
+    where: str
+
+
+def checked_messages(
+    messages: Sequence[Message] | None,
+    limits: Limits,
+    template: ChatTemplate,
+    images: list[ImagePart] | None = None,
+) -> list[dict[str, Any]]:
+    """Checks messages and converts them into what a template takes: contents are texts, or lists
+    of parts for templates that handle images.
+
+    Args:
+        images: the images of the conversation are appended; None if the model takes no images.
+
+    Raises:
+        ApiError: a message is malformed, or has a part that model or template cannot handle.
+    """
+    if messages is None:
+        raise required("messages")
+    if not messages:
+        raise empty("messages")
+    if len(messages) > limits.messages:
+        raise too_many("messages", len(messages), limits.messages)
+    return [
+        _checked_message(message, f"messages[{index}]", limits, template, images)
+        for index, message in enumerate(messages)
+    ]
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yields every string in JSON data, names included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from texts_in(item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield name
+            yield from texts_in(item)
+
+
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of JSON data with every string changed, names included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [with_texts(item, change) for item in value]
+    if isinstance(value, dict):
+        return {change(name): with_texts(item, change) for name, item in value.items()}
+    return value
+
+
+def _checked_message(
+    message: Message,
+    where: str,
+    limits: Limits,
+    template: ChatTemplate,
+    images: list[ImagePart] | None,
+) -> dict[str, Any]:
+    role = message.role
+    if not role:
+        raise required(f"{where}.role")
+    if len(role) > MAX_ROLE_CHARS:
+        raise too_many(f"{where}.role", f"{len(role)} characters", MAX_ROLE_CHARS)
+    if message.function_call is not None:
+        raise unsupported(
+            f"{where}.function_call", "the old form of tool calls, before tool_calls,"
+        )
+    if message.audio is not None:
+        raise unsupported(f"{where}.audio", "audio")
+    # OpenAI's developer messages are what other models call the system's.
+    system = role == "developer" and not template.mentions("developer")
+    checked: dict[str, Any] = {"role": "system" if system else role}
+    if role == "tool":
+        checked["tool_call_id"] = _tool_call_id(message, where, template)
+    if message.tool_calls:
+        checked["tool_calls"] = _tool_calls(message, where, limits, template)
+    if images is None:
+        checked["content"] = _content(message, where)
+    else:
+        checked["content"] = _content_parts(message, where, template, images)
+    if message.name is not None:
+        checked["name"] = message.name
+    thoughts = message.reasoning_content or message.reasoning
+    if thoughts is not None:
+        checked["reasoning_content"] = thoughts
+    return checked
+
+
+def _content(message: Message, where: str) -> str:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if not content:
+        if message.role in _SAY_SOMETHING:
+            raise required(f"{where}.content")
+        return message.refusal or ""
+    texts = []
+    for index, part in enumerate(content):
+        name = f"{where}.content[{index}]"
+        text = _text_of(part, name)
+        if text is None:
+            raise _no_such_part(part, name, "only 'text' is")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _text_of(part: ContentPart | str, where: str) -> str | None:
+    """The text of a part; None if it is no text."""
+    if isinstance(part, str):
+        return part
+    field = _TEXT_PARTS.get(part.type or "")
+    if field is None:
+        return None
+    text: str | None = getattr(part, field)
+    if text is None:
+        raise invalid(where, f"{where}.{field} is required", "missing_required_parameter")
+    return text
+
+
+def _no_place(param: str, what: str) -> ApiError:
+    """A field that the chat template would leave out."""
+    reason = f"this model's chat template has no place for {what}"
+    return wrong(param, reason, "unsupported_parameter")
+
+
+def _no_such_part(part: ContentPart | str, where: str, available: str) -> ApiError:
+    kind = None if isinstance(part, str) else part.type
+    return wrong(
+        where, f"type {shown(kind)} is not available, {available}", "unsupported_parameter"
+    )
+
+
+def _content_parts(
+    message: Message, where: str, template: ChatTemplate, images: list[ImagePart]
+) -> str | list[dict[str, str]]:
+    """The content for a model that takes images. A template that handles images iterates over
+    parts, maybe over nothing else, so it gets lists; other templates get texts."""
+    content = message.content
+    if not template.mentions("image"):
+        if isinstance(content, list) and any(map(_is_image, content)):
+            raise _no_place(f"{where}.content", "images")
+        return _content(message, where)
+    if isinstance(content, str) or not content:
+        return [{"type": "text", "text": _content(message, where)}]
+    parts: list[dict[str, str]] = []
+    for index, part in enumerate(content):
+        name = f"{where}.content[{index}]"
+        if _is_image(part):
+            images.append(ImagePart(_uri(part, name), f"{name}.image_url"))
+            parts.append({"type": "image"})
+            continue
+        text = _text_of(part, name)
+        if text is None:
+            raise _no_such_part(part, name, "only 'text' and 'image_url' are")
+        parts.append({"type": "text", "text": text})
+    return parts
+
+
+def _is_image(part: ContentPart | str) -> bool:
+    return isinstance(part, ContentPart) and part.type == "image_url"
+
+
+def _uri(part: ContentPart | str, where: str) -> str:
+    given = None if isinstance(part, str) else part.image_url
+    uri = given.url if isinstance(given, ImageUrl) else given
+    if not uri:
+        raise required(f"{where}.image_url.url")
+    return uri
+
+
+def _tool_call_id(message: Message, where: str, template: ChatTemplate) -> str:
+    if not message.tool_call_id:
+        name = f"{where}.tool_call_id"
+        text = f"{name} is required of a tool's message"
+        raise invalid(name, text, "missing_required_parameter")
+    # The role 'tool': a template that writes any role unchanged was not made for tools.
+    if not template.mentions("tool"):
+        raise _no_place(f"{where}.role", "messages of tools")
+    return message.tool_call_id
+
+
+def _tool_calls(
+    message: Message, where: str, limits: Limits, template: ChatTemplate
+) -> list[dict[str, Any]]:
+    if message.role != "assistant":
+        raise wrong(f"{where}.tool_calls", "only assistants call tools")
+    if not template.mentions("tool_calls"):
+        raise _no_place(f"{where}.tool_calls", "calls of tools")
+    calls = message.tool_calls or ()
+    if len(calls) > limits.tool_calls:
+        raise too_many(f"{where}.tool_calls", len(calls), limits.tool_calls)
+    return [_tool_call(call, f"{where}.tool_calls[{i}]", limits) for i, call in enumerate(calls)]
+
+
+def _tool_call(call: ToolCall, where: str, limits: Limits) -> dict[str, Any]:
+    if call.type not in (None, "function"):
+        raise wrong_value(f"{where}.type", call.type, "must be 'function'")
+    if call.function is None:
+        raise required(f"{where}.function")
+    if not call.function.name:
+        raise required(f"{where}.function.name")
+    arguments = _arguments(call.function.arguments, f"{where}.function.arguments", limits)
+    function = {"name": call.function.name, "arguments": arguments}
+    checked: dict[str, Any] = {"type": "function", "function": function}
+    if call.id is not None:
+        checked["id"] = call.id
+    return checked
+
+
+def _arguments(value: str | dict[str, Any] | None, where: str, limits: Limits) -> dict[str, Any]:
+    """The object: OpenAI sends it as JSON in a text, templates take it as an object."""
+    if isinstance(value, dict):
+        return value
+    if not value or not value.strip():
+        return {}
+    try:
+        return decode_json(value.encode(), dict[str, Any], limits)
+    except (msgspec.MsgspecError, RecursionError, ApiError):
+        raise wrong(where, "must be a JSON object written as a text") from None

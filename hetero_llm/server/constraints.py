@@ -12,8 +12,7 @@ from hetero_llm.core.structured_outputs import (
     StructuredOutputsParams,
     check_backend,
 )
-from hetero_llm.server.errors import invalid, required, too_many, wrong, wrong_value
-from hetero_llm.server.field_names import FieldNames
+from hetero_llm.server.errors import FieldNames, invalid, required, too_many, wrong, wrong_value
 from hetero_llm.server.protocol import Generation, ResponseFormat
 from hetero_llm.server.settings import Limits
 

@@ -14,6 +14,7 @@ import msgspec
 
 from hetero_llm.core.sampling_params import MAX_SEED
 from hetero_llm.server import pooling_protocol
+from hetero_llm.server.chat_requests import EFFORTS, MAX_ROLE_CHARS
 from hetero_llm.server.context import Context
 from hetero_llm.server.endpoints.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from hetero_llm.server.messages_api import protocol as messages_api
@@ -26,7 +27,6 @@ from hetero_llm.server.pooling_protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from hetero_llm.server.prompts import EFFORTS, MAX_ROLE_CHARS
 from hetero_llm.server.protocol import (
     UNAVAILABLE,
     ChatRequest,

@@ -36,6 +36,7 @@ from hetero_llm.server.constraints import constraint_names, output_constraint
 from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.errors import (
     ApiError,
+    FieldNames,
     context_exceeded,
     empty,
     invalid,
@@ -45,7 +46,6 @@ from hetero_llm.server.errors import (
     wrong,
     wrong_value,
 )
-from hetero_llm.server.field_names import FieldNames
 from hetero_llm.server.protocol import (
     UNAVAILABLE,
     ChatRequest,

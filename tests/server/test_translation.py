@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_llm.server.errors import ApiError
-from hetero_llm.server.field_names import FieldNames
+from hetero_llm.server.errors import ApiError, FieldNames
 from hetero_llm.server.responses_api.protocol import InputPart
 from hetero_llm.server.translation import Conversation, chat_request, part_of
 

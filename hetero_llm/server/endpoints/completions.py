@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from msgspec import UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hetero_llm.core.errors import shown
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.server.context import Context
-from hetero_llm.server.errors import wrong
+from hetero_llm.server.errors import empty, invalid, required, wrong
 from hetero_llm.server.logprobs import CompletionLogprobWriter, prompt_logprobs
-from hetero_llm.server.prompts import completion_prompts, parse_prompts
 from hetero_llm.server.protocol import (
     Completion,
     CompletionChoice,
@@ -35,6 +36,7 @@ from hetero_llm.server.request_parsing import (
 from hetero_llm.server.response_builder import ChunkBuilder
 from hetero_llm.server.responses import Handler, Responses
 from hetero_llm.server.settings import Limits
+from hetero_llm.server.tokenization import ApiTokenizer, Cut, plain_ids
 
 _OBJECT = "text_completion"
 
@@ -64,11 +66,9 @@ async def _checked(context: Context, request: Request, body: CompletionRequest) 
         limits=context.settings.limits,
         defaults=defaults,
     )
-    parsed = parse_prompts(body.prompt, context.settings.limits)
+    parsed = _parsed_prompts(body.prompt, context.settings.limits)
     _check_fan_out(len(parsed), params.width, context.settings.limits)
-    prompts = await completion_prompts(
-        body, parsed, context.tokenizer, cut=prompt_cut(body, params)
-    )
+    prompts = await _prompts(body, parsed, context.tokenizer, cut=prompt_cut(body, params))
     return checked_request(
         context,
         request,
@@ -80,6 +80,68 @@ async def _checked(context: Context, request: Request, body: CompletionRequest) 
         default=default,
         name="max_tokens",
     )
+
+
+def _parsed_prompts(value: Any, limits: Limits) -> list[str | list[int]]:
+    """A text, token ids, or a list of either.
+
+    Raises:
+        ApiError: anything else, an empty list, or too many.
+    """
+    if value is None:
+        raise required("prompt")
+    if isinstance(value, str):
+        return [value]
+    if not value:
+        raise empty("prompt")
+    if type(value[0]) is int:
+        _check_ids(value, "prompt")
+        return [value]
+    if len(value) > limits.prompts:
+        raise wrong("prompt", f"{len(value)} prompts, at most {limits.prompts} a request")
+    for index, item in enumerate(value):
+        if isinstance(item, list):
+            if not item:
+                raise invalid("prompt", f"prompt[{index}] must not be empty")
+            _check_ids(item, f"prompt[{index}]")
+        elif not isinstance(item, str):
+            message = f"prompt[{index}]={shown(item)}: must be a text or a list of token ids"
+            raise invalid("prompt", message, "invalid_type")
+    return value
+
+
+def _check_ids(ids: list[Any], where: str) -> None:
+    if plain_ids(ids):
+        return
+    other = next(item for item in ids if type(item) is not int)
+    message = f"{where}: holds {shown(other)}; token ids are integers"
+    raise invalid("prompt", message, "invalid_type")
+
+
+async def _prompts(
+    request: CompletionRequest,
+    parsed: Sequence[str | list[int]],
+    tokenizer: ApiTokenizer,
+    *,
+    cut: Cut,
+) -> list[Prompt]:
+    """Parsed prompts with those of their token ids that `cut` keeps.
+
+    Raises:
+        ApiError: a text is empty, or cannot fit.
+    """
+    special = request.add_special_tokens is not False
+    prompts = []
+    for item in parsed:
+        if not isinstance(item, str):
+            prompts.append(Prompt(None, cut.apply(item)))
+            continue
+        ids = await tokenizer.encode(
+            item, add_special_tokens=special, truncated=cut.count is not None
+        )
+        kept = cut.apply(ids)
+        prompts.append(Prompt(item if len(kept) == len(ids) else None, kept))
+    return prompts
 
 
 def _check_fan_out(prompts: int, width: int, limits: Limits) -> None:

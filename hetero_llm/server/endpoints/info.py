@@ -11,10 +11,10 @@ from starlette.responses import Response
 from hetero_llm import __version__
 from hetero_llm.core.errors import EngineDeadError, EngineHungError
 from hetero_llm.engine.text.tokenizer import Tokenizer
+from hetero_llm.server.chat_requests import conversation_prompt
 from hetero_llm.server.context import Context
 from hetero_llm.server.errors import required, wrong
 from hetero_llm.server.metrics import CONTENT_TYPE
-from hetero_llm.server.prompts import chat_prompt
 from hetero_llm.server.protocol import DetokenizeRequest, TokenizeRequest
 from hetero_llm.server.request_parsing import read_json, refuse_unsupported
 from hetero_llm.server.tool_requests import checked_tools
@@ -93,15 +93,8 @@ class Info:
             ids = await self._encode(body)
         else:
             refuse_unsupported(body)
-            special = bool(body.add_special_tokens)
             tools = checked_tools(body.tools, body.tool_choice, context.settings.limits)
-            prompt = await chat_prompt(
-                body,
-                context.tokenizer,
-                context.settings,
-                add_special_tokens=special,
-                tools=tools.tools,
-            )
+            prompt = await conversation_prompt(context, body, tools)
             ids = prompt.token_ids or []
         pieces = None
         if body.return_token_strs:

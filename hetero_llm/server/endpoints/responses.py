@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import count
 from typing import Any
 from uuid import uuid4
 
@@ -16,16 +17,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hetero_llm.core.errors import shown
+from hetero_llm.core.outputs import CompletionOutput
 from hetero_llm.server.chat_requests import checked_chat, read_by_deltas
 from hetero_llm.server.context import Context
 from hetero_llm.server.endpoints.info import json_response
-from hetero_llm.server.errors import ApiError, required, unsupported, wrong_value
-from hetero_llm.server.field_names import FieldNames
+from hetero_llm.server.errors import ApiError, FieldNames, required, unsupported, wrong_value
 from hetero_llm.server.logprobs import chat_logprobs
-from hetero_llm.server.message_reader import MessageReader, Piece
+from hetero_llm.server.message_events import MessageReader, Piece
 from hetero_llm.server.protocol import ChatLogprob, ChatRequest
 from hetero_llm.server.request_parsing import CheckedRequest, check_generation, read_known
-from hetero_llm.server.response_builder import ResponseBuilder, Send, aborted, deltas
+from hetero_llm.server.response_builder import EventBuilder, aborted
 from hetero_llm.server.responses import RESPONSE_EVENTS, Responses
 from hetero_llm.server.responses_api.conversation import (
     check_fields,
@@ -221,7 +222,7 @@ def _page(query: Mapping[str, str]) -> tuple[int, str, str | None]:
     return int(limit), order, query.get("after")
 
 
-class _Builder(ResponseBuilder[ChatRequest]):
+class _Builder(EventBuilder):
     """Builds the response to one request."""
 
     def __init__(
@@ -233,69 +234,38 @@ class _Builder(ResponseBuilder[ChatRequest]):
         reader: MessageReader,
         store: ResponseStore,
     ) -> None:
-        super().__init__(context, conversation.chat, request)
+        super().__init__(context, conversation.chat, request, reader)
         self._conversation = conversation
-        self._reader = reader
         self._store = store
         self._writer = OutputWriter(request.id.removeprefix(_PREFIX))
-        self._opened = False
-        self._response = _empty_response(conversation, request)
-
-    async def whole(self) -> ResponseObject:
-        with self._conversation.names.in_errors():
-            async with aclosing(self._events()) as events:
-                async for _ in events:
-                    pass
-        return self._response
-
-    async def stream(self, send: Send) -> None:
-        with self._conversation.names.in_errors():
-            async with aclosing(self._events()) as events:
-                async for several in events:
-                    self._opened = True
-                    await send(*several)
+        self._sequence_numbers = count()
+        self._object = _empty_response(conversation, request)
 
     def failure(self, error: ApiError) -> Event:
-        number = self._writer.number()
-        if not self._opened:
-            return ErrorEvent(
-                sequence_number=number, code=error.code, message=error.message, param=error.param
-            )
-        response = self._response
-        response.status = "failed"
-        response.error = ResponseError(error.code, error.message)
-        response.output = self._writer.items
-        return Failed(sequence_number=number, response=response)
+        response = self._object
+        if self.opened:
+            response.status = "failed"
+            response.error = ResponseError(error.code, error.message)
+            response.output = self._writer.items
+            return self._numbered([Failed(response=response)])[0]
+        event = ErrorEvent(code=error.code, message=error.message, param=error.param)
+        return self._numbered([event])[0]
 
-    async def _events(self) -> AsyncGenerator[list[Event], None]:
-        """The events of a stream, those of one moment together; the last one has the whole
-        response. The first ones show it as it is before its end: they are to be sent before the
-        next are asked for."""
-        writer, response = self._writer, self._response
-        opened = ended = False
-        found = deltas(self._outputs(), self._settings.stream_interval)
-        async with aclosing(found):
-            async for index, output, one in found:
-                several: list[Event] = []
-                if not opened:
-                    opened = True
-                    several = [
-                        Created(sequence_number=writer.number(), response=response),
-                        InProgress(sequence_number=writer.number(), response=response),
-                    ]
-                self._counter.note(index, output, [one])
-                for piece in self._reader.read(one):
-                    several += writer.write(piece.event, self._logprobs(piece))
-                if several:
-                    yield several
-                if one.finish_reason is not None:
-                    ended = True
-                    yield self._finish(one.finish_reason)
-        assert ended, "the outputs of a sequence end with its finish reason"
+    def _naming_errors(self) -> AbstractContextManager[None]:
+        return self._conversation.names.in_errors()
 
-    def _finish(self, finish_reason: str) -> list[Event]:
-        deadline, response = self._engine_requests.deadline, self._response
-        reason = deadline.reason(finish_reason)
+    def _response(self) -> ResponseObject:
+        return self._object
+
+    def _first_events(self) -> Sequence[Event]:
+        return self._numbered([Created(response=self._object), InProgress(response=self._object)])
+
+    def _events_of(self, piece: Piece) -> Sequence[Event]:
+        return self._numbered(self._writer.write(piece.event, self._logprobs(piece)))
+
+    def _last_events(self, one: CompletionOutput) -> Sequence[Event]:
+        deadline, response = self._engine_requests.deadline, self._object
+        reason = deadline.reason(one.finish_reason)
         if reason not in ("stop", "length"):
             raise aborted()
         events = self._writer.finish(cut=reason == "length")
@@ -306,21 +276,25 @@ class _Builder(ResponseBuilder[ChatRequest]):
         if reason == "length":
             response.status, response.completed_at = "incomplete", None
             response.incomplete_details = IncompleteDetails("max_output_tokens")
-            if deadline.cut(finish_reason):
+            if deadline.cut(one.finish_reason):
                 response.incomplete_details.timeout = True
         if response.store:
             self._keep()
         last = Completed if reason == "stop" else Incomplete
-        events.append(last(sequence_number=self._writer.number(), response=response))
+        return self._numbered([*events, last(response=response)])
+
+    def _numbered(self, events: Sequence[Event]) -> Sequence[Event]:
+        for event in events:
+            event.sequence_number = next(self._sequence_numbers)
         return events
 
     def _keep(self) -> None:
         """Stores the response; one that is larger than the store says that it was not stored."""
         conversation = self._conversation
         items = msgspec.json.encode([_with_id(item) for item in conversation.items])
-        entry = StoredResponse(msgspec.json.encode(self._response), items)
-        if not self._store.put(conversation.owner, self._response.id, entry):
-            self._response.store = False
+        entry = StoredResponse(msgspec.json.encode(self._object), items)
+        if not self._store.put(conversation.owner, self._object.id, entry):
+            self._object.store = False
             logger.warning(
                 "request %s: the response, %d bytes with its input, is too large to be stored",
                 self._request.http_id,
@@ -329,11 +303,9 @@ class _Builder(ResponseBuilder[ChatRequest]):
 
     def _usage(self) -> ResponseUsage:
         usage = self._counter.usage()
-        details = usage.prompt_tokens_details
-        cached = 0 if isinstance(details, msgspec.UnsetType) else details.cached_tokens
         return ResponseUsage(
             usage.prompt_tokens,
-            InputTokensDetails(cached),
+            InputTokensDetails(self._counter.cached),
             usage.completion_tokens,
             OutputTokensDetails(self._reader.reasoning_tokens),
             usage.total_tokens,

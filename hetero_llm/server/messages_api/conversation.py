@@ -7,6 +7,7 @@ from typing import Any
 
 from hetero_llm.server.errors import (
     ApiError,
+    FieldNames,
     empty,
     required,
     too_many,
@@ -14,7 +15,6 @@ from hetero_llm.server.errors import (
     wrong,
     wrong_value,
 )
-from hetero_llm.server.field_names import FieldNames
 from hetero_llm.server.messages_api.protocol import (
     PASSED_ON,
     UNAVAILABLE,

@@ -65,7 +65,7 @@ class _OpenCall:
 
 
 class OutputWriter:
-    """Writes the items of one response.
+    """Writes the items of one response; its events have no sequence numbers yet.
 
     Args:
         suffix: of the ids of the items.
@@ -76,17 +76,11 @@ class OutputWriter:
         self._items: list[OutputItem | None] = []
         self._text: _OpenText | None = None
         self._calls: dict[int, _OpenCall] = {}
-        self._sequence = 0
 
     @property
     def items(self) -> list[OutputItem]:
         """The items that are complete, in their order."""
         return [item for item in self._items if item is not None]
-
-    def number(self) -> int:
-        """The sequence number of the next event."""
-        self._sequence += 1
-        return self._sequence - 1
 
     def write(self, event: MessageEvent, logprobs: Sequence[ChatLogprob] = ()) -> list[Event]:
         """Takes in an event of the message.
@@ -131,7 +125,6 @@ class OutputWriter:
         if is_reasoning:
             events.append(
                 ReasoningDelta(
-                    sequence_number=self.number(),
                     output_index=self._text.index,
                     item_id=self._text.id,
                     delta=text,
@@ -140,7 +133,6 @@ class OutputWriter:
         else:
             events.append(
                 TextDelta(
-                    sequence_number=self.number(),
                     output_index=self._text.index,
                     item_id=self._text.id,
                     delta=text,
@@ -161,10 +153,8 @@ class OutputWriter:
         else:
             item, part = MessageItem(item_id, _RUNNING, _ASSISTANT, []), OutputText("", [], [])
         return [
-            ItemAdded(sequence_number=self.number(), output_index=index, item=item),
-            PartAdded(
-                sequence_number=self.number(), output_index=index, item_id=item_id, part=part
-            ),
+            ItemAdded(output_index=index, item=item),
+            PartAdded(output_index=index, item_id=item_id, part=part),
         ]
 
     def _end_text(self, status: str) -> list[Event]:
@@ -178,14 +168,11 @@ class OutputWriter:
         if open_one.is_reasoning:
             part = ReasoningText(text)
             item = ReasoningItem(item_id, status, [], [part])
-            ended = ReasoningDone(
-                sequence_number=self.number(), output_index=index, item_id=item_id, text=text
-            )
+            ended = ReasoningDone(output_index=index, item_id=item_id, text=text)
         else:
             part = OutputText(text, [], open_one.logprobs)
             item = MessageItem(item_id, status, _ASSISTANT, [part])
             ended = TextDone(
-                sequence_number=self.number(),
                 output_index=index,
                 item_id=item_id,
                 text=text,
@@ -194,8 +181,8 @@ class OutputWriter:
         self._items[index] = item
         return [
             ended,
-            PartDone(sequence_number=self.number(), output_index=index, item_id=item_id, part=part),
-            ItemDone(sequence_number=self.number(), output_index=index, item=item),
+            PartDone(output_index=index, item_id=item_id, part=part),
+            ItemDone(output_index=index, item=item),
         ]
 
     # -- calls --------------------------------------------------------------------------------
@@ -205,28 +192,23 @@ class OutputWriter:
         index = len(self._items)
         call = self._calls[number] = _OpenCall(self._id("fc", index), index, call_id, name)
         self._items.append(None)
-        events.append(
-            ItemAdded(sequence_number=self.number(), output_index=index, item=call.item(_RUNNING))
-        )
+        events.append(ItemAdded(output_index=index, item=call.item(_RUNNING)))
         return events
 
     def _write_arguments(self, call: _OpenCall, text: str) -> Event:
         call.pieces.append(text)
-        return ArgumentsDelta(
-            sequence_number=self.number(), output_index=call.index, item_id=call.id, delta=text
-        )
+        return ArgumentsDelta(output_index=call.index, item_id=call.id, delta=text)
 
     def _end_call(self, call: _OpenCall, status: str) -> list[Event]:
         item = self._items[call.index] = call.item(status)
         return [
             ArgumentsDone(
-                sequence_number=self.number(),
                 output_index=call.index,
                 item_id=call.id,
                 name=call.name,
                 arguments=item.arguments,
             ),
-            ItemDone(sequence_number=self.number(), output_index=call.index, item=item),
+            ItemDone(output_index=call.index, item=item),
         ]
 
     def _id(self, prefix: str, index: int) -> str:
