@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm import __version__
-from hetero_llm.commands.console import write
+from hetero_llm.commands.console import Finish, held_files, write
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.cpu import ipex_version
 
@@ -350,20 +350,12 @@ def _compiled_code() -> Facts:
     from hetero_llm.utils.env import cache_dir
 
     written, chosen = cache_folder.write_folder(), cache_dir()
-    facts = {"compiled code": _held(written)}
-    if chosen not in (None, written):
-        facts["compiled code, read only"] = _held(chosen)
+    folders = {"compiled code": written}
+    if chosen is not None and chosen != written:
+        folders["compiled code, read only"] = chosen
     if cache_folder.PREBUILT.is_dir():
-        facts["prebuilt libraries"] = _held(cache_folder.PREBUILT)
-    return facts
-
-
-def _held(folder: Path | None) -> str:
-    from hetero_llm.utils import cache_folder
-
-    assert folder is not None
-    held = cache_folder.usage(folder)
-    return f"{folder}, {held.files} files, {held.bytes / 1e6:.1f} MB"
+        folders["prebuilt libraries"] = cache_folder.PREBUILT
+    return {name: f"{folder}, {held_files(folder)}" for name, folder in folders.items()}
 
 
 def _first(error: Exception) -> str:
@@ -456,7 +448,7 @@ SECTIONS: dict[str, Callable[[], tuple[Facts, list[Missing]]]] = {
 """Titles in the order in which the sections are shown, and what makes each."""
 
 
-def add_doctor(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:
+def add_doctor(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `doctor`."""
     parser.add_argument(
         "model",

@@ -42,6 +42,7 @@ from hetero_llm.server.protocol import (
 )
 from hetero_llm.server.request_parsing import (
     CheckedRequest,
+    TokenLimit,
     check_max_tokens,
     checked_request,
     decode_json,
@@ -101,29 +102,14 @@ async def checked_chat(
     tools = context.parsers.requested(body, context.settings.limits)
     wanted, name = _max_tokens(body)
     defaults = context.client.info.default_sampling
-    default = defaults.get("max_tokens")
+    limit = TokenLimit(wanted, defaults.get("max_tokens"), name)
     if cut_max_tokens and wanted is not None:
-        wanted, default = None, wanted
-    params = sampling_params(
-        body,
-        max_tokens=default if wanted is None else wanted,
-        max_model_len=context.client.info.max_model_len,
-        limits=context.settings.limits,
-        defaults=defaults,
-    )
+        limit = TokenLimit(None, wanted)
+    params = sampling_params(context, body, limit, defaults=defaults)
     prompt = await conversation_prompt(context, body, tools, cut=prompt_cut(body, params))
     params = context.parsers.constrained(params, tools, prompt)
-    checked = checked_request(
-        context,
-        request,
-        body,
-        [prompt],
-        context.parsers.sampling(params, tools),
-        prefix=prefix,
-        wanted=wanted,
-        default=default,
-        name=name,
-    )
+    params = context.parsers.sampling(params, tools)
+    checked = checked_request(context, request, body, [prompt], params, prefix=prefix, limit=limit)
     return CheckedChat(checked, partial(message_parser, context, body, checked, tools))
 
 
@@ -183,9 +169,9 @@ async def conversation_prompt(
             "messages",
             "the model has no chat template; use completions, or let the server's operator set one",
         )
-    found: list[ImagePart] | None = None if tokenizer.images is None else []
-    messages = checked_messages(request.messages, settings.limits, template, found)
-    if found and cut.count is not None:
+    reader = _MessageReader(settings.limits, template, takes_images=tokenizer.images is not None)
+    messages: Any = reader.read_all(request.messages)
+    if reader.images and cut.count is not None:
         reason = "a conversation with images cannot be cut"
         raise wrong_value("truncate_prompt_tokens", cut.count, reason)
     kwargs = _template_kwargs(request, settings) | _opening_kwargs(request)
@@ -214,8 +200,8 @@ async def conversation_prompt(
     text, ids = await tokenizer.threads.run(encode, size=len(text))
     if not ids:
         raise wrong("messages", "the chat template makes no tokens of them")
-    if found:
-        return await _with_images(Prompt(text, ids), found, tokenizer, settings.limits)
+    if reader.images:
+        return await _with_images(Prompt(text, ids), reader.images, tokenizer, settings.limits)
     return Prompt(text, cut.apply(ids))
 
 
@@ -308,33 +294,6 @@ class ImagePart:
     where: str
 
 
-def checked_messages(
-    messages: Sequence[Message] | None,
-    limits: Limits,
-    template: ChatTemplate,
-    images: list[ImagePart] | None = None,
-) -> list[dict[str, Any]]:
-    """Checks messages and converts them into what a template takes: contents are texts, or lists
-    of parts for templates that handle images.
-
-    Args:
-        images: the images of the conversation are appended; None if the model takes no images.
-
-    Raises:
-        ApiError: a message is malformed, or has a part that model or template cannot handle.
-    """
-    if messages is None:
-        raise required("messages")
-    if not messages:
-        raise empty("messages")
-    if len(messages) > limits.messages:
-        raise too_many("messages", len(messages), limits.messages)
-    return [
-        _checked_message(message, f"messages[{index}]", limits, template, images)
-        for index, message in enumerate(messages)
-    ]
-
-
 def texts_in(value: Any) -> Iterator[str]:
     """Yields every string in JSON data, names included."""
     if isinstance(value, str):
@@ -359,68 +318,155 @@ def with_texts(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _checked_message(
-    message: Message,
-    where: str,
-    limits: Limits,
-    template: ChatTemplate,
-    images: list[ImagePart] | None,
-) -> dict[str, Any]:
-    role = message.role
-    if not role:
-        raise required(f"{where}.role")
-    if len(role) > MAX_ROLE_CHARS:
-        raise too_many(f"{where}.role", f"{len(role)} characters", MAX_ROLE_CHARS)
-    if message.function_call is not None:
-        raise unsupported(
-            f"{where}.function_call", "the old form of tool calls, before tool_calls,"
-        )
-    if message.audio is not None:
-        raise unsupported(f"{where}.audio", "audio")
-    # OpenAI's developer messages are what other models call the system's.
-    system = role == "developer" and not template.mentions("developer")
-    checked: dict[str, Any] = {"role": "system" if system else role}
-    if role == "tool":
-        checked["tool_call_id"] = _tool_call_id(message, where, template)
-    if message.tool_calls:
-        checked["tool_calls"] = _tool_calls(message, where, limits, template)
-    if images is None:
-        checked["content"] = _content(message, where)
-    else:
-        checked["content"] = _content_parts(message, where, template, images)
-    if message.name is not None:
-        checked["name"] = message.name
-    thoughts = message.reasoning_content or message.reasoning
-    if thoughts is not None:
-        checked["reasoning_content"] = thoughts
-    return checked
+class _MessageReader:
+    """Checks the messages of a conversation and converts them into what a template takes: contents
+    are texts, or lists of parts for templates that handle images.
+
+    Attributes:
+        images: of the messages that were read.
+    """
+
+    def __init__(self, limits: Limits, template: ChatTemplate, *, takes_images: bool) -> None:
+        self._limits = limits
+        self._template = template
+        self._takes_images = takes_images
+        self.images: list[ImagePart] = []
+
+    def read_all(self, messages: Sequence[Message] | None) -> list[dict[str, Any]]:
+        """The messages as the template takes them.
+
+        Raises:
+            ApiError: one is malformed, or has a part that model or template cannot handle.
+        """
+        if messages is None:
+            raise required("messages")
+        if not messages:
+            raise empty("messages")
+        if len(messages) > self._limits.messages:
+            raise too_many("messages", len(messages), self._limits.messages)
+        return [self._read(one, f"messages[{index}]") for index, one in enumerate(messages)]
+
+    def _read(self, message: Message, where: str) -> dict[str, Any]:
+        role = message.role
+        if not role:
+            raise required(f"{where}.role")
+        if len(role) > MAX_ROLE_CHARS:
+            raise too_many(f"{where}.role", f"{len(role)} characters", MAX_ROLE_CHARS)
+        if message.function_call is not None:
+            old = "the old form of tool calls, before tool_calls,"
+            raise unsupported(f"{where}.function_call", old)
+        if message.audio is not None:
+            raise unsupported(f"{where}.audio", "audio")
+        # OpenAI's developer messages are what other models call the system's.
+        system = role == "developer" and not self._template.mentions("developer")
+        checked: dict[str, Any] = {"role": "system" if system else role}
+        if role == "tool":
+            checked["tool_call_id"] = self._tool_call_id(message, where)
+        if message.tool_calls:
+            checked["tool_calls"] = self._tool_calls(message, message.tool_calls, where)
+        checked["content"] = self._content(message, where)
+        if message.name is not None:
+            checked["name"] = message.name
+        thoughts = message.reasoning_content or message.reasoning
+        if thoughts is not None:
+            checked["reasoning_content"] = thoughts
+        return checked
+
+    def _content(self, message: Message, where: str) -> str | list[dict[str, str]]:
+        """The content. A template that handles images iterates over parts, maybe over nothing else,
+        so it gets lists from a model that takes images; other templates get texts."""
+        content = message.content
+        parts = content if isinstance(content, list) else []
+        if not self._takes_images:
+            return _plain_content(message, where)
+        if not self._template.mentions("image"):
+            if any(map(_is_image, parts)):
+                raise _no_place(f"{where}.content", "images")
+            return _plain_content(message, where)
+        if not parts:
+            return [{"type": "text", "text": _plain_content(message, where)}]
+        found: list[dict[str, str]] = []
+        for index, part in enumerate(parts):
+            name = f"{where}.content[{index}]"
+            if _is_image(part):
+                self.images.append(ImagePart(_uri(part, name), f"{name}.image_url"))
+                found.append({"type": "image"})
+            else:
+                text = _text_of(part, name, "only 'text' and 'image_url' are")
+                found.append({"type": "text", "text": text})
+        return found
+
+    def _tool_call_id(self, message: Message, where: str) -> str:
+        if not message.tool_call_id:
+            name = f"{where}.tool_call_id"
+            text = f"{name} is required of a tool's message"
+            raise invalid(name, text, "missing_required_parameter")
+        # The role 'tool': a template that writes any role unchanged was not made for tools.
+        if not self._template.mentions("tool"):
+            raise _no_place(f"{where}.role", "messages of tools")
+        return message.tool_call_id
+
+    def _tool_calls(
+        self, message: Message, calls: Sequence[ToolCall], where: str
+    ) -> list[dict[str, Any]]:
+        where, most = f"{where}.tool_calls", self._limits.tool_calls
+        if message.role != "assistant":
+            raise wrong(where, "only assistants call tools")
+        if not self._template.mentions("tool_calls"):
+            raise _no_place(where, "calls of tools")
+        if len(calls) > most:
+            raise too_many(where, len(calls), most)
+        return [self._tool_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
+
+    def _tool_call(self, call: ToolCall, where: str) -> dict[str, Any]:
+        if call.type not in (None, "function"):
+            raise wrong_value(f"{where}.type", call.type, "must be 'function'")
+        if call.function is None:
+            raise required(f"{where}.function")
+        if not call.function.name:
+            raise required(f"{where}.function.name")
+        arguments = self._arguments(call.function.arguments, f"{where}.function.arguments")
+        function = {"name": call.function.name, "arguments": arguments}
+        checked: dict[str, Any] = {"type": "function", "function": function}
+        if call.id is not None:
+            checked["id"] = call.id
+        return checked
+
+    def _arguments(self, value: str | dict[str, Any] | None, where: str) -> dict[str, Any]:
+        """The object: OpenAI sends it as JSON in a text, templates take it as an object."""
+        if isinstance(value, dict):
+            return value
+        if not value or not value.strip():
+            return {}
+        try:
+            return decode_json(value.encode(), dict[str, Any], self._limits)
+        except (msgspec.MsgspecError, RecursionError, ApiError):
+            raise wrong(where, "must be a JSON object written as a text") from None
 
 
-def _content(message: Message, where: str) -> str:
+def _plain_content(message: Message, where: str) -> str:
     content = message.content
     if isinstance(content, str):
         return content
-    if not content:
-        if message.role in _SAY_SOMETHING:
-            raise required(f"{where}.content")
-        return message.refusal or ""
-    texts = []
-    for index, part in enumerate(content):
-        name = f"{where}.content[{index}]"
-        text = _text_of(part, name)
-        if text is None:
-            raise _no_such_part(part, name, "only 'text' is")
-        texts.append(text)
-    return "\n".join(texts)
+    if content:
+        texts = [
+            _text_of(part, f"{where}.content[{index}]", "only 'text' is")
+            for index, part in enumerate(content)
+        ]
+        return "\n".join(texts)
+    if message.role in _SAY_SOMETHING:
+        raise required(f"{where}.content")
+    return message.refusal or ""
 
 
-def _text_of(part: ContentPart | str, where: str) -> str | None:
-    """The text of a part; None if it is no text."""
+def _text_of(part: ContentPart | str, where: str, available: str) -> str:
+    """The text of a part. `available`: which types of parts are, for the error."""
     if isinstance(part, str):
         return part
     field = _TEXT_PARTS.get(part.type or "")
     if field is None:
-        return None
+        reason = f"type {shown(part.type)} is not available, {available}"
+        raise wrong(where, reason, "unsupported_parameter")
     text: str | None = getattr(part, field)
     if text is None:
         raise invalid(where, f"{where}.{field} is required", "missing_required_parameter")
@@ -433,39 +479,6 @@ def _no_place(param: str, what: str) -> ApiError:
     return wrong(param, reason, "unsupported_parameter")
 
 
-def _no_such_part(part: ContentPart | str, where: str, available: str) -> ApiError:
-    kind = None if isinstance(part, str) else part.type
-    return wrong(
-        where, f"type {shown(kind)} is not available, {available}", "unsupported_parameter"
-    )
-
-
-def _content_parts(
-    message: Message, where: str, template: ChatTemplate, images: list[ImagePart]
-) -> str | list[dict[str, str]]:
-    """The content for a model that takes images. A template that handles images iterates over
-    parts, maybe over nothing else, so it gets lists; other templates get texts."""
-    content = message.content
-    if not template.mentions("image"):
-        if isinstance(content, list) and any(map(_is_image, content)):
-            raise _no_place(f"{where}.content", "images")
-        return _content(message, where)
-    if isinstance(content, str) or not content:
-        return [{"type": "text", "text": _content(message, where)}]
-    parts: list[dict[str, str]] = []
-    for index, part in enumerate(content):
-        name = f"{where}.content[{index}]"
-        if _is_image(part):
-            images.append(ImagePart(_uri(part, name), f"{name}.image_url"))
-            parts.append({"type": "image"})
-            continue
-        text = _text_of(part, name)
-        if text is None:
-            raise _no_such_part(part, name, "only 'text' and 'image_url' are")
-        parts.append({"type": "text", "text": text})
-    return parts
-
-
 def _is_image(part: ContentPart | str) -> bool:
     return isinstance(part, ContentPart) and part.type == "image_url"
 
@@ -476,54 +489,3 @@ def _uri(part: ContentPart | str, where: str) -> str:
     if not uri:
         raise required(f"{where}.image_url.url")
     return uri
-
-
-def _tool_call_id(message: Message, where: str, template: ChatTemplate) -> str:
-    if not message.tool_call_id:
-        name = f"{where}.tool_call_id"
-        text = f"{name} is required of a tool's message"
-        raise invalid(name, text, "missing_required_parameter")
-    # The role 'tool': a template that writes any role unchanged was not made for tools.
-    if not template.mentions("tool"):
-        raise _no_place(f"{where}.role", "messages of tools")
-    return message.tool_call_id
-
-
-def _tool_calls(
-    message: Message, where: str, limits: Limits, template: ChatTemplate
-) -> list[dict[str, Any]]:
-    if message.role != "assistant":
-        raise wrong(f"{where}.tool_calls", "only assistants call tools")
-    if not template.mentions("tool_calls"):
-        raise _no_place(f"{where}.tool_calls", "calls of tools")
-    calls = message.tool_calls or ()
-    if len(calls) > limits.tool_calls:
-        raise too_many(f"{where}.tool_calls", len(calls), limits.tool_calls)
-    return [_tool_call(call, f"{where}.tool_calls[{i}]", limits) for i, call in enumerate(calls)]
-
-
-def _tool_call(call: ToolCall, where: str, limits: Limits) -> dict[str, Any]:
-    if call.type not in (None, "function"):
-        raise wrong_value(f"{where}.type", call.type, "must be 'function'")
-    if call.function is None:
-        raise required(f"{where}.function")
-    if not call.function.name:
-        raise required(f"{where}.function.name")
-    arguments = _arguments(call.function.arguments, f"{where}.function.arguments", limits)
-    function = {"name": call.function.name, "arguments": arguments}
-    checked: dict[str, Any] = {"type": "function", "function": function}
-    if call.id is not None:
-        checked["id"] = call.id
-    return checked
-
-
-def _arguments(value: str | dict[str, Any] | None, where: str, limits: Limits) -> dict[str, Any]:
-    """The object: OpenAI sends it as JSON in a text, templates take it as an object."""
-    if isinstance(value, dict):
-        return value
-    if not value or not value.strip():
-        return {}
-    try:
-        return decode_json(value.encode(), dict[str, Any], limits)
-    except (msgspec.MsgspecError, RecursionError, ApiError):
-        raise wrong(where, "must be a JSON object written as a text") from None

@@ -16,7 +16,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_origin
@@ -54,7 +54,7 @@ from hetero_llm.server.protocol import (
     Generation,
     TokenizeRequest,
 )
-from hetero_llm.server.settings import Limits
+from hetero_llm.server.settings import Limits, ServerSettings
 from hetero_llm.server.tokenization import Cut
 
 logger = logging.getLogger(__name__)
@@ -82,37 +82,13 @@ _TYPE_WORDS = {
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
 _TIMEOUT_HEADER = "x-request-timeout-ms"
-_SAMPLING_FIELDS = (
-    "n",
-    "best_of",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "length_penalty",
-    "early_stopping",
-    "use_beam_search",
-    "no_repeat_ngram_size",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "bad_words",
-    "allowed_token_ids",
-    "logit_bias",
-    "ignore_eos",
-    "min_tokens",
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-    "num_speculative_tokens",
-)
-"""Fields of a request that `SamplingParams` has under the same name."""
+_NOT_PASSED = {"max_tokens", "truncation_side", "structured_outputs"} | UNAVAILABLE.keys()
+_SAMPLING_FIELDS = [
+    one.name
+    for one in fields(SamplingParams)
+    if one.name in Generation.__struct_fields__ and one.name not in _NOT_PASSED
+]
+"""Fields of a request that have the same name and meaning in `SamplingParams`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +121,40 @@ class CheckedRequest:
         return sum(len(prompt.token_ids or ()) for prompt in self.prompts)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLimit:
+    """How many tokens a request may generate.
+
+    Attributes:
+        wanted: as the request says in its field `name`; None: it does not say.
+        default: instead, cut to what fits; None: what the context has room for.
+    """
+
+    wanted: int | None
+    default: int | None
+    name: str = "max_tokens"
+
+    @property
+    def most(self) -> int | None:
+        return self.default if self.wanted is None else self.wanted
+
+    def behind(self, prompt_tokens: int, max_model_len: int) -> int | None:
+        """The limit behind a prompt of this length; None means the rest of the context.
+
+        Raises:
+            ApiError: the wanted number does not fit.
+        """
+        room = max_model_len - prompt_tokens
+        if self.wanted is None:
+            if room < 1:
+                raise context_exceeded(max_model_len, prompt_tokens, 1, "prompt")
+            return None if self.default is None else min(self.default, room)
+        if self.wanted > room:
+            field = "prompt" if room < 1 and prompt_tokens else self.name
+            raise context_exceeded(max_model_len, prompt_tokens, self.wanted, field)
+        return self.wanted
+
+
 async def read_generation(context: Context, request: Request, kind: type[G]) -> G:
     """Reads the body of a generation request and makes all checks that need no tokenizer.
 
@@ -163,10 +173,7 @@ async def read_known(context: Context, request: Request, kind: type[T]) -> T:
     Raises:
         ApiError: the body is wrong, the model is another one, or the server cannot serve.
     """
-    settings = context.settings
-    body, unknown = await read_json(
-        request, kind, settings.limits, strict_fields=settings.strict_fields
-    )
+    body, unknown = await read_json(request, kind, context.settings)
     if unknown:
         context.metrics.unknown_fields(len(unknown))
         names = ", ".join(name[:64] for name in unknown[:8])
@@ -202,27 +209,24 @@ def checked_request(
     params: SamplingParams,
     *,
     prefix: str,
-    wanted: int | None,
-    default: int | None,
-    name: str,
+    limit: TokenLimit,
 ) -> CheckedRequest:
     """Makes the checks that depend on the prompts' lengths.
 
     Args:
         params: those of all prompts.
         prefix: of the response's id, with what separates it.
-        wanted: tokens to generate as the request says, in its field `name`.
-        default: see `budget`.
+        limit: of the tokens to generate.
 
     Raises:
         ApiError: a prompt and the tokens to generate do not fit into the context.
     """
-    limit = context.client.info.max_model_len
+    max_model_len = context.client.info.max_model_len
     each = []
     for prompt in prompts:
         length = len(prompt.token_ids or ())
-        max_tokens = budget(wanted, default, prompt_tokens=length, max_model_len=limit, name=name)
-        check_min_tokens(params, prompt_tokens=length, max_model_len=limit)
+        max_tokens = limit.behind(length, max_model_len)
+        check_min_tokens(params, prompt_tokens=length, max_model_len=max_model_len)
         same = max_tokens == params.max_tokens
         each.append(params if same else replace(params, max_tokens=max_tokens))
     salt = context.cache_salt(request, body.cache_salt)
@@ -302,7 +306,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 async def read_json(
-    request: Request, kind: type[T], limits: Limits, *, strict_fields: bool
+    request: Request, kind: type[T], settings: ServerSettings
 ) -> tuple[T, list[str]]:
     """A request's body as `kind`, and the names in it that `kind` does not have.
 
@@ -310,7 +314,9 @@ async def read_json(
         ApiError: the body is too large, too slow, no JSON, or not of this kind.
         starlette's ClientDisconnect: the client left before its body had come.
     """
-    return decode(await read_body(request, limits), kind, limits, strict_fields=strict_fields)
+    limits = settings.limits
+    body = await read_body(request, limits)
+    return decode(body, kind, limits, strict_fields=settings.strict_fields)
 
 
 def decode(
@@ -535,17 +541,15 @@ def check_stream(request: Generation) -> None:
 
 
 def sampling_params(
+    context: Context,
     request: CompletionRequest | ChatRequest | GenerateRequest,
+    limit: TokenLimit,
     *,
-    max_tokens: int | None,
-    max_model_len: int,
-    limits: Limits,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> SamplingParams:
     """The engine's parameters.
 
     Args:
-        max_tokens: as the request says, or the default; None: what the context has room for.
         defaults: the model's, for fields that the request leaves out.
 
     Raises:
@@ -559,22 +563,20 @@ def sampling_params(
         del values["seed"]  # vLLM's way to say that any will do
     if request.truncate_prompt_tokens == -1:
         # What the context holds beside the answer.
-        values["truncate_prompt_tokens"] = max(max_model_len - (max_tokens or 1), 1)
+        room = context.client.info.max_model_len - (limit.most or 1)
+        values["truncate_prompt_tokens"] = max(room, 1)
     if request.use_beam_search and request.temperature is None:
         values["temperature"] = 0.0
     if isinstance(request, ChatRequest):
         values["logprobs"] = _chat_logprobs(request)
     else:
         values["logprobs"] = completion_logprobs(request)
-        if (
-            isinstance(request, CompletionRequest)
-            and request.echo
-            and values["logprobs"] is not None
-        ):
+        echoes = isinstance(request, CompletionRequest) and request.echo
+        if echoes and values["logprobs"] is not None:
             values["prompt_logprobs"] = _larger(values["logprobs"], request.prompt_logprobs)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    values |= {"max_tokens": max_tokens, "output_kind": kind}
-    values["structured_outputs"] = output_constraint(request, limits)
+    values |= {"max_tokens": limit.most, "output_kind": kind}
+    values["structured_outputs"] = output_constraint(request, context.settings.limits)
     return SamplingParams(**with_defaults(defaults, values))
 
 
@@ -588,31 +590,6 @@ def prompt_cut(request: Generation, params: SamplingParams) -> Cut:
     if side not in ("left", "right"):
         raise wrong_value("truncation_side", side, "must be 'left' or 'right'")
     return Cut(params.truncate_prompt_tokens, keep_first=side == "right")
-
-
-def budget(
-    wanted: int | None, default: int | None, *, prompt_tokens: int, max_model_len: int, name: str
-) -> int | None:
-    """Tokens to generate: the requested number if it fits, else the default cut to what fits.
-
-    Args:
-        wanted: the request's number, None if it gave none.
-        default: None means the rest of the context, as does a result of None.
-        name: of the request's field.
-
-    Raises:
-        ApiError: it does not fit.
-    """
-    room = max_model_len - prompt_tokens
-    if wanted is None:
-        if room < 1:
-            raise context_exceeded(max_model_len, prompt_tokens, 1, "prompt")
-        return None if default is None else min(default, room)
-    if wanted > room:
-        too_many = prompt_tokens if room < 1 else 0
-        field = "prompt" if too_many else name
-        raise context_exceeded(max_model_len, prompt_tokens, wanted, field)
-    return wanted
 
 
 def check_max_tokens(wanted: int | None, name: str, *, lowest: int) -> None:

@@ -78,6 +78,10 @@ class ResponseBuilder(ABC, Generic[B]):
         """The engine's outputs; a subclass may change them."""
         return self._engine_requests.outputs()
 
+    def _timeout(self, one: CompletionOutput) -> bool | UnsetType:
+        """The field `timeout` of a choice: True if the deadline ended it, else left out."""
+        return self._engine_requests.deadline.cut(one.finish_reason) or UNSET
+
     def _alternatives(self, wanted: int) -> int:
         """Log-probabilities to show for each token; a request writes -1 for all."""
         return self._vocab_size if wanted == -1 else wanted

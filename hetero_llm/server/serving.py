@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -151,43 +152,33 @@ def settings_of(
         constraints: the engine's; None: the defaults.
     """
     constraints = constraints or ConstraintsConfig()
-    return ServerSettings(
-        api_keys=tuple(args["api_key"]),
-        served_names=tuple(args["served_model_name"]),
-        chat_template=read_template(args["chat_template"]),
-        response_role=args["response_role"],
-        tool_call_parser=args["tool_call_parser"],
-        reasoning_parser=constraints.reasoning_parser,
-        constrained_reasoning=constraints.enable_in_reasoning,
-        enable_auto_tool_choice=args["enable_auto_tool_choice"],
-        return_tokens_as_token_ids=args["return_tokens_as_token_ids"],
-        root_path=args["root_path"] or "",
-        chat_template_kwargs=(*TEMPLATE_KWARGS, *args["allowed_chat_template_kwargs"]),
-        strict_fields=args["strict_fields"],
-        keep_alive_seconds=args["stream_keep_alive"],
-        stream_interval=args["stream_interval"],
-        max_requests_per_key=args["max_requests_per_key"],
-        max_requests_per_minute=args["max_requests_per_minute"],
-        force_include_usage=args["enable_force_include_usage"],
-        request_timeout=args["request_timeout"],
-        prefix_cache_isolation=args["prefix_cache_isolation"],
-        log_requests=not args["disable_log_requests"],
-        log_prompts=_shows_prompts(args),
-        max_log_len=args["max_log_len"],
-        legacy_metric_names=args["legacy_metric_names"],
-        lora_modules=lora_modules_of(args["lora_modules"]),
-        lora_root=args["lora_root"],
-        prompt_adapters=prompt_adapters_of(args["prompt_adapters"]),
-        stored_responses=args["max_stored_responses"],
-        stored_response_bytes=args["max_stored_response_bytes"],
-        cors=Cors(
+    # Arguments under the name of a setting are its value, but for those that follow.
+    same = {one.name: args[one.name] for one in fields(ServerSettings) if one.name in args}
+    other = {
+        "api_keys": tuple(args["api_key"]),
+        "served_names": tuple(args["served_model_name"]),
+        "chat_template": read_template(args["chat_template"]),
+        "reasoning_parser": constraints.reasoning_parser,
+        "constrained_reasoning": constraints.enable_in_reasoning,
+        "root_path": args["root_path"] or "",
+        "chat_template_kwargs": (*TEMPLATE_KWARGS, *args["allowed_chat_template_kwargs"]),
+        "keep_alive_seconds": args["stream_keep_alive"],
+        "force_include_usage": args["enable_force_include_usage"],
+        "log_requests": not args["disable_log_requests"],
+        "log_prompts": _shows_prompts(args),
+        "lora_modules": lora_modules_of(args["lora_modules"]),
+        "prompt_adapters": prompt_adapters_of(args["prompt_adapters"]),
+        "stored_responses": args["max_stored_responses"],
+        "stored_response_bytes": args["max_stored_response_bytes"],
+        "cors": Cors(
             origins=tuple(args["allowed_origins"]),
             methods=tuple(args["allowed_methods"]),
             headers=tuple(args["allowed_headers"]),
             credentials=args["allow_credentials"],
         ),
-        limits=Limits(body_seconds=args["body_timeout"], write_seconds=args["write_timeout"]),
-    )
+        "limits": Limits(body_seconds=args["body_timeout"], write_seconds=args["write_timeout"]),
+    }
+    return ServerSettings(**same | other)
 
 
 def _check_adapters(settings: ServerSettings, config: EngineConfig) -> None:

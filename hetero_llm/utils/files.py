@@ -9,9 +9,24 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hetero_llm.core.errors import ConfigError
 
 KIB, MIB = 1 << 10, 1 << 20
 _PIECE = 1 << 20
+
+
+@contextmanager
+def as_config_errors(field: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors with the user's file `path` become a ConfigError of the argument that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(field, str(path), error.strerror or str(error)) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(field, str(path), f"is not UTF-8 text: {error}") from None
 
 
 def check_regular(path: str | os.PathLike[str], *, most: int | None = None) -> None:

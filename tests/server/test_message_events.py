@@ -76,7 +76,7 @@ def test_a_parser_that_counts_is_believed() -> None:
 
 
 def test_a_model_whose_markers_are_no_tokens_has_reasoning_divided_by_length() -> None:
-    """Its parser cannot count; `null` in the usage of /v1/responses and /v1/messages broke clients."""
+    """Its parser cannot count, and null is no number of tokens for the clients of two APIs."""
     parser = RegionParser(named_format(None, "qwen3"))
     assert parser.reasoning_tokens is None
     reader = MessageReader(parser)

@@ -106,7 +106,6 @@ class _ChatBuilder(ChunkBuilder[ChatRequest]):
         return response
 
     def _choice(self, one: CompletionOutput) -> ChatChoice:
-        deadline = self._engine_requests.deadline
         message = self._note(one)
         choice = ChatChoice(
             one.index,
@@ -114,9 +113,8 @@ class _ChatBuilder(ChunkBuilder[ChatRequest]):
             self._logprobs(one),
             self._finish_reason(one, message),
             one.stop_reason,
+            timeout=self._timeout(one),
         )
-        if deadline.cut(one.finish_reason):
-            choice.timeout = True
         if self._body.return_token_ids:
             choice.token_ids = one.token_ids
         return choice
@@ -124,7 +122,6 @@ class _ChatBuilder(ChunkBuilder[ChatRequest]):
     def _chunk_choice(
         self, index: int, output: RequestOutput, one: CompletionOutput
     ) -> ChunkChoice | None:
-        deadline = self._engine_requests.deadline
         message = self._note(one)
         delta = message.delta()
         shown = self._body.return_token_ids or self._body.logprobs
@@ -138,8 +135,7 @@ class _ChatBuilder(ChunkBuilder[ChatRequest]):
         )
         if one.finish_reason is not None:
             choice.stop_reason = one.stop_reason
-            if deadline.cut(one.finish_reason):
-                choice.timeout = True
+            choice.timeout = self._timeout(one)
         if self._body.return_token_ids:
             choice.token_ids = one.token_ids
         return choice

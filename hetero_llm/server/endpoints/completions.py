@@ -26,6 +26,7 @@ from hetero_llm.server.protocol import (
 )
 from hetero_llm.server.request_parsing import (
     CheckedRequest,
+    TokenLimit,
     check_max_tokens,
     checked_request,
     completion_logprobs,
@@ -59,27 +60,12 @@ async def _checked(context: Context, request: Request, body: CompletionRequest) 
     wanted = 1 if body.max_tokens == 0 else body.max_tokens
     defaults = context.client.info.default_sampling
     default = defaults.get("max_tokens", context.settings.default_max_tokens)
-    params = sampling_params(
-        body,
-        max_tokens=default if wanted is None else wanted,
-        max_model_len=context.client.info.max_model_len,
-        limits=context.settings.limits,
-        defaults=defaults,
-    )
+    limit = TokenLimit(wanted, default)
+    params = sampling_params(context, body, limit, defaults=defaults)
     parsed = _parsed_prompts(body.prompt, context.settings.limits)
     _check_fan_out(len(parsed), params.width, context.settings.limits)
     prompts = await _prompts(body, parsed, context.tokenizer, cut=prompt_cut(body, params))
-    return checked_request(
-        context,
-        request,
-        body,
-        prompts,
-        params,
-        prefix="cmpl-",
-        wanted=wanted,
-        default=default,
-        name="max_tokens",
-    )
+    return checked_request(context, request, body, prompts, params, prefix="cmpl-", limit=limit)
 
 
 def _parsed_prompts(value: Any, limits: Limits) -> list[str | list[int]]:
@@ -181,7 +167,6 @@ class _CompletionBuilder(ChunkBuilder[CompletionRequest]):
         self, index: int, output: RequestOutput, one: CompletionOutput
     ) -> CompletionChoice:
         body, prompt = self._body, self._request.prompts[index]
-        deadline = self._engine_requests.deadline
         number = index * self._request.params[index].n + one.index
         first = number not in self._started
         self._started.add(number)
@@ -189,11 +174,10 @@ class _CompletionBuilder(ChunkBuilder[CompletionRequest]):
         text = one.text
         if first and body.echo:
             text = self._prompt_text(prompt) + text
+        reason = self._engine_requests.deadline.reason(one.finish_reason)
         choice = CompletionChoice(
-            number, text, logprobs, deadline.reason(one.finish_reason), one.stop_reason
+            number, text, logprobs, reason, one.stop_reason, timeout=self._timeout(one)
         )
-        if deadline.cut(one.finish_reason):
-            choice.timeout = True
         if body.return_token_ids:
             choice.token_ids = one.token_ids
             if first:

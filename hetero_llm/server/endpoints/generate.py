@@ -17,6 +17,7 @@ from hetero_llm.server.errors import required
 from hetero_llm.server.protocol import Generated, GenerateRequest
 from hetero_llm.server.request_parsing import (
     CheckedRequest,
+    TokenLimit,
     check_max_tokens,
     checked_request,
     prompt_cut,
@@ -45,30 +46,16 @@ async def _checked(context: Context, request: Request, body: GenerateRequest) ->
     if body.prompt is None:
         raise required("prompt")
     check_max_tokens(body.max_tokens, "max_tokens", lowest=1)
-    default = context.settings.default_max_tokens
-    params = sampling_params(
-        body,
-        max_tokens=default if body.max_tokens is None else body.max_tokens,
-        max_model_len=context.client.info.max_model_len,
-        limits=context.settings.limits,
-    )
+    limit = TokenLimit(body.max_tokens, context.settings.default_max_tokens)
+    params = sampling_params(context, body, limit)
     cut = prompt_cut(body, params)
     token_ids = await context.tokenizer.encode(
         body.prompt,
         add_special_tokens=body.add_special_tokens is not False,
         truncated=cut.count is not None,
     )
-    return checked_request(
-        context,
-        request,
-        body,
-        [Prompt(body.prompt if cut.count is None else None, cut.apply(token_ids))],
-        params,
-        prefix="gen-",
-        wanted=body.max_tokens,
-        default=default,
-        name="max_tokens",
-    )
+    prompt = Prompt(body.prompt if cut.count is None else None, cut.apply(token_ids))
+    return checked_request(context, request, body, [prompt], params, prefix="gen-", limit=limit)
 
 
 class _TextBuilder(ResponseBuilder[GenerateRequest]):

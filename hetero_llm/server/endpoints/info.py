@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,13 +16,10 @@ from hetero_llm.server.errors import required, wrong
 from hetero_llm.server.metrics import CONTENT_TYPE
 from hetero_llm.server.protocol import DetokenizeRequest, TokenizeRequest
 from hetero_llm.server.request_parsing import read_json, refuse_unsupported
+from hetero_llm.server.responses import json_response
 from hetero_llm.server.tool_requests import checked_tools
 
 _OWNER = "hetero_llm"
-
-
-def json_response(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
 
 
 class Info:
@@ -85,7 +81,7 @@ class Info:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: of a prompt, or of a conversation through the chat template."""
         context = self._context
-        body = await self._read(request, TokenizeRequest)
+        body, _ = await read_json(request, TokenizeRequest, context.settings)
         context.model_name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise wrong("prompt", "send either prompt or messages")
@@ -119,7 +115,7 @@ class Info:
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize"""
         context = self._context
-        body = await self._read(request, DetokenizeRequest)
+        body, _ = await read_json(request, DetokenizeRequest, context.settings)
         context.model_name(body.model)
         if body.tokens is None:
             raise required("tokens")
@@ -152,13 +148,6 @@ class Info:
 
     def _tokenizer(self) -> Tokenizer:
         return self._context.tokenizer.require("tokenizer")
-
-    async def _read(self, request: Request, kind: type[Any]) -> Any:
-        settings = self._context.settings
-        body, _ = await read_json(
-            request, kind, settings.limits, strict_fields=settings.strict_fields
-        )
-        return body
 
     # -- health -------------------------------------------------------------------------------
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from hetero_llm.core.outputs import CompletionOutput
 from hetero_llm.server.chat_requests import checked_chat, conversation_prompt, read_by_deltas
 from hetero_llm.server.context import Context
-from hetero_llm.server.endpoints.info import json_response
 from hetero_llm.server.errors import ApiError, FieldNames, required
 from hetero_llm.server.message_events import MessageReader, Piece
 from hetero_llm.server.messages_api.conversation import translated
@@ -33,7 +33,7 @@ from hetero_llm.server.messages_api.protocol import (
 from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.request_parsing import CheckedRequest, check_generation, read_known
 from hetero_llm.server.response_builder import EventBuilder, aborted
-from hetero_llm.server.responses import MESSAGE_EVENTS, Responses
+from hetero_llm.server.responses import MESSAGE_EVENTS, Responses, json_response
 
 _PREFIX = "msg_"
 
@@ -148,15 +148,13 @@ class _Builder(EventBuilder):
 
     def _stopped(self, one: CompletionOutput) -> Stopped:
         """How the message ended; `_message` gets it, too."""
-        deadline, message = self._engine_requests.deadline, self._message
-        reason = deadline.reason(one.finish_reason)
+        message = self._message
+        reason = self._engine_requests.deadline.reason(one.finish_reason)
         if reason == "length":
             full = self._reader.num_tokens < (self._body.max_tokens or 0)
-            timeout = deadline.cut(one.finish_reason)
-            window = full and not timeout
+            message.timeout = self._timeout(one)
+            window = full and message.timeout is UNSET
             message.stop_reason = "model_context_window_exceeded" if window else "max_tokens"
-            if timeout:
-                message.timeout = True
         elif reason != "stop":
             raise aborted()
         elif isinstance(one.stop_reason, str):

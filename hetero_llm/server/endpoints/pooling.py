@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -16,9 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hetero_llm.core.errors import (
-    DuplicateRequestError,
-    OverloadedError,
-    RequestError,
     shown,
 )
 from hetero_llm.core.pooling import Finish, PoolingInput, PoolingResult
@@ -37,6 +34,7 @@ from hetero_llm.server.errors import (
     wrong,
     wrong_value,
 )
+from hetero_llm.server.metrics import NEVER_BEGUN
 from hetero_llm.server.pooling_protocol import (
     UNAVAILABLE,
     Classification,
@@ -59,7 +57,7 @@ from hetero_llm.server.pooling_protocol import (
     Scores,
 )
 from hetero_llm.server.request_parsing import as_json, deadline_seconds, read_known, short_text
-from hetero_llm.server.responses import CLIENT_CLOSED_REQUEST, ClientGone, unless_gone
+from hetero_llm.server.responses import whole_response
 from hetero_llm.server.tokenization import plain_ids
 
 logger = logging.getLogger(__name__)
@@ -70,7 +68,6 @@ _NUMBERS_AT_ONCE = 1 << 15
 """Numbers written as text before the event loop gets its turn: some 5 ms."""
 _LOGGED_INPUTS = 16
 _SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"))
-_NEVER_BEGUN = (RequestError, OverloadedError, DuplicateRequestError)
 
 
 class PoolingEndpoints:
@@ -85,11 +82,11 @@ class PoolingEndpoints:
         call = _Call(self._context, request, body, "embd")
 
         async def work() -> msgspec.Struct:
-            inputs, values = await call.pool(body.input, EMBED)
-            data = [Embedding(i, one) for i, one in enumerate(await _as_raw(values, to_json))]
+            inputs, vectors = await call.vectors(body.input, EMBED, to_json)
+            data = [Embedding(i, one) for i, one in enumerate(vectors)]
             return Embeddings(call.id, call.created, call.model, data, _usage(inputs))
 
-        return await self._answer(request, work)
+        return await whole_response(self._context, request, work())
 
     async def pooling(self, request: Request) -> Response:
         body = await self._read(request, PoolingRequest)
@@ -98,11 +95,11 @@ class PoolingEndpoints:
         task = PoolingParams(task=body.task).task or call.inputs.model.tasks[0]
 
         async def work() -> msgspec.Struct:
-            inputs, values = await call.pool(body.input, task)
-            data = [Pooling(i, one) for i, one in enumerate(await _as_raw(values, to_json))]
+            inputs, vectors = await call.vectors(body.input, task, to_json)
+            data = [Pooling(i, one) for i, one in enumerate(vectors)]
             return Poolings(call.id, call.created, call.model, data, _usage(inputs))
 
-        return await self._answer(request, work)
+        return await whole_response(self._context, request, work())
 
     async def classify(self, request: Request) -> Response:
         body = await self._read(request, ClassifyRequest)
@@ -117,7 +114,7 @@ class PoolingEndpoints:
             ]
             return Classifications(call.id, call.created, call.model, data, _usage(inputs))
 
-        return await self._answer(request, work)
+        return await whole_response(self._context, request, work())
 
     async def score(self, request: Request) -> Response:
         body = await self._read(request, ScoreRequest)
@@ -132,7 +129,7 @@ class PoolingEndpoints:
             data = [Score(i, one) for i, one in enumerate(scores)]
             return Scores(call.id, call.created, call.model, data, PoolingUsage(tokens, tokens))
 
-        return await self._answer(request, work)
+        return await whole_response(self._context, request, work())
 
     async def rerank(self, request: Request) -> Response:
         body = await self._read(request, RerankRequest)
@@ -147,16 +144,15 @@ class PoolingEndpoints:
             limit = self._context.settings.limits.pooling_inputs
             texts = _documents(body.documents, limit)
             scores, tokens = await call.scores([query], texts, ("query", "documents"))
-            results = [
-                RerankResult(i, one, RerankDocument(texts[i])) for i, one in enumerate(scores)
-            ]
-            if body.return_documents is False:
-                results = [RerankResult(one.index, one.relevance_score) for one in results]
+            results = [RerankResult(i, one) for i, one in enumerate(scores)]
+            if body.return_documents is not False:
+                for result, text in zip(results, texts, strict=True):
+                    result.document = RerankDocument(text)
             results.sort(key=lambda one: -one.relevance_score)
             usage = PoolingUsage(tokens, tokens)
             return Reranked(call.id, call.model, usage, results[: body.top_n or None])
 
-        return await self._answer(request, work)
+        return await whole_response(self._context, request, work())
 
     async def _read(self, request: Request, kind: type[K]) -> K:
         """Reads a body and makes the checks that need no tokenizer."""
@@ -175,18 +171,6 @@ class PoolingEndpoints:
             raise unsupported("priority", "priority scheduling")
         short_text("request_id", body.request_id, context.settings.limits.request_id_chars)
         return body
-
-    async def _answer(
-        self, request: Request, work: Callable[[], Coroutine[Any, Any, msgspec.Struct]]
-    ) -> Response:
-        context = self._context
-        try:
-            result = await unless_gone(request.receive, work())
-        except ClientGone:
-            context.metrics.aborted("client_gone")
-            logger.info("request %s: the client has left, aborted", request_id_of(request))
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return Response(msgspec.json.encode(result), media_type="application/json")
 
 
 class _Call:
@@ -220,6 +204,20 @@ class _Call:
         several = isinstance(given, list) and type(given[0]) is not int
         inputs = await self._inputs(prompts, params, "input", several=several)
         return inputs, (await self._run(inputs, finish, task)).values
+
+    async def vectors(
+        self, given: Any, task: str, to_json: Callable[[np.ndarray], bytes]
+    ) -> tuple[Sequence[PoolingInput], list[msgspec.Raw]]:
+        """As `pool`, with the values as JSON; the event loop gets its turn after some of them."""
+        inputs, values = await self.pool(given, task)
+        made, written = [], 0
+        for one in values:
+            made.append(msgspec.Raw(to_json(one)))
+            written += len(one)
+            if written >= _NUMBERS_AT_ONCE:
+                written = 0
+                await asyncio.sleep(0)
+        return inputs, made
 
     async def scores(
         self, first: Sequence[str], second: Sequence[str], names: tuple[str, str]
@@ -321,7 +319,7 @@ class _Call:
                 metrics.pooled(tokens, arrival, reason="abort")
                 text = f"there was no result within {self._seconds:g} s"
                 raise ApiError(504, "request_timeout", text) from None
-            except _NEVER_BEGUN:
+            except NEVER_BEGUN:
                 raise
             except asyncio.CancelledError:
                 metrics.pooled(tokens, arrival, reason="abort")
@@ -435,17 +433,3 @@ def _as_numbers(values: np.ndarray) -> bytes:
 
 def _as_base64(values: np.ndarray) -> bytes:
     return b'"' + b64encode(values.astype("<f4").tobytes()) + b'"'
-
-
-async def _as_raw(
-    values: Sequence[np.ndarray], to_json: Callable[[np.ndarray], bytes]
-) -> list[msgspec.Raw]:
-    """The vectors as JSON; the event loop gets its turn after some of them."""
-    made, written = [], 0
-    for one in values:
-        made.append(msgspec.Raw(to_json(one)))
-        written += len(one)
-        if written >= _NUMBERS_AT_ONCE:
-            written = 0
-            await asyncio.sleep(0)
-    return made

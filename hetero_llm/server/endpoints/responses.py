@@ -13,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
+from msgspec.structs import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,14 +21,13 @@ from hetero_llm.core.errors import shown
 from hetero_llm.core.outputs import CompletionOutput
 from hetero_llm.server.chat_requests import checked_chat, read_by_deltas
 from hetero_llm.server.context import Context
-from hetero_llm.server.endpoints.info import json_response
 from hetero_llm.server.errors import ApiError, FieldNames, required, unsupported, wrong_value
 from hetero_llm.server.logprobs import chat_logprobs
 from hetero_llm.server.message_events import MessageReader, Piece
 from hetero_llm.server.protocol import ChatLogprob, ChatRequest
 from hetero_llm.server.request_parsing import CheckedRequest, check_generation, read_known
 from hetero_llm.server.response_builder import EventBuilder, aborted
-from hetero_llm.server.responses import RESPONSE_EVENTS, Responses
+from hetero_llm.server.responses import RESPONSE_EVENTS, Responses, json_response
 from hetero_llm.server.responses_api.conversation import (
     check_fields,
     new_items,
@@ -57,6 +57,7 @@ from hetero_llm.server.responses_api.protocol import (
     TextSettings,
 )
 from hetero_llm.server.responses_api.store import ResponseStore, StoredResponse
+from hetero_llm.server.translation import without_nulls
 
 logger = logging.getLogger(__name__)
 
@@ -264,8 +265,8 @@ class _Builder(EventBuilder):
         return self._numbered(self._writer.write(piece.event, self._logprobs(piece)))
 
     def _last_events(self, one: CompletionOutput) -> Sequence[Event]:
-        deadline, response = self._engine_requests.deadline, self._object
-        reason = deadline.reason(one.finish_reason)
+        response = self._object
+        reason = self._engine_requests.deadline.reason(one.finish_reason)
         if reason not in ("stop", "length"):
             raise aborted()
         events = self._writer.finish(cut=reason == "length")
@@ -275,9 +276,8 @@ class _Builder(EventBuilder):
         response.status = "completed"
         if reason == "length":
             response.status, response.completed_at = "incomplete", None
-            response.incomplete_details = IncompleteDetails("max_output_tokens")
-            if deadline.cut(one.finish_reason):
-                response.incomplete_details.timeout = True
+            details = IncompleteDetails("max_output_tokens", self._timeout(one))
+            response.incomplete_details = details
         if response.store:
             self._keep()
         last = Completed if reason == "stop" else Incomplete
@@ -326,7 +326,7 @@ class _Builder(EventBuilder):
 def _with_id(item: dict[str, Any]) -> dict[str, Any]:
     """An input item as lists of items show it: with an id, and with the parts of a message."""
     kind = item.get("type") or "message"
-    given = {name: value for name, value in item.items() if value is not None}
+    given = without_nulls(item)
     if kind == "message" and isinstance(given.get("content"), str):
         part = "output_text" if given.get("role") == "assistant" else "input_text"
         given["content"] = [{"type": part, "text": given["content"]}]
@@ -338,7 +338,11 @@ def _empty_response(conversation: _Conversation, request: CheckedRequest) -> Res
     """The response before its first token."""
     body, params = conversation.body, request.params[0]
     text, reasoning = body.text, body.reasoning
-    form = {"type": "text"} if text is None or text.format is None else _given(text.format)
+    form = (
+        {"type": "text"}
+        if text is None or text.format is None
+        else without_nulls(asdict(text.format))
+    )
     return ResponseObject(
         id=request.id,
         created_at=request.created,
@@ -357,14 +361,9 @@ def _empty_response(conversation: _Conversation, request: CheckedRequest) -> Res
         temperature=params.temperature,
         text=TextSettings(form, text.verbosity if text else None),
         tool_choice=tool_choice_of(body),
-        tools=[{"type": "function", **_given(tool)} for tool in tools_of(body)],
+        tools=[{"type": "function", **without_nulls(asdict(tool))} for tool in tools_of(body)],
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
         user=body.user,
         metadata=body.metadata or {},
     )
-
-
-def _given(value: msgspec.Struct) -> dict[str, Any]:
-    """The fields of an object that are not null."""
-    return {name: one for name, one in msgspec.structs.asdict(value).items() if one is not None}

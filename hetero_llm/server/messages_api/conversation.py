@@ -30,11 +30,7 @@ from hetero_llm.server.messages_api.protocol import (
 from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.settings import Limits
 from hetero_llm.server.templates import ChatTemplate
-from hetero_llm.server.translation import (
-    Conversation,
-    chat_request,
-    part_of,
-)
+from hetero_llm.server.translation import Conversation, chat_request, function_tool, part_of
 
 _ROLES = ("user", "assistant", "system")
 _THINKING = ("enabled", "disabled", "adaptive", "between_tools")
@@ -97,9 +93,7 @@ def translated(
             names[f"{function}.parameters"] = f"tools[{index}].input_schema"
     elif body.tool_choice is not None and body.tool_choice.type not in ("auto", "none"):
         raise wrong("tool_choice", "needs tools")
-    given = FieldNames(names)
-    with given.in_errors():
-        return chat_request(fields), given
+    return chat_request(fields, names)
 
 
 def _not_available(name: str, feature: str) -> ApiError:
@@ -355,14 +349,8 @@ def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
             raise required(f"{where}.name")
         if tool.input_schema is None:
             raise required(f"{where}.input_schema")
-        function = {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.input_schema,
-            "strict": tool.strict,
-        }
-        given = {name: one for name, one in function.items() if one is not None}
-        found.append({"type": "function", "function": given})
+        schema = tool.input_schema
+        found.append(function_tool(tool.name, tool.description, schema, strict=tool.strict))
     return found
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from hetero_llm.server.errors import (
     ApiError,
     FieldNames,
@@ -32,7 +34,9 @@ from hetero_llm.server.settings import Limits
 from hetero_llm.server.translation import (
     Conversation,
     chat_request,
+    function_tool,
     part_of,
+    without_nulls,
 )
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -155,15 +159,16 @@ def translated(
     names = dict(_NAMES)
     if tools:
         kept, fields["tool_choice"] = _allowed(tools, body.tool_choice)
-        fields["tools"] = _functions([tools[index] for index in kept])
+        fields["tools"] = [
+            function_tool(one.name, one.description, one.parameters, strict=one.strict)
+            for one in (tools[index] for index in kept)
+        ]
         for position, index in enumerate(kept):
             names[f"tools[{position}]"] = names[f"tools[{position}].function"] = f"tools[{index}]"
     elif body.tool_choice not in (None, "none", "auto"):
         raise wrong("tool_choice", "needs tools")
     names |= reader.conversation.names
-    given = FieldNames(names)
-    with given.in_errors():
-        return chat_request(fields), given
+    return chat_request(fields, names)
 
 
 def tools_of(body: ResponsesRequest) -> list[FunctionTool]:
@@ -231,20 +236,6 @@ def _chosen_name(tools: Sequence[FunctionTool], name: Any, where: str) -> str:
     return name
 
 
-def _functions(tools: Sequence[FunctionTool]) -> list[Any]:
-    found = []
-    for tool in tools:
-        function = {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.parameters,
-            "strict": tool.strict,
-        }
-        given = {name: value for name, value in function.items() if value is not None}
-        found.append({"type": "function", "function": given})
-    return found
-
-
 def _no_such_tool(where: str, kind: Any) -> ApiError:
     return wrong_value(
         where,
@@ -263,14 +254,9 @@ def _response_format(given: TextFormat) -> dict[str, Any] | None:
     for name in ("name", "schema"):
         if getattr(given, name) is None:
             raise required(f"text.format.{name}")
-    schema = {
-        "name": given.name,
-        "schema": given.schema,
-        "strict": given.strict,
-        "description": given.description,
-    }
-    found = {name: value for name, value in schema.items() if value is not None}
-    return {"type": kind, "json_schema": found}
+    schema = without_nulls(msgspec.structs.asdict(given))
+    del schema["type"]
+    return {"type": kind, "json_schema": schema}
 
 
 class _ItemReader:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hetero_llm.server.message_events import (
     CallArguments,
@@ -48,6 +49,18 @@ class _OpenText:
     is_reasoning: bool
     pieces: list[str] = field(default_factory=list)
     logprobs: list[ChatLogprob] = field(default_factory=list)
+
+    def part(self) -> Part:
+        """Its only part, with the text so far."""
+        text = "".join(self.pieces)
+        if self.is_reasoning:
+            return ReasoningText(text)
+        return OutputText(text, [], self.logprobs)
+
+    def item(self, status: str, *parts: Any) -> OutputItem:
+        if self.is_reasoning:
+            return ReasoningItem(self.id, status, [], list(parts))
+        return MessageItem(self.id, status, _ASSISTANT, list(parts))
 
 
 @dataclass(slots=True)
@@ -119,70 +132,45 @@ class OutputWriter:
         if self._text is None or self._text.is_reasoning != is_reasoning:
             events = self._end_text(_COMPLETED)
             events += self._start_text(is_reasoning=is_reasoning)
-        assert self._text is not None
-        self._text.pieces.append(text)
-        self._text.logprobs += logprobs
+        one = self._text
+        assert one is not None
+        one.pieces.append(text)
+        one.logprobs += logprobs
+        delta: Event
         if is_reasoning:
-            events.append(
-                ReasoningDelta(
-                    output_index=self._text.index,
-                    item_id=self._text.id,
-                    delta=text,
-                )
-            )
+            delta = ReasoningDelta(output_index=one.index, item_id=one.id, delta=text)
         else:
-            events.append(
-                TextDelta(
-                    output_index=self._text.index,
-                    item_id=self._text.id,
-                    delta=text,
-                    logprobs=list(logprobs),
-                )
-            )
-        return events
+            shown = list(logprobs)
+            delta = TextDelta(output_index=one.index, item_id=one.id, delta=text, logprobs=shown)
+        return [*events, delta]
 
     def _start_text(self, *, is_reasoning: bool) -> list[Event]:
         index = len(self._items)
         item_id = self._id("rs" if is_reasoning else "msg", index)
-        self._text = _OpenText(item_id, index, is_reasoning)
+        one = self._text = _OpenText(item_id, index, is_reasoning)
         self._items.append(None)
-        item: OutputItem
-        part: Part
-        if is_reasoning:
-            item, part = ReasoningItem(item_id, _RUNNING, [], []), ReasoningText("")
-        else:
-            item, part = MessageItem(item_id, _RUNNING, _ASSISTANT, []), OutputText("", [], [])
         return [
-            ItemAdded(output_index=index, item=item),
-            PartAdded(output_index=index, item_id=item_id, part=part),
+            ItemAdded(output_index=index, item=one.item(_RUNNING)),
+            PartAdded(output_index=index, item_id=item_id, part=one.part()),
         ]
 
     def _end_text(self, status: str) -> list[Event]:
-        open_one, self._text = self._text, None
-        if open_one is None:
+        one, self._text = self._text, None
+        if one is None:
             return []
-        text, index, item_id = "".join(open_one.pieces), open_one.index, open_one.id
-        item: OutputItem
-        part: Part
+        part = one.part()
+        item = self._items[one.index] = one.item(status, part)
         ended: Event
-        if open_one.is_reasoning:
-            part = ReasoningText(text)
-            item = ReasoningItem(item_id, status, [], [part])
-            ended = ReasoningDone(output_index=index, item_id=item_id, text=text)
+        if isinstance(part, ReasoningText):
+            ended = ReasoningDone(output_index=one.index, item_id=one.id, text=part.text)
         else:
-            part = OutputText(text, [], open_one.logprobs)
-            item = MessageItem(item_id, status, _ASSISTANT, [part])
             ended = TextDone(
-                output_index=index,
-                item_id=item_id,
-                text=text,
-                logprobs=open_one.logprobs,
+                output_index=one.index, item_id=one.id, text=part.text, logprobs=part.logprobs
             )
-        self._items[index] = item
         return [
             ended,
-            PartDone(output_index=index, item_id=item_id, part=part),
-            ItemDone(output_index=index, item=item),
+            PartDone(output_index=one.index, item_id=one.id, part=part),
+            ItemDone(output_index=one.index, item=item),
         ]
 
     # -- calls --------------------------------------------------------------------------------
