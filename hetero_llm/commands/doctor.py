@@ -544,19 +544,18 @@ def _prediction_sections(
         )
     of_model["read by each step"] = f"{gib(sizes.read)} besides"
     of_model["KV cache"] = f"{sizes.kv_token / 1024:.0f} KiB a token"
-    machine = {
-        "GPU memory": gib(rates.gpu_bytes),
-        "GPU reads": f"{rates.gpu / 1e9:.0f} GB/s",
-        "host to GPU": f"{rates.link / 1e9:.1f} GB/s",
-        "host memory": gib(rates.host_bytes),
-        "cores read": f"{rates.dram / 1e9:.1f} GB/s",
+    rows = [
+        ("GPU memory", "gpu_bytes", gib(rates.gpu_bytes)),
+        ("GPU reads", "gpu", f"{rates.gpu / 1e9:.0f} GB/s"),
+        ("host to GPU", "link", f"{rates.link / 1e9:.1f} GB/s"),
+        ("host memory", "host_bytes", gib(rates.host_bytes)),
+        ("cores read", "dram", f"{rates.dram / 1e9:.1f} GB/s"),
+    ]
+    machine: Facts = {
+        name: f"{value} ({rates.sources[source]})"
+        for name, source, value in rows
+        if rates.gpu_bytes or source not in ("gpu", "link")
     }
-    named = zip(machine, ("gpu_bytes", "gpu", "link", "host_bytes", "dram"), strict=True)
-    if not rates.gpu_bytes:
-        machine = {name: machine[name] for name in ("GPU memory", "host memory", "cores read")}
-        named = zip(machine, ("gpu_bytes", "host_bytes", "dram"), strict=True)
-    for line, source in list(named):
-        machine[line] += f" ({rates.sources[source]})"
     prediction: Facts = {"placement": found.where}
     if found.plan is not None:
         prediction["experts"] = str(found.plan)
@@ -565,7 +564,7 @@ def _prediction_sections(
         if abs(speed.local - speed.uniform) > 0.01 * speed.local:
             tokens = f"{speed.uniform:.1f} to {speed.local:.1f} tokens/s, uniform to local use"
         prediction[f"batch {speed.batch}"] = tokens
-    sections = {"Model": of_model, "Machine": {**machine}, "Prediction": prediction}
+    sections = {"Model": of_model, "Machine": machine, "Prediction": prediction}
     sections["Assumptions"] = {str(i): one for i, one in enumerate(predict.assumptions(), 1)}
     if warnings:
         sections["Warnings"] = {str(i): one for i, one in enumerate(warnings, 1)}

@@ -73,6 +73,7 @@ class MessageParsers:
                 "the chat template shows no known format of tool calls; name it with "
                 "--tool-call-parser",
             )
+        self._reasons = self.format.reasons
         texts = tokenizer.added_tokens
         written = written_texts(self.format)
         self._written_ids = {
@@ -234,7 +235,7 @@ class MessageParsers:
         return "reasoning" if reasoning.is_open_behind(text) else "content"
 
     def _parses(self, tools: ToolRequest) -> bool:
-        return self.format.reasons or tools.is_on
+        return self._reasons or tools.is_on
 
     def _decode(self, token_ids: Any) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)

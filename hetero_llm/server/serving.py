@@ -288,12 +288,10 @@ class Server(uvicorn.Server):
         self._ready = ready
         self._say = say
         self._stats_interval = stats_interval
-        self._reporting: asyncio.Task[None] | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._keep_alive_on_hang = keep_alive_on_hang
         self._hung_since: float | None = None
-        self._stop: asyncio.Event | None = None
-        self._end_at_once: asyncio.Event | None = None
+        self._stop, self._end_at_once = asyncio.Event(), asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run_until_stopped(self, listener: socket.socket) -> int:
@@ -309,7 +307,6 @@ class Server(uvicorn.Server):
         except BaseException:
             await self._client.shutdown(0.0)
             raise
-        self._stop, self._end_at_once = asyncio.Event(), asyncio.Event()
         drain_on_hangup(self.handle_exit)
         serving = asyncio.create_task(self.serve(sockets=[listener]))
         end = asyncio.create_task(self._until_the_end())
@@ -327,13 +324,13 @@ class Server(uvicorn.Server):
 
     async def _until_the_end(self) -> int:
         """Waits for a signal or the end of the engine, and drains; returns the exit code."""
-        assert self._stop is not None and self._end_at_once is not None
         while not self.started:
             await asyncio.sleep(0.01)
         self._say(self._ready)
-        self._reading = asyncio.create_task(self.context.readings.run())
+        self._tasks = [asyncio.create_task(self.context.readings.run())]
         if self._stats_interval is not None:
-            self._reporting = asyncio.create_task(log_stats(self._client, self._stats_interval))
+            reports = log_stats(self._client, self._stats_interval)
+            self._tasks.append(asyncio.create_task(reports))
         while not self._stop.is_set():
             try:
                 await asyncio.wait_for(self._stop.wait(), _POLL_SECONDS)
@@ -370,7 +367,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Signal handler. The first signal starts draining, the second ends at once; but for
         SIGHUP, which a shell sends again to the jobs of a terminal that has closed."""
-        assert self._stop is not None and self._loop is not None
+        assert self._loop is not None
         if self.context.leaving and sig == signal.SIGHUP:
             return
         if not self.context.leaving and sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -382,7 +379,6 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._end_now)
 
     def _end_now(self) -> None:
-        assert self._end_at_once is not None
         self.force_exit = True
         self._end_at_once.set()
         self._ending = asyncio.ensure_future(self._client.shutdown(0.0))

@@ -92,15 +92,15 @@ class _ChatBuilder(ChunkBuilder[ChatRequest]):
             self._counter.note(index, output, output.outputs)
             if output.finished:
                 choices = [self._choice(one) for one in output.outputs]
-                likely = prompt_logprobs(
-                    self._tokenizer, output.prompt_logprobs, as_ids=self._as_ids
-                )
+                if self._body.prompt_logprobs is not None:
+                    likely = prompt_logprobs(
+                        self._tokenizer, output.prompt_logprobs, as_ids=self._as_ids
+                    )
         request = self._request
         response = Chat(
             request.id, _OBJECT, request.created, request.model, choices, self._counter.usage()
         )
-        if self._body.prompt_logprobs is not None:
-            response.prompt_logprobs = likely
+        response.prompt_logprobs = likely
         if self._body.return_token_ids:
             response.prompt_token_ids = list(request.prompts[0].token_ids or ())
         return response
