@@ -123,7 +123,8 @@ class ChunkBuilder(ResponseBuilder[B]):
 
 
 class EventBuilder(ResponseBuilder[ChatRequest]):
-    """A builder of one message whose stream are events, of which `MessageReader` has the contents.
+    """Builds one message from the pieces that a `MessageReader` yields; a stream of it consists of
+    events.
 
     Args:
         reader: of the message.

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
+from hetero_llm.server import protocol as wire
 from hetero_llm.server.chat_requests import CheckedChat, checked_chat
 from hetero_llm.server.context import Context
 from hetero_llm.server.logprobs import chat_logprobs, prompt_logprobs
@@ -22,21 +23,6 @@ from hetero_llm.server.message_events import (
     PlainParser,
     Reasoning,
 )
-from hetero_llm.server.protocol import (
-    CalledFunction,
-    Chat,
-    ChatChoice,
-    ChatLogprobs,
-    ChatRequest,
-    Chunk,
-    ChunkChoice,
-    Delta,
-    FunctionDelta,
-    ResponseMessage,
-    ResponseToolCall,
-    ToolCallDelta,
-    Usage,
-)
 from hetero_llm.server.request_parsing import read_generation
 from hetero_llm.server.response_builder import ChunkBuilder
 from hetero_llm.server.responses import Handler, Responses
@@ -48,7 +34,7 @@ def chat_endpoint(context: Context, responses: Responses) -> Handler:
     """The handler of the route."""
 
     async def chat_completions(request: Request) -> Response:
-        body = await read_generation(context, request, ChatRequest)
+        body = await read_generation(context, request, wire.ChatRequest)
         chat = await checked_chat(context, request, body, prefix="chatcmpl-")
         builder = _ChatBuilder(context, body, chat)
         return await responses.send(request, chat.request, builder, streamed=bool(body.stream))
@@ -56,10 +42,10 @@ def chat_endpoint(context: Context, responses: Responses) -> Handler:
     return chat_completions
 
 
-class _ChatBuilder(ChunkBuilder[ChatRequest]):
+class _ChatBuilder(ChunkBuilder[wire.ChatRequest]):
     """Builds the response to one conversation."""
 
-    def __init__(self, context: Context, body: ChatRequest, chat: CheckedChat) -> None:
+    def __init__(self, context: Context, body: wire.ChatRequest, chat: CheckedChat) -> None:
         super().__init__(context, body, chat.request)
         self._new_parser = chat.new_parser
         self._messages: dict[int, MessageWords] = {}
@@ -85,8 +71,8 @@ class _ChatBuilder(ChunkBuilder[ChatRequest]):
         reason = self._engine_requests.deadline.reason(one.finish_reason)
         return "tool_calls" if reason == "stop" and message.has_calls else reason
 
-    async def whole(self) -> Chat:
-        choices: list[ChatChoice] = []
+    async def whole(self) -> wire.Chat:
+        choices: list[wire.ChatChoice] = []
         likely: list[Any] | None = None
         async for index, output in self._engine_requests.outputs():
             self._counter.note(index, output, output.outputs)
@@ -97,7 +83,7 @@ class _ChatBuilder(ChunkBuilder[ChatRequest]):
                         self._tokenizer, output.prompt_logprobs, as_ids=self._as_ids
                     )
         request = self._request
-        response = Chat(
+        response = wire.Chat(
             request.id, _OBJECT, request.created, request.model, choices, self._counter.usage()
         )
         response.prompt_logprobs = likely
@@ -105,9 +91,9 @@ class _ChatBuilder(ChunkBuilder[ChatRequest]):
             response.prompt_token_ids = list(request.prompts[0].token_ids or ())
         return response
 
-    def _choice(self, one: CompletionOutput) -> ChatChoice:
+    def _choice(self, one: CompletionOutput) -> wire.ChatChoice:
         message = self._note(one)
-        choice = ChatChoice(
+        choice = wire.ChatChoice(
             one.index,
             message.whole(self._role()),
             self._logprobs(one),
@@ -121,15 +107,15 @@ class _ChatBuilder(ChunkBuilder[ChatRequest]):
 
     def _chunk_choice(
         self, index: int, output: RequestOutput, one: CompletionOutput
-    ) -> ChunkChoice | None:
+    ) -> wire.ChunkChoice | None:
         message = self._note(one)
         delta = message.delta()
         shown = self._body.return_token_ids or self._body.logprobs
         if delta is None and one.finish_reason is None and not shown:
             return None
-        choice = ChunkChoice(
+        choice = wire.ChunkChoice(
             one.index,
-            Delta() if delta is None else delta,
+            wire.Delta() if delta is None else delta,
             self._logprobs(one),
             self._finish_reason(one, message),
         )
@@ -140,20 +126,22 @@ class _ChatBuilder(ChunkBuilder[ChatRequest]):
             choice.token_ids = one.token_ids
         return choice
 
-    def _opening_chunks(self, usage: Usage | UnsetType | None) -> Iterable[Chunk]:
+    def _opening_chunks(self, usage: wire.Usage | UnsetType | None) -> Iterable[wire.Chunk]:
         """The role of each choice."""
         for number in range(self._request.params[0].n):
-            delta = Delta(role=self._role(), content="")
-            chunk = self._chunk([ChunkChoice(number, delta, None, None)], usage)
+            delta = wire.Delta(role=self._role(), content="")
+            chunk = self._chunk([wire.ChunkChoice(number, delta, None, None)], usage)
             if self._body.return_token_ids and number == 0:
                 chunk.prompt_token_ids = list(self._request.prompts[0].token_ids or ())
             yield chunk
 
-    def _chunk(self, choices: Sequence[ChunkChoice], usage: Usage | UnsetType | None) -> Chunk:
+    def _chunk(
+        self, choices: Sequence[wire.ChunkChoice], usage: wire.Usage | UnsetType | None
+    ) -> wire.Chunk:
         request = self._request
-        return Chunk(request.id, _CHUNK, request.created, request.model, list(choices), usage)
+        return wire.Chunk(request.id, _CHUNK, request.created, request.model, list(choices), usage)
 
-    def _logprobs(self, one: CompletionOutput) -> ChatLogprobs | None:
+    def _logprobs(self, one: CompletionOutput) -> wire.ChatLogprobs | None:
         if not self._body.logprobs or one.logprobs is None:
             return None
         return chat_logprobs(
@@ -201,10 +189,10 @@ class MessageWords:
         if last:
             self._new += self._parser.finish()
 
-    def whole(self, role: str) -> ResponseMessage:
+    def whole(self, role: str) -> wire.ResponseMessage:
         """The message, of all events."""
-        delta = self.delta() or Delta()
-        message = ResponseMessage(role, delta.content or None)
+        delta = self.delta() or wire.Delta()
+        message = wire.ResponseMessage(role, delta.content or None)
         message.reasoning = message.reasoning_content = delta.reasoning or None
         if delta.tool_calls:
             message.tool_calls = [_call(one) for one in delta.tool_calls]
@@ -212,14 +200,16 @@ class MessageWords:
             message.content = ""
         return message
 
-    def delta(self) -> Delta | None:
+    def delta(self) -> wire.Delta | None:
         """What is new since the last call; None if that is nothing."""
         events, self._new = self._new, []
         if self._is_plain:
-            return Delta(content="".join(one.text for one in events if isinstance(one, Content)))
+            return wire.Delta(
+                content="".join(one.text for one in events if isinstance(one, Content))
+            )
         content: list[str] = []
         reasoning: list[str] = []
-        calls: dict[int, ToolCallDelta] = {}
+        calls: dict[int, wire.ToolCallDelta] = {}
         for event in events:
             if isinstance(event, Content):
                 content.append(event.text)
@@ -227,11 +217,11 @@ class MessageWords:
                 reasoning.append(event.text)
             elif isinstance(event, CallStart):
                 self.has_calls = True
-                function = FunctionDelta(event.name, "")
-                calls[event.index] = ToolCallDelta(event.index, event.id, "function", function)
+                function = wire.FunctionDelta(event.name, "")
+                calls[event.index] = wire.ToolCallDelta(event.index, event.id, "function", function)
             elif isinstance(event, CallArguments):
                 _add_arguments(calls, event)
-        delta = Delta()
+        delta = wire.Delta()
         if content:
             delta.content = "".join(content)
         if reasoning and self._with_reasoning:
@@ -241,23 +231,23 @@ class MessageWords:
         return delta if content or calls or (reasoning and self._with_reasoning) else None
 
 
-def _add_arguments(calls: dict[int, ToolCallDelta], event: CallArguments) -> None:
+def _add_arguments(calls: dict[int, wire.ToolCallDelta], event: CallArguments) -> None:
     """Adds arguments to the delta of their call: clients join deltas of one index over chunks, not
     all of them within a chunk."""
     call = calls.get(event.index)
     if call is None:
-        calls[event.index] = ToolCallDelta(
-            event.index, function=FunctionDelta(arguments=event.text)
+        calls[event.index] = wire.ToolCallDelta(
+            event.index, function=wire.FunctionDelta(arguments=event.text)
         )
     else:
-        assert isinstance(call.function, FunctionDelta)
+        assert isinstance(call.function, wire.FunctionDelta)
         call.function.arguments = (call.function.arguments or "") + event.text
 
 
-def _call(delta: ToolCallDelta) -> ResponseToolCall:
+def _call(delta: wire.ToolCallDelta) -> wire.ResponseToolCall:
     """A whole call."""
     function = delta.function
-    assert isinstance(function, FunctionDelta) and isinstance(delta.id, str)
-    return ResponseToolCall(
-        delta.id, CalledFunction(str(function.name), str(function.arguments or ""))
+    assert isinstance(function, wire.FunctionDelta) and isinstance(delta.id, str)
+    return wire.ResponseToolCall(
+        delta.id, wire.CalledFunction(str(function.name), str(function.arguments or ""))
     )

@@ -13,17 +13,10 @@ from starlette.responses import Response
 from hetero_llm.core.errors import shown
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.engine.inputs.input_processor import Prompt
+from hetero_llm.server import protocol as wire
 from hetero_llm.server.context import Context
 from hetero_llm.server.errors import empty, invalid, required, wrong
 from hetero_llm.server.logprobs import CompletionLogprobWriter, prompt_logprobs
-from hetero_llm.server.protocol import (
-    Completion,
-    CompletionChoice,
-    CompletionChunk,
-    CompletionLogprobs,
-    CompletionRequest,
-    Usage,
-)
 from hetero_llm.server.request_parsing import (
     CheckedRequest,
     TokenLimit,
@@ -46,7 +39,7 @@ def completions_endpoint(context: Context, responses: Responses) -> Handler:
     """The handler of the route."""
 
     async def completions(request: Request) -> Response:
-        body = await read_generation(context, request, CompletionRequest)
+        body = await read_generation(context, request, wire.CompletionRequest)
         checked = await _checked(context, request, body)
         builder = _CompletionBuilder(context, body, checked)
         return await responses.send(request, checked, builder, streamed=bool(body.stream))
@@ -54,7 +47,9 @@ def completions_endpoint(context: Context, responses: Responses) -> Handler:
     return completions
 
 
-async def _checked(context: Context, request: Request, body: CompletionRequest) -> CheckedRequest:
+async def _checked(
+    context: Context, request: Request, body: wire.CompletionRequest
+) -> CheckedRequest:
     check_max_tokens(body.max_tokens, "max_tokens", lowest=0 if body.echo else 1)
     # Even to generate nothing the engine takes a step, which ends with a token.
     wanted = 1 if body.max_tokens == 0 else body.max_tokens
@@ -105,7 +100,7 @@ def _check_ids(ids: list[Any], where: str) -> None:
 
 
 async def _prompts(
-    request: CompletionRequest,
+    request: wire.CompletionRequest,
     parsed: Sequence[str | list[int]],
     tokenizer: ApiTokenizer,
     *,
@@ -139,15 +134,17 @@ def _check_fan_out(prompts: int, width: int, limits: Limits) -> None:
         )
 
 
-class _CompletionBuilder(ChunkBuilder[CompletionRequest]):
+class _CompletionBuilder(ChunkBuilder[wire.CompletionRequest]):
     """Builds the response to one request. Choices are numbered by prompt, then by sequence."""
 
-    def __init__(self, context: Context, body: CompletionRequest, request: CheckedRequest) -> None:
+    def __init__(
+        self, context: Context, body: wire.CompletionRequest, request: CheckedRequest
+    ) -> None:
         super().__init__(context, body, request)
         self._logprobs: dict[int, CompletionLogprobWriter] = {}
         self._started: set[int] = set()
 
-    async def whole(self) -> Completion:
+    async def whole(self) -> wire.Completion:
         choices = []
         async for index, output in self._outputs():
             self._counter.note(index, output, output.outputs)
@@ -155,7 +152,7 @@ class _CompletionBuilder(ChunkBuilder[CompletionRequest]):
                 choices += [self._chunk_choice(index, output, one) for one in output.outputs]
         choices.sort(key=lambda choice: choice.index)
         request = self._request
-        return Completion(
+        return wire.Completion(
             request.id, _OBJECT, request.created, request.model, choices, self._counter.usage()
         )
 
@@ -165,7 +162,7 @@ class _CompletionBuilder(ChunkBuilder[CompletionRequest]):
 
     def _chunk_choice(
         self, index: int, output: RequestOutput, one: CompletionOutput
-    ) -> CompletionChoice:
+    ) -> wire.CompletionChoice:
         body, prompt = self._body, self._request.prompts[index]
         number = index * self._request.params[index].n + one.index
         first = number not in self._started
@@ -175,7 +172,7 @@ class _CompletionBuilder(ChunkBuilder[CompletionRequest]):
         if first and body.echo:
             text = self._prompt_text(prompt) + text
         reason = self._engine_requests.deadline.reason(one.finish_reason)
-        choice = CompletionChoice(
+        choice = wire.CompletionChoice(
             number, text, logprobs, reason, one.stop_reason, timeout=self._timeout(one)
         )
         if body.return_token_ids:
@@ -196,7 +193,7 @@ class _CompletionBuilder(ChunkBuilder[CompletionRequest]):
         prompt: Prompt,
         output: RequestOutput,
         one: CompletionOutput,
-    ) -> CompletionLogprobs | None:
+    ) -> wire.CompletionLogprobs | None:
         body = self._body
         wanted = completion_logprobs(body)
         if wanted is None:
@@ -224,16 +221,16 @@ class _CompletionBuilder(ChunkBuilder[CompletionRequest]):
         return self._tokenizer.decode(prompt.token_ids or (), skip_special_tokens=False)
 
     def _chunk(
-        self, choices: Sequence[CompletionChoice], usage: Usage | UnsetType | None
-    ) -> CompletionChunk:
+        self, choices: Sequence[wire.CompletionChoice], usage: wire.Usage | UnsetType | None
+    ) -> wire.CompletionChunk:
         request = self._request
-        return CompletionChunk(
+        return wire.CompletionChunk(
             request.id,
             _OBJECT,
             request.created,
             request.model,
             list(choices),
-            usage if isinstance(usage, Usage) else None,
+            usage if isinstance(usage, wire.Usage) else None,
         )
 
 

@@ -14,22 +14,9 @@ from hetero_llm.server.chat_requests import checked_chat, conversation_prompt, r
 from hetero_llm.server.context import Context
 from hetero_llm.server.errors import ApiError, FieldNames, required
 from hetero_llm.server.message_events import MessageReader, Piece
+from hetero_llm.server.messages_api import protocol as wire
 from hetero_llm.server.messages_api.conversation import translated
 from hetero_llm.server.messages_api.output import BlockWriter
-from hetero_llm.server.messages_api.protocol import (
-    ErrorDetails,
-    ErrorEvent,
-    Event,
-    MessageDelta,
-    MessageObject,
-    MessagesRequest,
-    MessageStart,
-    MessageStop,
-    MessageUsage,
-    OutputTokensDetails,
-    Stopped,
-    TokenCount,
-)
 from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.request_parsing import CheckedRequest, check_generation, read_known
 from hetero_llm.server.response_builder import EventBuilder, aborted
@@ -77,11 +64,11 @@ class MessagesApi:
             check_generation(context, chat)
             tools = context.parsers.requested(chat, context.settings.limits)
             prompt = await conversation_prompt(context, chat, tools)
-        return json_response(TokenCount(len(prompt.token_ids or ())))
+        return json_response(wire.TokenCount(len(prompt.token_ids or ())))
 
-    async def _read(self, request: Request) -> tuple[MessagesRequest, ChatRequest, FieldNames]:
+    async def _read(self, request: Request) -> tuple[wire.MessagesRequest, ChatRequest, FieldNames]:
         context = self._context
-        body = await read_known(context, request, MessagesRequest)
+        body = await read_known(context, request, wire.MessagesRequest)
         chat, names = translated(
             body,
             context.tokenizer.chat_template,
@@ -121,32 +108,36 @@ class _Builder(EventBuilder):
         super().__init__(context, body, request, reader)
         self._names = names
         self._writer = writer
-        self._message = MessageObject(
+        self._message = wire.MessageObject(
             request.id, "assistant", request.model, [], None, None, self._usage()
         )
 
-    def failure(self, error: ApiError) -> ErrorEvent:
-        return ErrorEvent(ErrorDetails(error.anthropic_kind, error.message))
+    def failure(self, error: ApiError) -> wire.ErrorEvent:
+        return wire.ErrorEvent(wire.ErrorDetails(error.anthropic_kind, error.message))
 
     def _naming_errors(self) -> AbstractContextManager[None]:
         return _said_as_anthropic(self._names)
 
-    def _response(self) -> MessageObject:
+    def _response(self) -> wire.MessageObject:
         self._message.content = self._writer.blocks
         return self._message
 
-    def _first_events(self) -> Sequence[Event]:
+    def _first_events(self) -> Sequence[wire.Event]:
         self._message.usage = self._usage()
-        return [MessageStart(self._message)]
+        return [wire.MessageStart(self._message)]
 
-    def _events_of(self, piece: Piece) -> Sequence[Event]:
+    def _events_of(self, piece: Piece) -> Sequence[wire.Event]:
         return self._writer.write(piece.event)
 
-    def _last_events(self, one: CompletionOutput) -> Sequence[Event]:
+    def _last_events(self, one: CompletionOutput) -> Sequence[wire.Event]:
         stopped = self._stopped(one)
-        return [*self._writer.close(), MessageDelta(stopped, self._message.usage), MessageStop()]
+        return [
+            *self._writer.close(),
+            wire.MessageDelta(stopped, self._message.usage),
+            wire.MessageStop(),
+        ]
 
-    def _stopped(self, one: CompletionOutput) -> Stopped:
+    def _stopped(self, one: CompletionOutput) -> wire.Stopped:
         """How the message ended; `_message` gets it, too."""
         message = self._message
         reason = self._engine_requests.deadline.reason(one.finish_reason)
@@ -162,11 +153,11 @@ class _Builder(EventBuilder):
         else:
             message.stop_reason = "tool_use" if self._reader.has_calls else "end_turn"
         message.usage = self._usage()
-        return Stopped(message.stop_reason, message.stop_sequence, message.timeout)
+        return wire.Stopped(message.stop_reason, message.stop_sequence, message.timeout)
 
-    def _usage(self) -> MessageUsage:
+    def _usage(self) -> wire.MessageUsage:
         usage, cached = self._counter.usage(), self._counter.cached
-        thinking = OutputTokensDetails(self._reader.reasoning_tokens)
-        return MessageUsage(
+        thinking = wire.OutputTokensDetails(self._reader.reasoning_tokens)
+        return wire.MessageUsage(
             usage.prompt_tokens - cached, 0, cached, usage.completion_tokens, thinking
         )

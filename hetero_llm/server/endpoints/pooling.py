@@ -23,6 +23,7 @@ from hetero_llm.core.pooling_params import CLASSIFY, EMBED, SCORE, PoolingParams
 from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.engine.pooling.pooling_inputs import PoolingInputs
 from hetero_llm.engine.pooling.score_pairs import pair_up, score_of_vectors
+from hetero_llm.server import pooling_protocol as wire
 from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.errors import (
     ApiError,
@@ -35,33 +36,12 @@ from hetero_llm.server.errors import (
     wrong_value,
 )
 from hetero_llm.server.metrics import NEVER_BEGUN
-from hetero_llm.server.pooling_protocol import (
-    UNAVAILABLE,
-    Classification,
-    Classifications,
-    ClassifyRequest,
-    Embedding,
-    EmbeddingRequest,
-    Embeddings,
-    Pooling,
-    PoolingFields,
-    PoolingRequest,
-    Poolings,
-    PoolingUsage,
-    RerankDocument,
-    Reranked,
-    RerankRequest,
-    RerankResult,
-    Score,
-    ScoreRequest,
-    Scores,
-)
 from hetero_llm.server.request_parsing import as_json, deadline_seconds, read_known, short_text
 from hetero_llm.server.responses import whole_response
 from hetero_llm.server.tokenization import plain_ids
 
 logger = logging.getLogger(__name__)
-K = TypeVar("K", bound=PoolingFields)
+K = TypeVar("K", bound=wire.PoolingFields)
 
 _FORMATS = ("float", "base64")
 _NUMBERS_AT_ONCE = 1 << 15
@@ -77,47 +57,47 @@ class PoolingEndpoints:
         self._context = context
 
     async def embeddings(self, request: Request) -> Response:
-        body = await self._read(request, EmbeddingRequest)
+        body = await self._read(request, wire.EmbeddingRequest)
         to_json = _format_of(body.encoding_format)
         call = _Call(self._context, request, body, "embd")
 
         async def work() -> msgspec.Struct:
             inputs, vectors = await call.vectors(body.input, EMBED, to_json)
-            data = [Embedding(i, one) for i, one in enumerate(vectors)]
-            return Embeddings(call.id, call.created, call.model, data, _usage(inputs))
+            data = [wire.Embedding(i, one) for i, one in enumerate(vectors)]
+            return wire.Embeddings(call.id, call.created, call.model, data, _usage(inputs))
 
         return await whole_response(self._context, request, work())
 
     async def pooling(self, request: Request) -> Response:
-        body = await self._read(request, PoolingRequest)
+        body = await self._read(request, wire.PoolingRequest)
         to_json = _format_of(body.encoding_format)
         call = _Call(self._context, request, body, "pool")
         task = PoolingParams(task=body.task).task or call.inputs.model.tasks[0]
 
         async def work() -> msgspec.Struct:
             inputs, vectors = await call.vectors(body.input, task, to_json)
-            data = [Pooling(i, one) for i, one in enumerate(vectors)]
-            return Poolings(call.id, call.created, call.model, data, _usage(inputs))
+            data = [wire.Pooling(i, one) for i, one in enumerate(vectors)]
+            return wire.Poolings(call.id, call.created, call.model, data, _usage(inputs))
 
         return await whole_response(self._context, request, work())
 
     async def classify(self, request: Request) -> Response:
-        body = await self._read(request, ClassifyRequest)
+        body = await self._read(request, wire.ClassifyRequest)
         call = _Call(self._context, request, body, "classify")
 
         async def work() -> msgspec.Struct:
             inputs, values = await call.pool(body.input, CLASSIFY)
             labels = call.inputs.model.labels
             data = [
-                Classification(i, labels[int(one.argmax())], one.tolist(), len(one))
+                wire.Classification(i, labels[int(one.argmax())], one.tolist(), len(one))
                 for i, one in enumerate(values)
             ]
-            return Classifications(call.id, call.created, call.model, data, _usage(inputs))
+            return wire.Classifications(call.id, call.created, call.model, data, _usage(inputs))
 
         return await whole_response(self._context, request, work())
 
     async def score(self, request: Request) -> Response:
-        body = await self._read(request, ScoreRequest)
+        body = await self._read(request, wire.ScoreRequest)
         first_name, second_name = _sides_of(body)
         call = _Call(self._context, request, body, "score")
 
@@ -126,13 +106,15 @@ class PoolingEndpoints:
             first = _texts(getattr(body, first_name), first_name, limit)
             second = _texts(getattr(body, second_name), second_name, limit)
             scores, tokens = await call.scores(first, second, (first_name, second_name))
-            data = [Score(i, one) for i, one in enumerate(scores)]
-            return Scores(call.id, call.created, call.model, data, PoolingUsage(tokens, tokens))
+            data = [wire.Score(i, one) for i, one in enumerate(scores)]
+            return wire.Scores(
+                call.id, call.created, call.model, data, wire.PoolingUsage(tokens, tokens)
+            )
 
         return await whole_response(self._context, request, work())
 
     async def rerank(self, request: Request) -> Response:
-        body = await self._read(request, RerankRequest)
+        body = await self._read(request, wire.RerankRequest)
         call = _Call(self._context, request, body, "rerank")
         if body.query is None:
             raise required("query")
@@ -144,13 +126,13 @@ class PoolingEndpoints:
             limit = self._context.settings.limits.pooling_inputs
             texts = _documents(body.documents, limit)
             scores, tokens = await call.scores([query], texts, ("query", "documents"))
-            results = [RerankResult(i, one) for i, one in enumerate(scores)]
+            results = [wire.RerankResult(i, one) for i, one in enumerate(scores)]
             if body.return_documents is not False:
                 for result, text in zip(results, texts, strict=True):
-                    result.document = RerankDocument(text)
+                    result.document = wire.RerankDocument(text)
             results.sort(key=lambda one: -one.relevance_score)
-            usage = PoolingUsage(tokens, tokens)
-            return Reranked(call.id, call.model, usage, results[: body.top_n or None])
+            usage = wire.PoolingUsage(tokens, tokens)
+            return wire.Reranked(call.id, call.model, usage, results[: body.top_n or None])
 
         return await whole_response(self._context, request, work())
 
@@ -164,7 +146,7 @@ class PoolingEndpoints:
                 "embedding model, or this one with --runner pooling"
             )
             raise invalid("model", reason, "unsupported_task")
-        for name, feature in UNAVAILABLE.items():
+        for name, feature in wire.UNAVAILABLE.items():
             if getattr(body, name, None) not in (None, []):
                 raise unsupported(name, feature)
         if body.priority:
@@ -177,7 +159,7 @@ class _Call:
     """One request: its name in the answer, and the way of its texts through the engine."""
 
     def __init__(
-        self, context: Context, request: Request, body: PoolingFields, prefix: str
+        self, context: Context, request: Request, body: wire.PoolingFields, prefix: str
     ) -> None:
         inputs = context.client.pooling_inputs
         assert inputs is not None
@@ -346,9 +328,9 @@ def _tokens(inputs: Sequence[PoolingInput]) -> int:
     return sum(map(len, inputs))
 
 
-def _usage(inputs: Sequence[PoolingInput]) -> PoolingUsage:
+def _usage(inputs: Sequence[PoolingInput]) -> wire.PoolingUsage:
     tokens = _tokens(inputs)
-    return PoolingUsage(tokens, tokens)
+    return wire.PoolingUsage(tokens, tokens)
 
 
 # -- fields of requests ---------------------------------------------------------------------
@@ -405,7 +387,7 @@ def _check_count(name: str, given: Sequence[Any], limit: int) -> None:
         raise too_many(name, f"{len(given)} entries", limit)
 
 
-def _sides_of(body: ScoreRequest) -> tuple[str, str]:
+def _sides_of(body: wire.ScoreRequest) -> tuple[str, str]:
     """The names of the two fields that the request has."""
     given = [name for pair in _SIDES for name in pair if getattr(body, name) is not None]
     for pair in _SIDES:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import count
 from typing import Any
 from uuid import uuid4
@@ -20,7 +19,7 @@ from starlette.responses import Response
 from hetero_llm.core.errors import shown
 from hetero_llm.core.outputs import CompletionOutput
 from hetero_llm.server.chat_requests import checked_chat, read_by_deltas
-from hetero_llm.server.context import Context
+from hetero_llm.server.context import Context, key_digest
 from hetero_llm.server.errors import ApiError, FieldNames, required, unsupported, wrong_value
 from hetero_llm.server.logprobs import chat_logprobs
 from hetero_llm.server.message_events import MessageReader, Piece
@@ -28,6 +27,7 @@ from hetero_llm.server.protocol import ChatLogprob, ChatRequest
 from hetero_llm.server.request_parsing import CheckedRequest, check_generation, read_known
 from hetero_llm.server.response_builder import EventBuilder, aborted
 from hetero_llm.server.responses import RESPONSE_EVENTS, Responses, json_response
+from hetero_llm.server.responses_api import protocol as wire
 from hetero_llm.server.responses_api.conversation import (
     check_fields,
     new_items,
@@ -36,26 +36,6 @@ from hetero_llm.server.responses_api.conversation import (
     translated,
 )
 from hetero_llm.server.responses_api.output import OutputWriter, response_of_item
-from hetero_llm.server.responses_api.protocol import (
-    Completed,
-    Created,
-    Deleted,
-    ErrorEvent,
-    Event,
-    Failed,
-    Incomplete,
-    IncompleteDetails,
-    InProgress,
-    InputTokensDetails,
-    ItemList,
-    OutputTokensDetails,
-    ReasoningSettings,
-    ResponseError,
-    ResponseObject,
-    ResponsesRequest,
-    ResponseUsage,
-    TextSettings,
-)
 from hetero_llm.server.responses_api.store import ResponseStore, StoredResponse
 from hetero_llm.server.translation import without_nulls
 
@@ -71,11 +51,11 @@ class _Conversation:
 
     Attributes:
         items: those of the input, and of the previous response before them.
-        owner: of what is kept of it; see `_owner`.
+        owner: whose clients may see what is stored: the digest of the API key.
         stored: the response is kept.
     """
 
-    body: ResponsesRequest
+    body: wire.ResponsesRequest
     chat: ChatRequest
     names: FieldNames
     items: list[Any]
@@ -95,8 +75,8 @@ class ResponsesApi:
     async def create(self, request: Request) -> Response:
         """POST /v1/responses"""
         context = self._context
-        body = await read_known(context, request, ResponsesRequest)
-        conversation = self._conversation(body, _owner(request))
+        body = await read_known(context, request, wire.ResponsesRequest)
+        conversation = self._conversation(body, key_digest(request))
         with conversation.names.in_errors():
             check_generation(context, conversation.chat)
             chat = await checked_chat(context, request, conversation.chat, prefix=_PREFIX)
@@ -109,7 +89,7 @@ class ResponsesApi:
             request, checked, builder, streamed=bool(body.stream), framing=RESPONSE_EVENTS
         )
 
-    def _conversation(self, body: ResponsesRequest, owner: str) -> _Conversation:
+    def _conversation(self, body: wire.ResponsesRequest, owner: str) -> _Conversation:
         check_fields(body, self._context.settings.limits)
         if body.store and not self._store:
             raise unsupported("store", "storing responses (--max-stored-responses)")
@@ -174,8 +154,8 @@ class ResponsesApi:
         """DELETE /v1/responses/{response_id}"""
         self._stored(request)
         response_id = request.path_params["response_id"]
-        self._store.delete(_owner(request), response_id)
-        return json_response(Deleted(response_id))
+        self._store.delete(key_digest(request), response_id)
+        return json_response(wire.Deleted(response_id))
 
     async def input_items(self, request: Request) -> Response:
         """GET /v1/responses/{response_id}/input_items: newest first, unless `order` is asc."""
@@ -191,11 +171,11 @@ class ResponsesApi:
             items = items[places[0] + 1 :]
         page = items[:limit]
         first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-        return json_response(ItemList(page, first, last, len(items) > limit))
+        return json_response(wire.ItemList(page, first, last, len(items) > limit))
 
     def _stored(self, request: Request) -> StoredResponse:
         response_id = request.path_params["response_id"]
-        found = self._store.get(_owner(request), response_id)
+        found = self._store.get(key_digest(request), response_id)
         if found is None:
             why = "" if self._store else "; this server stores none (--max-stored-responses)"
             raise ApiError(
@@ -205,12 +185,6 @@ class ResponsesApi:
                 param="response_id",
             )
         return found
-
-
-def _owner(request: Request) -> str:
-    """The owner of a stored response: clients with the same API key may see it."""
-    key = getattr(request.state, "api_key", None)
-    return "" if key is None else sha256(key.encode()).hexdigest()
 
 
 def _page(query: Mapping[str, str]) -> tuple[int, str, str | None]:
@@ -242,29 +216,31 @@ class _Builder(EventBuilder):
         self._sequence_numbers = count()
         self._object = _empty_response(conversation, request)
 
-    def failure(self, error: ApiError) -> Event:
+    def failure(self, error: ApiError) -> wire.Event:
         response = self._object
         if self.opened:
             response.status = "failed"
-            response.error = ResponseError(error.code, error.message)
+            response.error = wire.ResponseError(error.code, error.message)
             response.output = self._writer.items
-            return self._numbered([Failed(response=response)])[0]
-        event = ErrorEvent(code=error.code, message=error.message, param=error.param)
+            return self._numbered([wire.Failed(response=response)])[0]
+        event = wire.ErrorEvent(code=error.code, message=error.message, param=error.param)
         return self._numbered([event])[0]
 
     def _naming_errors(self) -> AbstractContextManager[None]:
         return self._conversation.names.in_errors()
 
-    def _response(self) -> ResponseObject:
+    def _response(self) -> wire.ResponseObject:
         return self._object
 
-    def _first_events(self) -> Sequence[Event]:
-        return self._numbered([Created(response=self._object), InProgress(response=self._object)])
+    def _first_events(self) -> Sequence[wire.Event]:
+        return self._numbered(
+            [wire.Created(response=self._object), wire.InProgress(response=self._object)]
+        )
 
-    def _events_of(self, piece: Piece) -> Sequence[Event]:
+    def _events_of(self, piece: Piece) -> Sequence[wire.Event]:
         return self._numbered(self._writer.write(piece.event, self._logprobs(piece)))
 
-    def _last_events(self, one: CompletionOutput) -> Sequence[Event]:
+    def _last_events(self, one: CompletionOutput) -> Sequence[wire.Event]:
         response = self._object
         reason = self._engine_requests.deadline.reason(one.finish_reason)
         if reason not in ("stop", "length"):
@@ -276,14 +252,14 @@ class _Builder(EventBuilder):
         response.status = "completed"
         if reason == "length":
             response.status, response.completed_at = "incomplete", None
-            details = IncompleteDetails("max_output_tokens", self._timeout(one))
+            details = wire.IncompleteDetails("max_output_tokens", self._timeout(one))
             response.incomplete_details = details
         if response.store:
             self._keep()
-        last = Completed if reason == "stop" else Incomplete
+        last = wire.Completed if reason == "stop" else wire.Incomplete
         return self._numbered([*events, last(response=response)])
 
-    def _numbered(self, events: Sequence[Event]) -> Sequence[Event]:
+    def _numbered(self, events: Sequence[wire.Event]) -> Sequence[wire.Event]:
         for event in events:
             event.sequence_number = next(self._sequence_numbers)
         return events
@@ -301,13 +277,13 @@ class _Builder(EventBuilder):
                 entry.size,
             )
 
-    def _usage(self) -> ResponseUsage:
+    def _usage(self) -> wire.ResponseUsage:
         usage = self._counter.usage()
-        return ResponseUsage(
+        return wire.ResponseUsage(
             usage.prompt_tokens,
-            InputTokensDetails(self._counter.cached),
+            wire.InputTokensDetails(self._counter.cached),
             usage.completion_tokens,
-            OutputTokensDetails(self._reader.reasoning_tokens),
+            wire.OutputTokensDetails(self._reader.reasoning_tokens),
             usage.total_tokens,
         )
 
@@ -334,7 +310,7 @@ def _with_id(item: dict[str, Any]) -> dict[str, Any]:
     return {"id": f"{prefix}_{uuid4().hex}", "type": kind, **given}
 
 
-def _empty_response(conversation: _Conversation, request: CheckedRequest) -> ResponseObject:
+def _empty_response(conversation: _Conversation, request: CheckedRequest) -> wire.ResponseObject:
     """The response before its first token."""
     body, params = conversation.body, request.params[0]
     text, reasoning = body.text, body.reasoning
@@ -343,7 +319,7 @@ def _empty_response(conversation: _Conversation, request: CheckedRequest) -> Res
         if text is None or text.format is None
         else without_nulls(asdict(text.format))
     )
-    return ResponseObject(
+    return wire.ResponseObject(
         id=request.id,
         created_at=request.created,
         status="in_progress",
@@ -355,11 +331,11 @@ def _empty_response(conversation: _Conversation, request: CheckedRequest) -> Res
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
-        reasoning=ReasoningSettings(reasoning.effort if reasoning else None),
+        reasoning=wire.ReasoningSettings(reasoning.effort if reasoning else None),
         safety_identifier=body.safety_identifier,
         store=conversation.stored,
         temperature=params.temperature,
-        text=TextSettings(form, text.verbosity if text else None),
+        text=wire.TextSettings(form, text.verbosity if text else None),
         tool_choice=tool_choice_of(body),
         tools=[{"type": "function", **without_nulls(asdict(tool))} for tool in tools_of(body)],
         top_logprobs=body.top_logprobs or 0,

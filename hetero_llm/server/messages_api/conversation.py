@@ -15,18 +15,7 @@ from hetero_llm.server.errors import (
     wrong,
     wrong_value,
 )
-from hetero_llm.server.messages_api.protocol import (
-    PASSED_ON,
-    UNAVAILABLE,
-    ImageSource,
-    InputBlock,
-    InputMessage,
-    MessagesRequest,
-    OutputFormat,
-    Thinking,
-    Tool,
-    ToolChoice,
-)
+from hetero_llm.server.messages_api import protocol as wire
 from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.settings import Limits
 from hetero_llm.server.templates import ChatTemplate
@@ -49,7 +38,7 @@ the model. Without it prompts share their prefix."""
 
 
 def translated(
-    body: MessagesRequest, template: ChatTemplate | None, limits: Limits, *, takes_images: bool
+    body: wire.MessagesRequest, template: ChatTemplate | None, limits: Limits, *, takes_images: bool
 ) -> tuple[ChatRequest, FieldNames]:
     """The chat request, and what the client calls its fields.
 
@@ -60,13 +49,13 @@ def translated(
     Raises:
         ApiError: a message, a tool or an option is wrong or not available.
     """
-    for name, feature in UNAVAILABLE.items():
+    for name, feature in wire.UNAVAILABLE.items():
         if getattr(body, name) not in (None, False, [], {}):
             raise _not_available(name, feature)
     if body.max_tokens is not None and body.max_tokens < 1:
         raise wrong_value("max_tokens", body.max_tokens, "must be at least 1")
     conversation = _conversation(body, limits, takes_images=takes_images)
-    fields: dict[str, Any] = {name: getattr(body, name) for name in PASSED_ON}
+    fields: dict[str, Any] = {name: getattr(body, name) for name in wire.PASSED_ON}
     fields |= {
         "messages": conversation.messages,
         "stop": body.stop_sequences,
@@ -108,7 +97,9 @@ def _not_available(name: str, feature: str) -> ApiError:
 # -- messages -------------------------------------------------------------------------------
 
 
-def _conversation(body: MessagesRequest, limits: Limits, *, takes_images: bool) -> Conversation:
+def _conversation(
+    body: wire.MessagesRequest, limits: Limits, *, takes_images: bool
+) -> Conversation:
     if body.messages is None:
         raise required("messages")
     if not body.messages:
@@ -130,7 +121,7 @@ def _system_text(system: str | list[Any] | None) -> str | None:
     texts = []
     for index, value in enumerate(system):
         where = f"system[{index}]"
-        block = part_of(value, InputBlock, where)
+        block = part_of(value, wire.InputBlock, where)
         if block.type != "text":
             raise _no_such_block(where, block.type, "only 'text' is")
         texts.append(_text(block, where))
@@ -158,7 +149,7 @@ class _BlockReader:
         self._takes_images = takes_images
         self._calls: set[str] = set()
 
-    def read(self, message: InputMessage, where: str) -> None:
+    def read(self, message: wire.InputMessage, where: str) -> None:
         """Adds a message that stands at `where` in the request."""
         role, content = message.role, message.content
         if role not in _ROLES:
@@ -172,7 +163,10 @@ class _BlockReader:
         if not content:
             raise empty(f"{where}.content")
         blocks = [
-            (part_of(block, InputBlock, f"{where}.content[{index}]"), f"{where}.content[{index}]")
+            (
+                part_of(block, wire.InputBlock, f"{where}.content[{index}]"),
+                f"{where}.content[{index}]",
+            )
             for index, block in enumerate(content)
         ]
         if role == "assistant":
@@ -180,7 +174,7 @@ class _BlockReader:
         else:
             self._others(role, blocks, where)
 
-    def _assistant(self, blocks: Sequence[tuple[InputBlock, str]], where: str) -> None:
+    def _assistant(self, blocks: Sequence[tuple[wire.InputBlock, str]], where: str) -> None:
         message: dict[str, Any] = {"role": "assistant", "content": None}
         path = self.conversation.add(message, where)
         thoughts: list[str] = []
@@ -204,7 +198,7 @@ class _BlockReader:
         if any(thoughts):
             message["reasoning_content"] = "\n".join(filter(None, thoughts))
 
-    def _call(self, block: InputBlock, where: str) -> None:
+    def _call(self, block: wire.InputBlock, where: str) -> None:
         for field in ("id", "name", "input"):
             if getattr(block, field) in (None, ""):
                 raise required(f"{where}.{field}")
@@ -213,7 +207,7 @@ class _BlockReader:
         function = {"name": block.name, "arguments": block.input}
         self.conversation.call({"id": block.id, "type": "function", "function": function}, where)
 
-    def _others(self, role: str, blocks: Sequence[tuple[InputBlock, str]], where: str) -> None:
+    def _others(self, role: str, blocks: Sequence[tuple[wire.InputBlock, str]], where: str) -> None:
         """A message of the user's, or a system message between others."""
         parts: list[tuple[dict[str, Any], str]] = []
         for block, name in blocks:
@@ -225,7 +219,7 @@ class _BlockReader:
                 parts.append((self._part(block, name), name))
         self._say(role, parts, where)
 
-    def _result(self, block: InputBlock, where: str) -> None:
+    def _result(self, block: wire.InputBlock, where: str) -> None:
         if not block.tool_use_id:
             raise required(f"{where}.tool_use_id")
         if block.tool_use_id not in self._calls:
@@ -235,14 +229,14 @@ class _BlockReader:
         content: Any = block.content
         if isinstance(content, list):
             content = [
-                self._part(part_of(value, InputBlock, name), name)
+                self._part(part_of(value, wire.InputBlock, name), name)
                 for index, value in enumerate(content)
                 for name in [f"{where}.content[{index}]"]
             ]
         message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content or ""}
         self.conversation.add(message, where)
 
-    def _part(self, block: InputBlock, where: str) -> dict[str, Any]:
+    def _part(self, block: wire.InputBlock, where: str) -> dict[str, Any]:
         """A text or an image as a chat request has it."""
         if block.type == "text":
             return {"type": "text", "text": _text(block, where)}
@@ -261,13 +255,13 @@ class _BlockReader:
             self.conversation.names[f"{path}.content[{index}]"] = name
 
 
-def _text(block: InputBlock, where: str) -> str:
+def _text(block: wire.InputBlock, where: str) -> str:
     if block.text is None:
         raise required(f"{where}.text")
     return block.text
 
 
-def _image_uri(source: ImageSource | None, where: str) -> str:
+def _image_uri(source: wire.ImageSource | None, where: str) -> str:
     if source is None:
         raise required(f"{where}.source")
     wanted = {"base64": ("media_type", "data"), "url": ("url",)}.get(source.type or "")
@@ -293,7 +287,9 @@ def _no_such_block(where: str, kind: str | None, available: str) -> ApiError:
 # -- options --------------------------------------------------------------------------------
 
 
-def _template_kwargs(body: MessagesRequest, template: ChatTemplate | None) -> dict[str, Any] | None:
+def _template_kwargs(
+    body: wire.MessagesRequest, template: ChatTemplate | None
+) -> dict[str, Any] | None:
     """The request's own switches of the template, and those that `thinking` stands for."""
     own = body.chat_template_kwargs
     thinking = body.thinking
@@ -312,7 +308,7 @@ def _template_kwargs(body: MessagesRequest, template: ChatTemplate | None) -> di
     return {**switches, **(own or {})} or None
 
 
-def _check_thinking(thinking: Thinking) -> None:
+def _check_thinking(thinking: wire.Thinking) -> None:
     if thinking.type not in _THINKING:
         known = ", ".join(_THINKING)
         raise wrong_value("thinking.type", thinking.type, f"must be one of {known}")
@@ -323,7 +319,7 @@ def _check_thinking(thinking: Thinking) -> None:
         raise wrong_value("thinking.display", thinking.display, "must be 'summarized' or 'omitted'")
 
 
-def _response_format(form: OutputFormat, where: str) -> dict[str, Any]:
+def _response_format(form: wire.OutputFormat, where: str) -> dict[str, Any]:
     if form.type != "json_schema":
         raise wrong_value(f"{where}.type", form.type, "must be 'json_schema'")
     if form.schema is None:
@@ -344,7 +340,7 @@ def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
                 "Anthropic's own tools are not available, only 'custom' ones are",
                 "unsupported_parameter",
             )
-        tool = part_of(value, Tool, where)
+        tool = part_of(value, wire.Tool, where)
         if not tool.name:
             raise required(f"{where}.name")
         if tool.input_schema is None:
@@ -354,7 +350,7 @@ def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _tool_choice(choice: ToolChoice | None) -> dict[str, Any]:
+def _tool_choice(choice: wire.ToolChoice | None) -> dict[str, Any]:
     """The fields of a chat request that a choice among tools becomes."""
     if choice is None:
         return {}

@@ -18,18 +18,7 @@ from hetero_llm.server.errors import (
     wrong_value,
 )
 from hetero_llm.server.protocol import ChatRequest
-from hetero_llm.server.responses_api.protocol import (
-    PASSED_ON,
-    UNAVAILABLE,
-    FunctionTool,
-    InputCall,
-    InputCallOutput,
-    InputMessage,
-    InputPart,
-    InputReasoning,
-    ResponsesRequest,
-    TextFormat,
-)
+from hetero_llm.server.responses_api import protocol as wire
 from hetero_llm.server.settings import Limits
 from hetero_llm.server.translation import (
     Conversation,
@@ -67,13 +56,13 @@ _NAMES = {
 }
 
 
-def check_fields(body: ResponsesRequest, limits: Limits) -> None:
+def check_fields(body: wire.ResponsesRequest, limits: Limits) -> None:
     """Checks those fields that a chat request does not have.
 
     Raises:
         ApiError: names the field.
     """
-    for name, feature in UNAVAILABLE.items():
+    for name, feature in wire.UNAVAILABLE.items():
         if getattr(body, name) not in (None, False, [], {}):
             raise unsupported(name, feature)
     if body.truncation not in (None, "disabled"):
@@ -107,7 +96,7 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
                 raise too_many("metadata", f"a {what} of {len(text)} characters", most)
 
 
-def new_items(body: ResponsesRequest) -> list[Any]:
+def new_items(body: wire.ResponsesRequest) -> list[Any]:
     """The input as items; a text is a message of the user's.
 
     Raises:
@@ -123,7 +112,7 @@ def new_items(body: ResponsesRequest) -> list[Any]:
 
 
 def translated(
-    body: ResponsesRequest, items: Sequence[Any], earlier: Sequence[Any], *, takes_images: bool
+    body: wire.ResponsesRequest, items: Sequence[Any], earlier: Sequence[Any], *, takes_images: bool
 ) -> tuple[ChatRequest, FieldNames]:
     """The chat request, and what the client calls its fields.
 
@@ -146,7 +135,7 @@ def translated(
     reader.close()
     text = body.text.format if body.text else None
     tools = tools_of(body)
-    fields: dict[str, Any] = {name: getattr(body, name) for name in PASSED_ON}
+    fields: dict[str, Any] = {name: getattr(body, name) for name in wire.PASSED_ON}
     fields |= {
         "messages": reader.conversation.messages,
         "max_completion_tokens": body.max_output_tokens,
@@ -171,7 +160,7 @@ def translated(
     return chat_request(fields, names)
 
 
-def tools_of(body: ResponsesRequest) -> list[FunctionTool]:
+def tools_of(body: wire.ResponsesRequest) -> list[wire.FunctionTool]:
     """The declared functions.
 
     Raises:
@@ -183,7 +172,7 @@ def tools_of(body: ResponsesRequest) -> list[FunctionTool]:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "function":
             raise _no_such_tool(f"{where}.type", kind)
-        found = part_of(tool, FunctionTool, where)
+        found = part_of(tool, wire.FunctionTool, where)
         if kind is None:
             raise required(f"{where}.type")
         if not found.name:
@@ -192,12 +181,12 @@ def tools_of(body: ResponsesRequest) -> list[FunctionTool]:
     return tools
 
 
-def tool_choice_of(body: ResponsesRequest) -> Any:
+def tool_choice_of(body: wire.ResponsesRequest) -> Any:
     """The choice as the response repeats it."""
     return "auto" if body.tool_choice is None else body.tool_choice
 
 
-def _allowed(tools: list[FunctionTool], choice: Any) -> tuple[list[int], Any]:
+def _allowed(tools: list[wire.FunctionTool], choice: Any) -> tuple[list[int], Any]:
     """The indexes of the tools that the model gets, and the choice among them as a chat request has
     it."""
     all_of_them = list(range(len(tools)))
@@ -228,7 +217,7 @@ def _allowed(tools: list[FunctionTool], choice: Any) -> tuple[list[int], Any]:
     return [index for index, tool in enumerate(tools) if tool.name in allowed], mode
 
 
-def _chosen_name(tools: Sequence[FunctionTool], name: Any, where: str) -> str:
+def _chosen_name(tools: Sequence[wire.FunctionTool], name: Any, where: str) -> str:
     if not isinstance(name, str):
         raise required(where)
     if all(tool.name != name for tool in tools):
@@ -245,7 +234,7 @@ def _no_such_tool(where: str, kind: Any) -> ApiError:
     )
 
 
-def _response_format(given: TextFormat) -> dict[str, Any] | None:
+def _response_format(given: wire.TextFormat) -> dict[str, Any] | None:
     kind = given.type
     if kind not in _FORMATS:
         raise wrong_value("text.format.type", kind, f"must be one of {', '.join(_FORMATS)}")
@@ -278,13 +267,13 @@ class _ItemReader:
             raise wrong(where, "must be an object", "invalid_type")
         kind = item.get("type", "message" if "role" in item else None)
         if kind == "message":
-            self._message(part_of(item, InputMessage, where), where)
+            self._message(part_of(item, wire.InputMessage, where), where)
         elif kind == "function_call":
-            self._call(part_of(item, InputCall, where), where)
+            self._call(part_of(item, wire.InputCall, where), where)
         elif kind == "function_call_output":
-            self._output(part_of(item, InputCallOutput, where), where)
+            self._output(part_of(item, wire.InputCallOutput, where), where)
         elif kind == "reasoning":
-            self._reasoning(part_of(item, InputReasoning, where), where)
+            self._reasoning(part_of(item, wire.InputReasoning, where), where)
         elif kind is None:
             raise required(f"{where}.type")
         else:
@@ -309,7 +298,7 @@ class _ItemReader:
         if not self.conversation.messages:
             raise wrong("input", "has no messages")
 
-    def _message(self, message: InputMessage, where: str) -> None:
+    def _message(self, message: wire.InputMessage, where: str) -> None:
         role = message.role
         if role not in _ROLES:
             known = ", ".join(_ROLES)
@@ -324,7 +313,7 @@ class _ItemReader:
             return
         self.say(role, content, where)
 
-    def _reasoning(self, item: InputReasoning, where: str) -> None:
+    def _reasoning(self, item: wire.InputReasoning, where: str) -> None:
         parts, name = item.content, "content"
         if not parts:
             parts, name = item.summary, "summary"
@@ -345,7 +334,7 @@ class _ItemReader:
         before = self._assistant.get("reasoning_content")
         self._assistant["reasoning_content"] = "\n".join([before, *texts] if before else texts)
 
-    def _call(self, item: InputCall, where: str) -> None:
+    def _call(self, item: wire.InputCall, where: str) -> None:
         for name in ("call_id", "name"):
             if not getattr(item, name):
                 raise required(f"{where}.{name}")
@@ -358,7 +347,7 @@ class _ItemReader:
             {"id": item.call_id, "type": "function", "function": function}, where
         )
 
-    def _output(self, item: InputCallOutput, where: str) -> None:
+    def _output(self, item: wire.InputCallOutput, where: str) -> None:
         if not item.call_id:
             raise required(f"{where}.call_id")
         if item.output is None:
@@ -378,7 +367,7 @@ class _ItemReader:
         found: list[dict[str, Any]] = []
         for index, value in enumerate(parts):
             name = f"{where}[{index}]"
-            part = part_of(value, InputPart, name)
+            part = part_of(value, wire.InputPart, name)
             field = _TEXTS.get(part.type or "")
             if field is not None:
                 text = getattr(part, field)

@@ -15,26 +15,7 @@ from hetero_llm.server.message_events import (
     Reasoning,
 )
 from hetero_llm.server.protocol import ChatLogprob
-from hetero_llm.server.responses_api.protocol import (
-    ArgumentsDelta,
-    ArgumentsDone,
-    CallItem,
-    Event,
-    ItemAdded,
-    ItemDone,
-    MessageItem,
-    OutputItem,
-    OutputText,
-    Part,
-    PartAdded,
-    PartDone,
-    ReasoningDelta,
-    ReasoningDone,
-    ReasoningItem,
-    ReasoningText,
-    TextDelta,
-    TextDone,
-)
+from hetero_llm.server.responses_api import protocol as wire
 
 _RUNNING, _COMPLETED, _INCOMPLETE = "in_progress", "completed", "incomplete"
 _ASSISTANT = "assistant"
@@ -50,17 +31,17 @@ class _OpenText:
     pieces: list[str] = field(default_factory=list)
     logprobs: list[ChatLogprob] = field(default_factory=list)
 
-    def part(self) -> Part:
-        """Its only part, with the text so far."""
+    def part(self) -> wire.Part:
+        """Its only part as it is now."""
         text = "".join(self.pieces)
         if self.is_reasoning:
-            return ReasoningText(text)
-        return OutputText(text, [], self.logprobs)
+            return wire.ReasoningText(text)
+        return wire.OutputText(text, [], list(self.logprobs))
 
-    def item(self, status: str, *parts: Any) -> OutputItem:
+    def item(self, status: str, *parts: Any) -> wire.OutputItem:
         if self.is_reasoning:
-            return ReasoningItem(self.id, status, [], list(parts))
-        return MessageItem(self.id, status, _ASSISTANT, list(parts))
+            return wire.ReasoningItem(self.id, status, [], list(parts))
+        return wire.MessageItem(self.id, status, _ASSISTANT, list(parts))
 
 
 @dataclass(slots=True)
@@ -73,8 +54,8 @@ class _OpenCall:
     name: str
     pieces: list[str] = field(default_factory=list)
 
-    def item(self, status: str) -> CallItem:
-        return CallItem(self.id, status, self.call_id, self.name, "".join(self.pieces))
+    def item(self, status: str) -> wire.CallItem:
+        return wire.CallItem(self.id, status, self.call_id, self.name, "".join(self.pieces))
 
 
 class OutputWriter:
@@ -86,16 +67,16 @@ class OutputWriter:
 
     def __init__(self, suffix: str) -> None:
         self._suffix = suffix
-        self._items: list[OutputItem | None] = []
+        self._items: list[wire.OutputItem | None] = []
         self._text: _OpenText | None = None
         self._calls: dict[int, _OpenCall] = {}
 
     @property
-    def items(self) -> list[OutputItem]:
+    def items(self) -> list[wire.OutputItem]:
         """The items that are complete, in their order."""
         return [item for item in self._items if item is not None]
 
-    def write(self, event: MessageEvent, logprobs: Sequence[ChatLogprob] = ()) -> list[Event]:
+    def write(self, event: MessageEvent, logprobs: Sequence[ChatLogprob] = ()) -> list[wire.Event]:
         """Takes in an event of the message.
 
         Args:
@@ -113,10 +94,12 @@ class OutputWriter:
             case CallEnd(index):
                 call = self._calls.pop(index)
                 # A call without arguments is one of an empty object.
-                events: list[Event] = [] if call.pieces else [self._write_arguments(call, "{}")]
+                events: list[wire.Event] = (
+                    [] if call.pieces else [self._write_arguments(call, "{}")]
+                )
                 return events + self._end_call(call, _COMPLETED)
 
-    def finish(self, *, cut: bool) -> list[Event]:
+    def finish(self, *, cut: bool) -> list[wire.Event]:
         """Ends the items that are open. `cut`: the message was cut off, not ended by the model."""
         events = self._end_text(_INCOMPLETE if cut else _COMPLETED)
         for index in tuple(self._calls):
@@ -127,8 +110,8 @@ class OutputWriter:
 
     def _write_text(
         self, text: str, logprobs: Sequence[ChatLogprob], *, is_reasoning: bool
-    ) -> list[Event]:
-        events: list[Event] = []
+    ) -> list[wire.Event]:
+        events: list[wire.Event] = []
         if self._text is None or self._text.is_reasoning != is_reasoning:
             events = self._end_text(_COMPLETED)
             events += self._start_text(is_reasoning=is_reasoning)
@@ -136,67 +119,69 @@ class OutputWriter:
         assert one is not None
         one.pieces.append(text)
         one.logprobs += logprobs
-        delta: Event
+        delta: wire.Event
         if is_reasoning:
-            delta = ReasoningDelta(output_index=one.index, item_id=one.id, delta=text)
+            delta = wire.ReasoningDelta(output_index=one.index, item_id=one.id, delta=text)
         else:
             shown = list(logprobs)
-            delta = TextDelta(output_index=one.index, item_id=one.id, delta=text, logprobs=shown)
+            delta = wire.TextDelta(
+                output_index=one.index, item_id=one.id, delta=text, logprobs=shown
+            )
         return [*events, delta]
 
-    def _start_text(self, *, is_reasoning: bool) -> list[Event]:
+    def _start_text(self, *, is_reasoning: bool) -> list[wire.Event]:
         index = len(self._items)
         item_id = self._id("rs" if is_reasoning else "msg", index)
         one = self._text = _OpenText(item_id, index, is_reasoning)
         self._items.append(None)
         return [
-            ItemAdded(output_index=index, item=one.item(_RUNNING)),
-            PartAdded(output_index=index, item_id=item_id, part=one.part()),
+            wire.ItemAdded(output_index=index, item=one.item(_RUNNING)),
+            wire.PartAdded(output_index=index, item_id=item_id, part=one.part()),
         ]
 
-    def _end_text(self, status: str) -> list[Event]:
+    def _end_text(self, status: str) -> list[wire.Event]:
         one, self._text = self._text, None
         if one is None:
             return []
         part = one.part()
         item = self._items[one.index] = one.item(status, part)
-        ended: Event
-        if isinstance(part, ReasoningText):
-            ended = ReasoningDone(output_index=one.index, item_id=one.id, text=part.text)
+        ended: wire.Event
+        if isinstance(part, wire.ReasoningText):
+            ended = wire.ReasoningDone(output_index=one.index, item_id=one.id, text=part.text)
         else:
-            ended = TextDone(
+            ended = wire.TextDone(
                 output_index=one.index, item_id=one.id, text=part.text, logprobs=part.logprobs
             )
         return [
             ended,
-            PartDone(output_index=one.index, item_id=one.id, part=part),
-            ItemDone(output_index=one.index, item=item),
+            wire.PartDone(output_index=one.index, item_id=one.id, part=part),
+            wire.ItemDone(output_index=one.index, item=item),
         ]
 
     # -- calls --------------------------------------------------------------------------------
 
-    def _start_call(self, number: int, call_id: str, name: str) -> list[Event]:
+    def _start_call(self, number: int, call_id: str, name: str) -> list[wire.Event]:
         events = self._end_text(_COMPLETED)
         index = len(self._items)
         call = self._calls[number] = _OpenCall(self._id("fc", index), index, call_id, name)
         self._items.append(None)
-        events.append(ItemAdded(output_index=index, item=call.item(_RUNNING)))
+        events.append(wire.ItemAdded(output_index=index, item=call.item(_RUNNING)))
         return events
 
-    def _write_arguments(self, call: _OpenCall, text: str) -> Event:
+    def _write_arguments(self, call: _OpenCall, text: str) -> wire.Event:
         call.pieces.append(text)
-        return ArgumentsDelta(output_index=call.index, item_id=call.id, delta=text)
+        return wire.ArgumentsDelta(output_index=call.index, item_id=call.id, delta=text)
 
-    def _end_call(self, call: _OpenCall, status: str) -> list[Event]:
+    def _end_call(self, call: _OpenCall, status: str) -> list[wire.Event]:
         item = self._items[call.index] = call.item(status)
         return [
-            ArgumentsDone(
+            wire.ArgumentsDone(
                 output_index=call.index,
                 item_id=call.id,
                 name=call.name,
                 arguments=item.arguments,
             ),
-            ItemDone(output_index=call.index, item=item),
+            wire.ItemDone(output_index=call.index, item=item),
         ]
 
     def _id(self, prefix: str, index: int) -> str:
