@@ -1,4 +1,4 @@
-"""Requests of other APIs in the words of a chat request; for its errors see `field_names.py`."""
+"""Requests of other APIs in the words of a chat request; `errors.FieldNames` names their fields."""
 
 from __future__ import annotations
 
