@@ -229,6 +229,10 @@ def build_engine(
     largest = Rank(0, parallel.tensor_parallel_size, 0, parallel.pipeline_parallel_size)
     part = sharded_config(model_config, largest)
     check_context(config, steps, part, dtype, device)
+    if device.type == "cuda":
+        from hetero_llm.gpu.fill_step import compile_in_thread
+
+        compile_in_thread()
     draft_model = None
     if drafter is None:
         config, draft_model = prepare_draft_model(
@@ -391,6 +395,7 @@ def _join(
         runner.set_open_matcher(inputs.grammars.open)
     on_torch = device.type == "cpu" or runs_on_torch(config, model_config)
     scheduler, hits = _scheduler(config, inputs, built, drafter, (tier, offload, times), adapters)
+    ranks.share_adapters(adapters)
     engine = Engine(
         InputProcessor(
             tokenizer,
@@ -418,7 +423,7 @@ def _join(
         background_drafter=background_drafter_of(drafter, config.speculation),
         grammars=inputs.grammars,
         hit_log=HitLog(hits) if offload is not None and offload.config.hit_count else None,
-        adapters=ranks.adapters(adapters),
+        adapters=adapters,
         ranks=ranks.processes,
         kv_events=events,
     )

@@ -22,8 +22,8 @@ def test_calls_are_named_by_their_items() -> None:
 
 def test_types_are_checked_and_named() -> None:
     with pytest.raises(ApiError) as caught:
-        chat_request({"seed": "much", "n": None})
-    assert caught.value.message.startswith("seed: must be an integer")
+        chat_request({"seed": "much", "n": None}, {"seed": "random_seed"})
+    assert caught.value.message.startswith("random_seed: must be an integer")
     with pytest.raises(ApiError) as caught:
         part_of({"text": 3}, InputPart, "input[1].content[0]")
     assert caught.value.param == "input[1].content[0].text"
