@@ -72,7 +72,7 @@ from hetero_llm.gpu.kernels.lora import (
     lora_expand,
     lora_shrink,
 )
-from hetero_llm.gpu.kernels.lora_gate import GateConfig, lora_gate
+from hetero_llm.gpu.kernels.lora_gate import lora_gate
 from hetero_llm.gpu.kernels.lora_product import (
     StepRows,
     group_rows,
@@ -117,7 +117,7 @@ class Projection(NamedTuple):
 
 
 Layer = dict[str, Projection]
-Launch = ShrinkConfig | ExpandConfig | GateConfig
+Launch = ShrinkConfig | ExpandConfig
 
 
 class Arm(NamedTuple):
@@ -248,12 +248,12 @@ WRITES = (
 )
 ADDS = (*WRITES[:3], ExpandConfig(64, 128, tiles=4, num_stages=3))
 GATES = (
-    GateConfig(64, 64),
-    GateConfig(64, 64, tiles=4),
-    GateConfig(64, 64, tiles=7, num_stages=3),
-    GateConfig(64, 128, tiles=4, num_warps=8),
-    GateConfig(128, 64, tiles=4, num_warps=8),
-    GateConfig(32, 128, tiles=4),
+    ExpandConfig(64, 64),
+    ExpandConfig(64, 64, tiles=4),
+    ExpandConfig(64, 64, tiles=7, num_stages=3),
+    ExpandConfig(64, 128, tiles=4, num_warps=8),
+    ExpandConfig(128, 64, tiles=4, num_warps=8),
+    ExpandConfig(32, 128, tiles=4),
 )
 MANY = lora.choose(4096, lora.MIN_RANK, torch.bfloat16)
 BLOCK = 128

@@ -18,9 +18,9 @@ from typing import Any
 from bench.common import bench_parser, numbers, print_table, write_results
 from hetero_llm.demo_models import demo_folder
 from hetero_llm.engine.text.tokenizer import load_tokenizer
+from hetero_llm.server.endpoints.chat import MessageWords
 from hetero_llm.server.message_events import MessageParser, PlainParser
 from hetero_llm.server.message_parsers import markers_of
-from hetero_llm.server.message_words import MessageWords
 from hetero_llm.server.regions.formats import TOOL_PARSER_NAMES, MessageFormat, named_format
 from hetero_llm.server.regions.region_parser import RegionParser
 from hetero_llm.server.regions.special_tokens import NO_TOKENS, SpecialTokens, Start

@@ -150,9 +150,9 @@ def _replace_layers(model: CausalLM, config: EngineConfig, backend: str, share: 
 
         make_batch_invariant(model)
     elif backend == "cuda":
-        from hetero_llm.gpu.fused import use_kernels
+        from hetero_llm.gpu import fused
 
-        use_kernels(model, few_rows=None, agree=share.agreement.of_first)
+        fused.speed_up(model, agree=share.agreement.of_first)
         _fuse_sums(model, share)
     elif backend == "ipex":
         from hetero_llm.cpu.ipex import speed_up
