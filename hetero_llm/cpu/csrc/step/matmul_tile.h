@@ -1,7 +1,7 @@
-// Register tiles for one instruction set. Included once for each, inside a namespace that has
-// kWidth, Vector, Bits, and TILE, the functions' target. multiply_add(x, w, sum) there multiplies
-// floats or, with kHasDot, pairs of bf16; or four integers, whose sums store_scaled scales in the
-// end. No include guard for that reason.
+// Register tiles of float and bf16 for one instruction set. matmul_vector.cpp includes this once
+// for each, inside a namespace that has kWidth, Vector, Bits, and TILE, the functions' target.
+// multiply_add(x, w, sum) there multiplies floats or, with kHasDot, pairs of bf16. No include guard
+// for that reason.
 //
 // Every output is one chain of sums in the order of k, whatever the tile, so results do not depend
 // on how rows and strips are divided.
@@ -64,7 +64,7 @@ TILE void tile(const TileCall& c) {
         for (int64_t i = 0; i < c.lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
 #pragma GCC unroll kTogether
         for (int64_t j = 0; j < kSteps; ++j, w += kStepBytes, x += 4) {
-            if constexpr (kFormat != Format::kBf16 || kHasDot) {
+            if constexpr (kFormat == Format::kFloat || kHasDot) {
                 add_step<kWhole, kStrips>(c, w, x, sums);
             } else {  // both halves together would need more registers than there are
                 add_step<kFirstHalf, kStrips>(c, w, x, sums);
@@ -72,14 +72,6 @@ TILE void tile(const TileCall& c) {
             }
         }
     }
-    if constexpr (kFormat == Format::kInt8)
-        if (c.last) {
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r)
-#pragma GCC unroll 16
-                for (int n = 0; n < N; ++n) store_scaled(c, r, n * kWidth, sums[r][n]);
-            return;
-        }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
