@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "../step/waiting.h"
+#include "waiting.h"
 
 namespace hetero::experts {
 
