@@ -125,15 +125,7 @@ def step_arrays(work: Work, tables: np.ndarray) -> tuple[StepInput, StepSamples]
         ancestors=np.uint64(1) << own_bits,
         block_tables=tables,
     )
-    samples = StepSamples(
-        token_indices=np.arange(rows, dtype=np.int32),
-        modes=np.full(rows, GREEDY, np.uint8),
-        temperatures=np.ones(rows, np.float32),
-        seeds=np.zeros(rows, np.uint64),
-        positions=np.full(rows, work.context, np.int32),
-        sample_indices=np.zeros(rows, np.int32),
-    )
-    return step, samples
+    return step, StepSamples.plain(np.arange(rows), GREEDY)
 
 
 def executor_step(executor: Executor, work: Work, num_blocks: int) -> Callable[[], None]:

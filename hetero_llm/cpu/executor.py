@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from hetero_llm.core.lora import NO_ADAPTER
+from hetero_llm.cpu import native
 from hetero_llm.cpu.core_watch import CoreWatch
 from hetero_llm.cpu.weight_forms import (
     HEAD_FORMATS,
     Form,
-    KeptMatrix,
     describe_others,
     form_of,
     keep,
@@ -97,7 +97,7 @@ class _Model(ctypes.Structure):
 
 
 class _Form(ctypes.Structure):
-    """`HeteroForm`."""
+    """`Form` of csrc/step/matmul.h."""
 
     _fields_ = [(name, _LONG) for name in ("format", "group", "half_scales", "zeros")]
 
@@ -265,6 +265,20 @@ class StepSamples:
     positions: np.ndarray
     sample_indices: np.ndarray
     masks: SampleMasks | None = None
+
+    @classmethod
+    def plain(cls, after: np.ndarray, mode: int) -> StepSamples:
+        """A sample without noise after each of these tokens of a step."""
+        count = len(after)
+        zeros = np.zeros(count, np.int32)
+        return cls(
+            token_indices=np.ascontiguousarray(after, np.int32),
+            modes=np.full(count, mode, np.uint8),
+            temperatures=np.ones(count, np.float32),
+            seeds=np.zeros(count, np.uint64),
+            positions=zeros,
+            sample_indices=zeros,
+        )
 
     def __post_init__(self) -> None:
         _check(self, _SAMPLES)
@@ -490,19 +504,6 @@ class Executor:
         self._call(inputs, samples, tokens)
         return tokens
 
-    def candidates(
-        self, inputs: StepInput, samples: StepSamples, count: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Runs a step whose samples all are `CANDIDATES`, for the `count` likeliest tokens of each.
-
-        Returns:
-            `Candidates.tokens` and `log_probs`.
-        """
-        assert (samples.modes == CANDIDATES).all()
-        found = Candidates.empty(len(samples.modes), count)
-        self._call(inputs, samples, np.empty(0, np.int64), candidates=found)
-        return found.tokens, found.log_probs
-
     def prepare(
         self,
         inputs: StepInput,
@@ -550,17 +551,8 @@ class Executor:
         Returns:
             [N, vocab] float32 logits after these tokens.
         """
-        count = len(after)
-        zeros = np.zeros(count, np.int32)
-        samples = StepSamples(
-            token_indices=np.ascontiguousarray(after, np.int32),
-            modes=np.full(count, LOGITS_ONLY, np.uint8),
-            temperatures=np.ones(count, np.float32),
-            seeds=np.zeros(count, np.uint64),
-            positions=zeros,
-            sample_indices=zeros,
-        )
-        logits = torch.empty(count, self._vocab_size)
+        samples = StepSamples.plain(after, LOGITS_ONLY)
+        logits = torch.empty(len(after), self._vocab_size)
         self._call(inputs, samples, np.empty(0, np.int64), logits=logits)
         return logits
 
@@ -570,7 +562,6 @@ class Executor:
         samples: StepSamples,
         tokens: np.ndarray,
         *,
-        candidates: Candidates | None = None,
         logits: torch.Tensor | None = None,
     ) -> None:
         trees = inputs.is_tree != 0
@@ -581,7 +572,7 @@ class Executor:
         self._check_masks(samples.masks)
         if samples.masks is not None:
             assert (samples.masks.rows < len(samples.masks.words)).all()
-        step = _step(inputs, samples, tokens, candidates)
+        step = _step(inputs, samples, tokens, None)
         step.num_tokens, step.num_sequences = len(inputs.token_ids), len(inputs.request_slots)
         step.num_samples = len(samples.modes)
         step.adapter_slots = self._slots_address(inputs.adapter_slots)
@@ -633,26 +624,23 @@ def _step(
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    library.hetero_executor_new.restype = _POINTER
-    library.hetero_executor_new.argtypes = [
-        *(_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG)
-    ]
-    library.hetero_executor_slept.restype = _LONG
-    library.hetero_executor_slept.argtypes = [_POINTER]
-    library.hetero_executor_free.restype = None
-    library.hetero_executor_free.argtypes = [_POINTER]
-    library.hetero_executor_set.restype = _LONG
-    library.hetero_executor_set.argtypes = [
-        *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _LONG, _LONG)
-    ]
-    library.hetero_executor_set_quantized.restype = _LONG
-    library.hetero_executor_set_quantized.argtypes = [_POINTER, _LONG, _LONG, _LONG, _POINTER]
-    library.hetero_executor_make_slots.restype = None
-    library.hetero_executor_make_slots.argtypes = [_POINTER, _LONG, _LONG]
-    library.hetero_executor_fill_slot.restype = _LONG
-    library.hetero_executor_fill_slot.argtypes = [_POINTER, _LONG, _POINTER]
-    library.hetero_executor_step.restype = None
-    library.hetero_executor_step.argtypes = [_POINTER, _POINTER]
+    native.declare_functions(
+        library,
+        "hetero_executor_",
+        {
+            "new": (
+                _POINTER,
+                [_POINTER] * 3 + [_LONG] + [_POINTER] * 2 + [_LONG] + [_POINTER] * 2 + [_LONG],
+            ),
+            "slept": (_LONG, [_POINTER]),
+            "free": (None, [_POINTER]),
+            "set": (_LONG, [_POINTER] + [_LONG] * 3 + [_POINTER] + [_LONG] * 3),
+            "set_quantized": (_LONG, [_POINTER] + [_LONG] * 3 + [_POINTER]),
+            "make_slots": (None, [_POINTER, _LONG, _LONG]),
+            "fill_slot": (_LONG, [_POINTER, _LONG, _POINTER]),
+            "step": (None, [_POINTER, _POINTER]),
+        },
+    )
 
 
 def _check(arrays: StepInput | StepSamples, types: tuple[tuple[str, type], ...]) -> None:
@@ -771,7 +759,11 @@ def _set(
     if isinstance(weight, QuantizedMatrix):
         kept = None if place[1] in _ROUTERS else keep(weight)
         if kept is not None:
-            _set_quantized(library, handle, place, kept, weight.shape)
+            tensors = (kept.data, kept.scales, kept.points, kept.offsets)
+            addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+            given = _Quantized(*weight.shape, *addresses)
+            failed = library.hetero_executor_set_quantized(handle, *place, ctypes.byref(given))
+            assert not failed, (place, weight.shape, kept.form)
             return
         weight = dequantize(weight, torch.float32)
     data = weight.contiguous()
@@ -780,20 +772,6 @@ def _set(
         handle, *place, data.data_ptr(), rows, columns, _DTYPES[data.dtype]
     )
     assert not failed, (place, tuple(data.shape))
-
-
-def _set_quantized(
-    library: ctypes.CDLL,
-    handle: int,
-    place: tuple[int, int, int],
-    kept: KeptMatrix,
-    shape: tuple[int, int],
-) -> None:
-    tensors = (kept.data, kept.scales, kept.points, kept.offsets)
-    addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-    given = _Quantized(*shape, *addresses)
-    failed = library.hetero_executor_set_quantized(handle, *place, ctypes.byref(given))
-    assert not failed, (place, shape, kept.form)
 
 
 _Weights = Iterator[tuple[int, int, nn.Parameter | QuantizedWeight]]
@@ -846,9 +824,7 @@ def _adapter_places(model: DecoderLM) -> dict[str, tuple[int, int]]:
     }
 
 
-def _linear(
-    layer: int, linear: Linear, weight: int, bias: int
-) -> Iterator[tuple[int, int, nn.Parameter | QuantizedWeight]]:
+def _linear(layer: int, linear: Linear, weight: int, bias: int) -> _Weights:
     yield layer, weight, linear.weight
     if linear.bias is not None:
         yield layer, bias, linear.bias

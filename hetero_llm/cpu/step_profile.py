@@ -60,14 +60,7 @@ def _seconds(executor: Executor, cache: PagedKVCache, num_tokens: int) -> float:
         ancestors=(np.uint64(2) << numbers.astype(np.uint64)) - np.uint64(1),
         block_tables=np.arange(blocks, dtype=np.int32).reshape(1, blocks),
     )
-    samples = StepSamples(
-        token_indices=numbers,
-        modes=np.full(num_tokens, GREEDY, np.uint8),
-        temperatures=np.ones(num_tokens, np.float32),
-        seeds=np.zeros(num_tokens, np.uint64),
-        positions=numbers,
-        sample_indices=zeros,
-    )
+    samples = StepSamples.plain(numbers, GREEDY)
     times = []
     for _ in range(_REPEATS + 1):  # the first run is slower
         begun = perf_counter()

@@ -276,7 +276,7 @@ class GpuModelRunner:
 
     def set_open_matcher(self, open_matcher: OpenMatcher) -> None:
         """Sets what opens the grammars of admitted sequences; call it before one has any."""
-        self._sampler.open_matcher = open_matcher
+        self._sampler.masks.open_matcher = open_matcher
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Issues all device work of a step."""
