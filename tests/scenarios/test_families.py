@@ -57,6 +57,7 @@ class Family:
     tolerance: float
     max_model_len: int | None
     longest_prompt: int
+    known: dict[tuple[int, ...], torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def block_size(self, shift: int) -> int:
         """Each variant meets all block sizes, each path different ones over the variants."""
@@ -72,9 +73,13 @@ class Family:
         ]
 
     def log_probs(self, tokens: list[int]) -> torch.Tensor:
-        """[tokens, vocab] by transformers."""
-        with torch.no_grad():
-            return self.reference(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        """[tokens, vocab] by transformers; kept, as most paths generate the same tokens."""
+        key = tuple(tokens)
+        if key not in self.known:
+            with torch.no_grad():
+                logits = self.reference(torch.tensor([tokens])).logits[0]
+            self.known[key] = logits.float().log_softmax(-1)
+        return self.known[key]
 
     def llm(self, **engine_args: Any) -> LLM:
         engine_args = {"max_model_len": self.max_model_len, **engine_args}
