@@ -123,6 +123,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MOST_FORCED_STEP = 128
+"""Most tokens of a step on a GPU that verifies forced tokens, where nothing else is drafted: a few
+graphs serve these steps, and larger batches gain little."""
+
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
@@ -289,7 +293,7 @@ def _with_ranks(
             dtype=inputs.dtype,
             device=inputs.device,
             row_bytes=inputs.model_config.hidden_size * inputs.dtype.itemsize,
-            drafts=drafter is not None or config.speculation is not None,
+            most_drafted_tokens=_most_drafted_tokens(config, inputs, drafter),
         )
         return _join(config, inputs, drafter, draft_model, ranks)
     except BaseException as error:
@@ -360,7 +364,7 @@ def _join(
         model_config=own_config,
         dtype=dtype,
         device=device,
-        drafts=drafter is not None or config.speculation is not None,
+        most_drafted_tokens=_most_drafted_tokens(config, inputs, drafter),
         native=native,
         layer_ready=None if host is None else host.layer_ready,
         adapters=device_adapters(served[0], model, config, device),
@@ -385,14 +389,8 @@ def _join(
     offload = None if tier is None or host is None else host
     if inputs.grammars is not None:
         runner.set_open_matcher(inputs.grammars.open)
-    stages = config.parallel.pipeline_parallel_size
     on_torch = device.type == "cpu" or runs_on_torch(config, model_config)
-    forced = inputs.grammars if drafter is not None or device.type == "cpu" else None
-    if stages > 1:
-        forced = None  # drafts, which stages do not have
-    scheduler, hits = _scheduler(
-        config, inputs, built, drafter, (tier, offload, times), forced, adapters
-    )
+    scheduler, hits = _scheduler(config, inputs, built, drafter, (tier, offload, times), adapters)
     engine = Engine(
         InputProcessor(
             tokenizer,
@@ -415,7 +413,7 @@ def _join(
             timed_out=never if host is None else host.gave_up,
         ),
         OutputProcessor(tokenizer, scheduler.stop_sequence),
-        asynchronous=stages > 1 or not on_torch,
+        asynchronous=config.parallel.pipeline_parallel_size > 1 or not on_torch,
         speculation_log=make_log(config.speculation),
         background_drafter=background_drafter_of(drafter, config.speculation),
         grammars=inputs.grammars,
@@ -441,7 +439,6 @@ def _scheduler(
     built: BuiltRunner,
     drafter: Drafter | None,
     memory: tuple[HostTier | None, HostMemory | None, StepTimes],
-    grammars: GrammarCompiler | None,
     adapters: AdapterStore | None,
 ) -> tuple[Scheduler, HitCounter]:
     """Builds the scheduler and its block manager. Returns the scheduler and the block manager's hit
@@ -449,7 +446,6 @@ def _scheduler(
 
     Args:
         memory: the host tier and its memory, None without one, and the step-time predictor.
-        grammars: of requests whose forced tokens are drafted; None: none are.
         adapters: the host memory of adapters; None: none are served.
     """
     tier, host, times = memory
@@ -468,14 +464,39 @@ def _scheduler(
         None if tokenizer is None else partial(holds_stop, tokenizer),
         drafter=drafter,
         adapters=None if adapters is None else AdapterSlots(config.lora.max_loras, adapters),
-        grammar_drafts=None
-        if grammars is None
-        else GrammarDrafts(partial(grammars.open_as, DraftMatcher)),
+        grammar_drafts=_grammar_drafts(config, inputs, drafter),
         loads=None
         if transfers is None
         else KVLoadQueue(blocks, transfers, shape.num_layers, times, chunked=chunked),
     )
     return scheduler, blocks.hits
+
+
+def _most_drafted_tokens(
+    config: EngineConfig, inputs: _EngineInputs, drafter: Drafter | None
+) -> int:
+    """Most tokens of a step with draft trees, which the runner prepares for; 0: there are none."""
+    largest = inputs.scheduler.max_num_batched_tokens
+    if drafter is not None or config.speculation is not None:
+        return largest
+    if inputs.device.type == "cpu" or inputs.grammars is None:
+        return 0
+    parallel = config.parallel
+    alone = parallel.pipeline_parallel_size == 1 and parallel.sequence_parallel_size == 1
+    captured = alone and not runs_on_torch(config, inputs.model_config)
+    return min(_MOST_FORCED_STEP, largest) if captured else 0
+
+
+def _grammar_drafts(
+    config: EngineConfig, inputs: _EngineInputs, drafter: Drafter | None
+) -> GrammarDrafts | None:
+    """What drafts forced tokens; None where nothing does."""
+    most_tokens = _most_drafted_tokens(config, inputs, drafter)
+    if inputs.device.type == "cpu" and config.parallel.pipeline_parallel_size == 1:
+        most_tokens = inputs.scheduler.max_num_batched_tokens
+    if inputs.grammars is None or most_tokens == 0:
+        return None
+    return GrammarDrafts(partial(inputs.grammars.open_as, DraftMatcher), most_tokens=most_tokens)
 
 
 def _load_device_draft(
@@ -533,7 +554,8 @@ def _device_draft(
         own = dataclasses.replace(own, cache=cache)
         runner = build_runner(
             own, limits, model,
-            model_config=model_config, dtype=dtype, device=device, drafts=False, native=None,
+            model_config=model_config, dtype=dtype, device=device, most_drafted_tokens=0,
+            native=None,
         ).runner  # fmt: skip
     except ConfigError as error:
         if error.field not in ("cpu_offload_gb", "num_gpu_blocks_override"):

@@ -59,6 +59,7 @@ GraphKey = tuple[str, int]
 MAX_GRAPH_TOKENS = 512
 _PROMPT_BUCKETS = (640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 _PROMPT_CONTEXT = 4096
+_FORCED_BUCKETS = (2, 8, 16, 32, 64, 128)
 _SHORT_CONTEXT = 384
 _WAITING = "waiting "
 _WITH_ADAPTERS = "{} with adapters"
@@ -69,13 +70,15 @@ class StepBuckets(NamedTuple):
     """Numbers of tokens that are captured, ascending.
 
     Attributes:
-        tokens: of "model" and "verify" graphs.
+        tokens: of "model" graphs.
+        verify: of "verify" graphs; none where no step has draft trees.
         decode: of "decode" and "head" graphs, in which it is the number of sampled tokens.
         waiting: of "waiting ..." graphs.
         prompts: of "model" graphs of more tokens; none where launches take no longer than kernels.
     """
 
     tokens: tuple[int, ...]
+    verify: tuple[int, ...]
     decode: tuple[int, ...]
     waiting: tuple[int, ...]
     prompts: tuple[int, ...]
@@ -103,18 +106,24 @@ class DraftedSizes(NamedTuple):
     num_keys: int
 
 
-def step_buckets(max_num_seqs: int, max_tokens: int, *, prompts: bool = False) -> StepBuckets:
+def step_buckets(
+    max_num_seqs: int, max_tokens: int, *, most_drafted_tokens: int = 0, prompts: bool = False
+) -> StepBuckets:
     """The buckets of a runner whose steps have at most `max_tokens` tokens.
 
     Args:
+        most_drafted_tokens: most tokens of a step with draft trees; 0: there are no such steps.
         prompts: steps of more than `MAX_GRAPH_TOKENS` tokens are captured, too.
     """
     tokens = token_buckets(min(MAX_GRAPH_TOKENS, max_tokens))
     decode = token_buckets(min(MAX_GRAPH_TOKENS, max_num_seqs))
+    verify = tokens
+    if most_drafted_tokens < min(max_tokens, tokens[-1]):  # forced tokens: a few sizes serve them
+        verify = tuple(b for b in tokens if b in _FORCED_BUCKETS and b <= most_drafted_tokens)
     larger: tuple[int, ...] = ()
     if prompts and max_tokens > MAX_GRAPH_TOKENS:
         larger = _up_to(_PROMPT_BUCKETS, max_tokens)
-    return StepBuckets(tokens, decode, waiting_buckets(tokens), larger)
+    return StepBuckets(tokens, verify, decode, waiting_buckets(tokens), larger)
 
 
 def token_buckets(limit: int) -> tuple[int, ...]:
@@ -239,7 +248,6 @@ class StepGraphs:
 
     Args:
         captured: an empty set for them.
-        drafts: there will be steps with draft trees.
         layer_ready: what steps with loads wait at; None: there are no such steps.
         adapters: there will be steps with adapters.
         adapter_loads: some of them wait for their adapters (`GpuAdapters.overlaps_loads`).
@@ -260,7 +268,6 @@ class StepGraphs:
         context: AttentionContext,
         *,
         buckets: StepBuckets,
-        drafts: bool,
         layer_ready: LayerReadyFlags | None,
         adapters: bool,
         adapter_loads: bool,
@@ -272,11 +279,13 @@ class StepGraphs:
         self._buffers = buffers
         self._context = context
         self._buckets = buckets
+        waiting = (b for b in buckets.waiting if buckets.verify and b <= buckets.verify[-1])
+        self._waiting_verify = tuple(waiting) if adapter_loads else ()
         self._adapters = adapters
         self._adapter_loads = adapter_loads
         self._filled: dict[GraphKey, StepBuffer] = {}
         self._bodies: list[tuple[GraphKey, Callable[[], None]]] = []  # not captured yet
-        self._capture(drafts, layer_ready)
+        self._capture(layer_ready)
 
     def replay_step(
         self, step: SchedulerOutput, num_tokens: int, *, plain: bool, adapted: AdapterUse
@@ -339,7 +348,7 @@ class StepGraphs:
             The buffer's layout; None if no graph holds the step.
         """
         waits = adapted is AdapterUse.LOADING
-        buckets = self._buckets.waiting if waits else self._buckets.tokens
+        buckets = self._waiting_verify if waits else self._buckets.verify
         bucket = _smallest(buckets, sizes.num_tokens)
         if bucket is None or sizes.num_samples > bucket:
             return None
@@ -362,7 +371,7 @@ class StepGraphs:
         self.captured.replay((_WITH_ADAPTERS.format(kind), bucket) if adapted else key)
 
     @torch.inference_mode()
-    def _capture(self, drafts: bool, layer_ready: LayerReadyFlags | None) -> None:
+    def _capture(self, layer_ready: LayerReadyFlags | None) -> None:
         """Captures every bucket, the largest first so that smaller ones reuse its memory."""
         buckets = self._buckets
         for bucket in reversed(buckets.decode):
@@ -381,10 +390,10 @@ class StepGraphs:
         for bucket in reversed(buckets.decode if self._device_step.samples else ()):
             body = partial(self._device_step.sample, inputs, hidden, bucket)
             self._bodies.append((("head", bucket), body))
-        for bucket in reversed(buckets.tokens if drafts else ()):
+        for bucket in reversed(buckets.verify):
             self._add_verify("verify", bucket, short=False)
             self._add_verify("short verify", bucket, short=True)
-        for bucket in reversed(buckets.waiting if drafts and self._adapter_loads else ()):
+        for bucket in reversed(self._waiting_verify):
             self._add_verify("waiting verify", bucket, short=False)
         compiled = compile_ahead([body for _, body in self._bodies])
         if compiled:
@@ -392,8 +401,8 @@ class StepGraphs:
         for key, body in self._bodies:
             self.captured.capture(key, body)
         self._bodies.clear()
-        if drafts:
-            keys = [("decode", 1), *(("verify", b) for b in buckets.tokens if b > 1)]
+        if buckets.verify:
+            keys = [("decode", 1), *(("verify", b) for b in buckets.verify if b > 1)]
             seconds = replay_seconds(self.captured, keys)
             self.profile = [(n, s) for (_, n), s in zip(keys, seconds, strict=True)]
         self._device_step.reset_turns()

@@ -137,7 +137,7 @@ class GpuModelRunner:
         max_num_batched_tokens: most tokens of a step.
         graphs: capture graphs now (seconds) and replay them.
         capture_prompts: capture steps of more tokens than usual, too; see `graph_set`.
-        drafts: there will be steps with draft trees.
+        most_drafted_tokens: most tokens of a step with draft trees; 0: there are no such steps.
         layer_ready: what steps with `kv_loads` wait at; None: there will be no such steps.
         adapters: of the model's products; None: it has none.
         experts: of the model's mixtures, some of them on the host; None: all are on the device.
@@ -167,7 +167,7 @@ class GpuModelRunner:
         max_num_batched_tokens: int,
         graphs: bool,
         capture_prompts: bool = False,
-        drafts: bool = False,
+        most_drafted_tokens: int = 0,
         layer_ready: DeviceLayerReadyFlags | None = None,
         adapters: GpuAdapters | None = None,
         experts: HybridExperts | None = None,
@@ -177,7 +177,7 @@ class GpuModelRunner:
     ) -> None:
         check_supported(config)
         self._rank, self._link = model.config.rank, link
-        assert self._rank.stages == 1 or not drafts, "stages verify no draft trees"
+        assert self._rank.stages == 1 or not most_drafted_tokens, "stages verify no draft trees"
         device, dtype = cache.data.device, next(model.parameters()).dtype
         columns = -(-max_model_len // cache.shape.block_size)
         block_tables = torch.zeros(max_num_seqs, columns, dtype=torch.int32, device=device)
@@ -186,12 +186,14 @@ class GpuModelRunner:
         buckets = step_buckets(
             min(max_num_seqs, most_rows),
             min(max_num_batched_tokens, most_rows),
+            most_drafted_tokens=most_drafted_tokens,
             prompts=graphs and capture_prompts,
         )
         max_graph_tokens, max_decode_tokens = buckets.tokens[-1], buckets.decode[-1]
         max_tokens = max(max_num_batched_tokens, buckets.most_tokens, max_decode_tokens)
         max_samples = max(
-            *(max_num_seqs, max_graph_tokens, max_decode_tokens), max_tokens if drafts else 0
+            *(max_num_seqs, max_graph_tokens, max_decode_tokens),
+            min(most_drafted_tokens, max_tokens),
         )
         self.typical: TypicalAcceptance | None = None
         self.model = model
@@ -211,7 +213,7 @@ class GpuModelRunner:
             max_graph_tokens=max_graph_tokens,
             max_prompt_tokens=buckets.most_tokens,
             max_decode_tokens=max_decode_tokens,
-            drafts=drafts,
+            drafts=most_drafted_tokens > 0,
         )
         self.filler = StepFiller(
             self._buffers.num_words,
@@ -227,7 +229,7 @@ class GpuModelRunner:
         self._masks = DeviceTokenMasks(
             self._sampler.masks,
             config.vocab_size,
-            max(max_num_seqs, max_graph_tokens) if drafts else max_num_seqs,
+            max(max_num_seqs, min(max_graph_tokens, most_drafted_tokens)),
             pin=pin,
             most_looks=most_looks,
         )
@@ -259,7 +261,6 @@ class GpuModelRunner:
                 self._buffers,
                 self._context,
                 buckets=buckets,
-                drafts=drafts,
                 layer_ready=layer_ready,
                 adapters=adapters is not None,
                 adapter_loads=self._adapters.overlaps_loads,

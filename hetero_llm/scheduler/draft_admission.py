@@ -41,6 +41,9 @@ def choose_drafts(
     asked: list[Sequence] = []
     limits: list[int] = []
     indexes: list[int] = []
+    num_tokens = sum(num_scheduled_tokens)
+    if drafter is None:
+        budget = min(budget, grammars.most_tokens - num_tokens)
     most = min(MAX_NODES, budget)
     for index, sequence in enumerate(sequences):
         request = sequence.request
@@ -63,7 +66,7 @@ def choose_drafts(
     if drafter is None:
         proposed = join_trees([None] * len(asked))
     else:
-        proposed = drafter.propose(asked, limits, sum(num_scheduled_tokens))
+        proposed = drafter.propose(asked, limits, num_tokens)
     if not grammars.idle:
         own = [sequence.request.params.num_speculative_tokens for sequence in asked]
         most_own = [

@@ -25,6 +25,7 @@ class NoGrammarDrafts:
     """Stands for `GrammarDrafts` where steps have no drafts, or no request has a grammar."""
 
     idle = True
+    most_tokens = 0
 
     def constrained(
         self, sequences: list[Sequence], limits: list[int], drafts: DraftBatch
@@ -43,9 +44,14 @@ class GrammarDrafts:
 
     Args:
         open_grammar: opens a grammar behind some output tokens.
+        most_tokens: of a step whose drafts are forced tokens alone.
+
+    Attributes:
+        most_tokens: see Args.
     """
 
-    def __init__(self, open_grammar: OpenDraftGrammar) -> None:
+    def __init__(self, open_grammar: OpenDraftGrammar, *, most_tokens: int) -> None:
+        self.most_tokens = most_tokens
         self._open = open_grammar
         self._grammars: dict[Sequence, tuple[DraftGrammar, int]] = {}
         self._num_steps = self._num_forced = self._num_tokens = 0
@@ -68,13 +74,11 @@ class GrammarDrafts:
         """
         counts, tokens, parents = [], [], []
         begin = 0
-        guided = 0
         for sequence, limit, count in zip(sequences, limits, drafts.counts.tolist(), strict=True):
             own = slice(begin, begin + count)
             begin += count
             own_tokens, own_parents = drafts.token_ids[own].tolist(), drafts.parents[own].tolist()
             if sequence.request.grammar is not None:
-                guided += 1
                 grammar = self._grammar_of(sequence)
                 own_tokens, own_parents, forced = grammar.constrained(
                     own_tokens, own_parents, limit
@@ -83,8 +87,7 @@ class GrammarDrafts:
             counts.append(len(own_tokens))
             tokens += own_tokens
             parents += own_parents
-        if guided:
-            self._count(guided)
+        self._count(len(sequences))
         return DraftBatch(
             np.array(counts, np.int32), np.array(tokens, np.int32), np.array(parents, np.int32)
         )
@@ -115,7 +118,8 @@ class GrammarDrafts:
         return opened
 
     def _count(self, num_sequences: int) -> None:
-        """Counts a step with drafts; begins a pause if forced tokens were rare."""
+        """Counts a step for which forced tokens were looked for; begins a pause if they were rare
+        among the tokens of all its sequences, each of which waits."""
         self._num_steps += 1
         self._num_tokens += num_sequences
         if self._num_steps < _TRIED_STEPS:

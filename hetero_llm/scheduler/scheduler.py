@@ -150,7 +150,12 @@ class Scheduler:
     @property
     def _forces_tokens(self) -> bool:
         """Whether the next step may have forced tokens as drafts."""
-        return self._num_guided > 0 and not self._grammar_drafts.idle
+        grammars = self._grammar_drafts
+        return (
+            self._num_guided > 0
+            and not grammars.idle
+            and (self.drafter is not None or len(self._running) < grammars.most_tokens)
+        )
 
     @property
     def num_running(self) -> int:

@@ -95,7 +95,8 @@ def gpu_runner(
         model, layout, Memory(found, layout), num_slots=2, max_num_seqs=SLOTS, device=device
     )
     return GpuModelRunner(
-        model, config, cache, max_num_batched_tokens=64, graphs=False, drafts=drafts,
+        model, config, cache, max_num_batched_tokens=64, graphs=False,
+        most_drafted_tokens=64 if drafts else 0,
         adapters=served, **SIZES,
     )  # fmt: skip
 

@@ -228,7 +228,7 @@ def test_only_what_calls_torch_enters_the_inference_mode(
     speed_up(model)
     runner: Any = GpuModelRunner(
         model, config, cache, max_num_seqs=SLOTS, max_model_len=MAX_LEN,
-        max_num_batched_tokens=64, graphs=False, drafts=True,
+        max_num_batched_tokens=64, graphs=False, most_drafted_tokens=64,
     )  # fmt: skip
     runner.launch(steps()[0])
     graphs = runner.graphs = RecordingGraphs(holds)
@@ -260,7 +260,7 @@ def test_a_tree_yields_what_plain_steps_yield(checkpoint: Path, device: torch.de
             max_model_len=MAX_LEN,
             max_num_batched_tokens=64,
             graphs=False,
-            drafts=drafted,
+            most_drafted_tokens=64 if drafted else 0,
         )
         for step in steps()[:2]:
             last = runner.finish(runner.launch(step)).token_ids

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,10 @@ from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.model_runner import TorchModelRunner
+from hetero_llm.scheduler.grammar_drafts import GrammarDrafts
 from hetero_llm.scheduler.scheduler import Scheduler
 from hetero_llm.structured_output.compiler import GrammarCompiler, Vocabulary
+from hetero_llm.structured_output.draft_matcher import DraftMatcher
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
 
 SEQS, BLOCKS, BUDGET, MAX_LEN = 4, 9, 24, 64
@@ -61,7 +64,9 @@ def start(
     drafter: Drafter | None = None,
     graphs: bool = False,
     most_looks: int = 1 << 30,
+    forced: int = 0,
 ) -> tuple[Engine, Scheduler]:
+    """`forced`: most tokens of a step that verifies forced tokens without a drafter."""
     config = load_model_config(checkpoint)
     model = load_model(checkpoint, config, dtype=torch.float32, device=device, show_progress=False)
     shape = KVCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, 16, torch.float32)
@@ -77,19 +82,22 @@ def start(
             max_model_len=MAX_LEN,
             max_num_batched_tokens=BUDGET,
             graphs=graphs,
-            drafts=drafter is not None,
+            most_drafted_tokens=forced if drafter is None else BUDGET,
             most_looks=most_looks,
         )
     else:
         runner = TorchModelRunner(
             model, config, cache, max_num_seqs=SEQS, max_model_len=MAX_LEN, device=device
         )
+    grammars = GrammarCompiler(LETTERS)
     scheduler = Scheduler(
         SchedulerConfig(SEQS, BUDGET, MAX_LEN, True, 16),
         BlockManager(BLOCKS, 16, PrefixCache()),
         drafter=drafter,
+        grammar_drafts=GrammarDrafts(partial(grammars.open_as, DraftMatcher), most_tokens=forced)
+        if forced
+        else None,
     )
-    grammars = GrammarCompiler(LETTERS)
     runner.set_open_matcher(grammars.open)
     inputs = InputProcessor(
         None,
@@ -298,3 +306,13 @@ def test_a_mask_that_never_comes_fails_its_request_alone(
         last |= {output.request_id: output for output in engine.step()}
     assert last["0"].error == "its token mask was not ready in time"
     assert last["2"].error is None and last["2"].outputs[0].finish_reason == "length"
+
+
+def test_forced_tokens_are_drafted_without_a_drafter(
+    checkpoint: Path, device: torch.device
+) -> None:
+    expected = run(start(checkpoint, device, ours=False)[0], guided_work())
+    engine, scheduler = start(checkpoint, device, ours=True, forced=6)
+    assert run(engine, guided_work()) == expected
+    assert scheduler.stats.num_accepted_tokens >= 4
+    scheduler.check_integrity()

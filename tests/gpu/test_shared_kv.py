@@ -79,7 +79,8 @@ class Made:
         return GpuModelRunner(
             model, self.config, PagedKVCache(shape, BLOCKS, self.device, scales),
             max_num_seqs=SLOTS, max_model_len=MAX_LEN, max_num_batched_tokens=MAX_TOKENS,
-            graphs=False, drafts=drafts, sequence=sequence or NO_SEQUENCE_PARALLEL,
+            graphs=False, most_drafted_tokens=MAX_TOKENS if drafts else 0,
+            sequence=sequence or NO_SEQUENCE_PARALLEL,
         )  # fmt: skip
 
     def _model(self) -> CausalLM:

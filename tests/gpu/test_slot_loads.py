@@ -319,7 +319,8 @@ class Arm:
         )  # fmt: skip
         runner = GpuModelRunner(
             model, config, cache, max_num_seqs=SEQUENCES, max_model_len=MAX_LEN,
-            max_num_batched_tokens=8, graphs=graphs, drafts=drafts, layer_ready=layer_ready,
+            max_num_batched_tokens=8, graphs=graphs, layer_ready=layer_ready,
+            most_drafted_tokens=8 if drafts else 0,
             adapters=served,
         )  # fmt: skip
         kinds: list[str] = []

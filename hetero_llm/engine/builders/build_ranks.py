@@ -75,7 +75,7 @@ class RankSettings:
         dtype: name of the model's type.
         device: "cpu" or "cuda"; rank r uses the GPU of index r.
         row_bytes: of a row of hidden states in the model's type.
-        drafts: steps may have draft trees.
+        most_drafted_tokens: most tokens of a step with draft trees; 0: there are no such steps.
         threads: of torch, on the CPU.
         log_level, log_format: of the engine's log.
         board: see `build_host_tier.HostShare`.
@@ -86,7 +86,7 @@ class RankSettings:
     dtype: str
     device: str
     row_bytes: int
-    drafts: bool
+    most_drafted_tokens: int
     threads: int
     log_level: int
     log_format: str
@@ -301,14 +301,14 @@ def join_ranks(
     dtype: torch.dtype,
     device: torch.device,
     row_bytes: int,
-    drafts: bool,
+    most_drafted_tokens: int,
 ) -> EngineRanks:
     """Gives the processes their settings and joins their group, as rank 0.
 
     Args:
         config: result of `for_ranks`.
         folder: of the model.
-        row_bytes: see `RankSettings`.
+        row_bytes, most_drafted_tokens: see `RankSettings`.
 
     Raises:
         HeteroLLMError: a rank has failed.
@@ -321,7 +321,7 @@ def join_ranks(
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
         row_bytes=row_bytes,
-        drafts=drafts,
+        most_drafted_tokens=most_drafted_tokens,
         threads=config.cpu.threads or 1,
         log_level=logging.getLogger("hetero_llm").getEffectiveLevel(),
         log_format=kind_of_root(),

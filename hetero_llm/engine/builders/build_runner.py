@@ -58,7 +58,7 @@ class RunnerInputs:
     cache: CacheConfig
     batch_invariant: bool
     enforce_eager: bool
-    drafts: bool
+    most_drafted_tokens: int
     native: NativeBackend | None
     typical: TypicalAcceptance | None
     layer_ready: LayerReadyFlags | None
@@ -82,7 +82,7 @@ def build_runner(
     model_config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    drafts: bool,
+    most_drafted_tokens: int,
     native: NativeBackend | None,
     layer_ready: LayerReadyFlags | None = None,
     adapters: GpuAdapters | None = None,
@@ -93,7 +93,7 @@ def build_runner(
 
     Args:
         model_config: of the model, or of this rank's part of it (`models.sharding`).
-        drafts: whether steps may have draft trees.
+        most_drafted_tokens: most tokens of a step with draft trees; 0: there are no such steps.
         native: settings of the native executor; None: it does not run the model.
         layer_ready: flags at which steps wait for KV loads from host memory; None: there are none.
         adapters: of the model's products on a GPU; None: it has none there.
@@ -113,7 +113,7 @@ def build_runner(
         config.cache,
         config.batch_invariant,
         config.enforce_eager,
-        drafts,
+        most_drafted_tokens,
         native,
         None if config.speculation is None else config.speculation.typical,
         layer_ready,
@@ -264,7 +264,7 @@ def _native_runner(
         max_num_seqs=inputs.scheduler.max_num_seqs,
         max_model_len=inputs.scheduler.max_model_len,
         max_num_batched_tokens=inputs.scheduler.max_num_batched_tokens,
-        drafts=inputs.drafts,
+        drafts=inputs.most_drafted_tokens > 0,
     )
     runner.typical = inputs.typical
     return runner
@@ -300,7 +300,7 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
             max_num_batched_tokens=inputs.scheduler.max_num_batched_tokens,
             graphs=graphs,
             capture_prompts=inputs.share.agreement.size > 1,
-            drafts=inputs.drafts,
+            most_drafted_tokens=inputs.most_drafted_tokens,
             layer_ready=cast("DeviceLayerReadyFlags | None", inputs.layer_ready),
             adapters=inputs.adapters,
             experts=inputs.experts,

@@ -284,7 +284,7 @@ def _build(settings: RankSettings, share: RankShare, control: ControlSocket) -> 
     made = build_runner(
         config, settings.scheduler, model,
         model_config=own_config,
-        dtype=dtype, device=device, drafts=settings.drafts, native=None,
+        dtype=dtype, device=device, most_drafted_tokens=settings.most_drafted_tokens, native=None,
         layer_ready=None if host is None else host.layer_ready,
         adapters=device_adapters(adapters, model, config, device), share=share,
     )  # fmt: skip

@@ -146,7 +146,7 @@ def test_one_rank_starts_nothing(tmp_path: Path) -> None:
     processes = start_ranks(alone, CPU)
     ranks = join_ranks(
         processes, alone, folder=tmp_path, scheduler=limit_steps(alone, 8, "cpu", serving=False),
-        dtype=torch.float32, device=CPU, row_bytes=64, drafts=False,
+        dtype=torch.float32, device=CPU, row_bytes=64, most_drafted_tokens=0,
     )  # fmt: skip
     assert isinstance(processes, NoRanks) and psutil.Process().children() == before
     assert ranks.share.collectives.rank.size == ranks.share.agreement.size == 1

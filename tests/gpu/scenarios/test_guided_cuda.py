@@ -43,3 +43,17 @@ def test_guided_trees_replay_graphs(checkpoint: Path, device: torch.device) -> N
     assert run(engine, work) == expected
     scheduler.check_integrity()
     assert scheduler.stats.num_accepted_tokens >= 4
+
+
+def test_forced_tokens_replay_graphs_without_a_drafter(
+    checkpoint: Path, device: torch.device
+) -> None:
+    expected = run(start(checkpoint, device, ours=False)[0], many(4))
+    engine, scheduler = start(
+        checkpoint, device, ours=True, graphs=True, most_looks=1 << 22, forced=16
+    )
+    for _ in range(3):
+        assert run(engine, many(4)) == expected
+        engine.reset_prefix_cache()
+    scheduler.check_integrity()
+    assert scheduler.stats.num_accepted_tokens >= 4

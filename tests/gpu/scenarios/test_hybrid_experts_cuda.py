@@ -63,11 +63,17 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(folder, "qwen3_moe", "full", layers=2, changes=WIDE)
 
 
-def residency(checkpoint: Path, share: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def residency(
+    checkpoint: Path,
+    share: float,
+    dtype: torch.dtype = torch.float32,
+    quantization: str | None = None,
+) -> dict[str, Any]:
     """Arguments for a bank with a share of all experts."""
     if share == 0.0:
         return {"moe_cpu_experts": "all"}
-    sizes = expert_sizes(checkpoint, load_model_config(checkpoint), dtype=dtype)
+    config = load_model_config(checkpoint, quantization=quantization)
+    sizes = expert_sizes(checkpoint, config, dtype=dtype)
     slots = round(share * sizes.num_layers * sizes.num_experts)
     return {"moe_expert_memory": (slots + 0.5) * sizes.expert_bytes / GIB}
 
@@ -237,7 +243,11 @@ def test_a_host_that_does_not_hold_all_experts(
     """The engine's way, with a plan as for a host of too little memory: first tokens are those of
     a host that holds all."""
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-    settings = {**BF16, "quantization": quantization, **residency(wide, 0.3, torch.bfloat16)}
+    settings = {
+        **BF16,
+        "quantization": quantization,
+        **residency(wide, 0.3, torch.bfloat16, quantization),
+    }
     found = []
     for exclusive in (False, True):
         if exclusive:
