@@ -59,14 +59,16 @@ TIGHT: dict[str, Any] = {
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
 
 
+def make_model(folder: Path, kv_heads: int) -> Path:
+    changes = {
+        "num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 256,
+    }  # fmt: skip
+    return make_tiny_checkpoint(folder, "llama", with_tokenizer=True, changes=changes)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four heads, and two KV heads: with four ranks these are repeated."""
-    changes = {
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    }  # fmt: skip
-    path = tmp_path_factory.mktemp("tp") / "llama"
-    return make_tiny_checkpoint(path, "llama", with_tokenizer=True, changes=changes)
+    return make_model(tmp_path_factory.mktemp("tp") / "llama", 2)
 
 
 @pytest.fixture(scope="module")
@@ -213,14 +215,18 @@ def test_prompt_adapters(folder: Path, tmp_path: Path) -> None:
         assert with_virtual_tokens(llm, folders) == expected
 
 
-def test_four_ranks_step_by_step_with_an_abort(
-    folder: Path, expected: list[RequestOutput], caplog: pytest.LogCaptureFixture
+def test_a_repeated_kv_head_step_by_step_with_an_abort(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    args = EngineArgs(str(folder), **{**TIGHT, "cpu_backend": "native"}, tensor_parallel_size=4)
+    """Both ranks have the only KV head. (Four ranks run in `test_pipeline_parallel.py`.)"""
+    folder = make_model(tmp_path / "llama", 1)
+    with LLM(str(folder), **TIGHT) as llm:
+        expected = run(llm)
+    args = EngineArgs(str(folder), **{**TIGHT, "cpu_backend": "native"}, tensor_parallel_size=2)
     with caplog.at_level(logging.INFO):
         engine = LLMEngine(args)
     ranks = [one for one in psutil.Process().children() if "rank_process" in str(one.cmdline())]
-    lines = [line for line in caplog.messages if line.startswith("tensor parallel on 4 ranks: ")]
+    lines = [line for line in caplog.messages if line.startswith("tensor parallel on 2 ranks: ")]
     pids = [os.getpid(), *(one.pid for one in ranks)]
     assert lines[0].endswith(", ".join(f"{n} is process {pid}" for n, pid in enumerate(pids)))
     assert any("the native executor does not share layers" in line for line in caplog.messages)
