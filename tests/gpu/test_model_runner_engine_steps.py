@@ -314,5 +314,5 @@ def test_forced_tokens_are_drafted_without_a_drafter(
     expected = run(start(checkpoint, device, ours=False)[0], guided_work())
     engine, scheduler = start(checkpoint, device, ours=True, forced=6)
     assert run(engine, guided_work()) == expected
-    assert scheduler.stats.num_accepted_tokens >= 4
+    assert scheduler.stats.num_accepted_tokens >= 3
     scheduler.check_integrity()
