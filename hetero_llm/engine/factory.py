@@ -229,6 +229,10 @@ def build_engine(
     largest = Rank(0, parallel.tensor_parallel_size, 0, parallel.pipeline_parallel_size)
     part = sharded_config(model_config, largest)
     check_context(config, steps, part, dtype, device)
+    if device.type == "cuda":
+        from hetero_llm.gpu.fill_step import compile_in_thread
+
+        compile_in_thread()
     draft_model = None
     if drafter is None:
         config, draft_model = prepare_draft_model(

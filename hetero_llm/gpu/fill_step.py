@@ -6,6 +6,8 @@ tables lives here; the step's first kernel applies the same writes to the device
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import torch
 
@@ -107,7 +109,7 @@ class StepFiller:
         none = np.zeros((3, 0), np.int32)
         drafts = DraftBatch(one, one, one - 2)
         step = SchedulerOutput(one - 1, one - 1, 2 * one, one, one, (), (), none, none[:2], drafts)
-        layout = StepLayout(2, 2, 2, 2, 0, len(self._windows), 1)
+        layout = _one_drafted_token(len(self._windows))
         words = torch.zeros(int(step_offsets(layout)["words"][0]), dtype=torch.int32)
         limits = PlanLimits(1, 16, 1, 0, 16)
         views = step_views(words, layout)
@@ -174,6 +176,23 @@ class StepFiller:
         assert tree is not None
         _, num_samples, slots = tree.groups
         num_samples[:], slots[:] = 0, -1
+
+
+def compile_in_thread() -> None:
+    """Compiles what fillers call, in a thread: it takes ten seconds at a first start, in which
+    weights load and Triton's compiler runs. A filler that is made meanwhile waits for the end."""
+
+    def compile_all() -> None:
+        num_words = int(step_offsets(_one_drafted_token(0))["words"][0])
+        block_tables = torch.zeros(1, 1, dtype=torch.int32)
+        StepFiller(num_words, block_tables, block_size=16, vocab_size=2, windows=())
+
+    threading.Thread(target=compile_all, name="hetero-llm-fill-step", daemon=True).start()
+
+
+def _one_drafted_token(num_windows: int) -> StepLayout:
+    """Of a step with a token and a draft of one node."""
+    return StepLayout(2, 2, 2, 2, 0, num_windows, 1)
 
 
 @njit(cache=True, nogil=True)

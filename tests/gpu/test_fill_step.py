@@ -3,6 +3,8 @@ coverage."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -513,3 +515,22 @@ def test_parts_do_not_overlap(groups: int) -> None:
     for part in parts:
         part += 1
     assert marks.max() == 1 and marks.sum() == sum(part.size for part in parts)
+
+
+_IN_A_THREAD = """
+import threading, torch
+from hetero_llm.gpu.fill_step import StepFiller, compile_in_thread
+from hetero_llm.utils.jit import num_compiled
+
+compile_in_thread()
+for thread in threading.enumerate():
+    if thread.name == "hetero-llm-fill-step":
+        thread.join()
+compiled = num_compiled()
+StepFiller(512, torch.zeros(3, 7, dtype=torch.int32), block_size=32, vocab_size=9, windows=(5,))
+assert compiled == num_compiled() and any(compiled.values())
+"""
+
+
+def test_a_thread_compiles_all_that_a_filler_calls() -> None:
+    subprocess.run([sys.executable, "-c", _IN_A_THREAD], check=True)
