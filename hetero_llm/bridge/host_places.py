@@ -9,9 +9,9 @@ the bank is copied to a free place, and one that has entered it frees its own. A
                       may still read it here
          -> free      `release`: all of those have finished
 
-So each expert is whole on one side at every moment, and on both while it changes sides. One thread
-calls all methods: that which launches steps. Others read `table` and the addresses, of experts that
-a step launched before leads to.
+So each expert is whole on one side at every moment, and on both while it changes sides. The thread
+that launches steps calls all methods. Other threads read `table` and the addresses, but only of
+experts to which a launched step leads them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ class HostPlaces:
         self._states = np.full(num_places, FREE, np.int8)
         self._owners: list[tuple[int, int] | None] = [None] * num_places
         self._free = list(range(num_places))[::-1]
-        self._addresses: list[np.ndarray] = []
-        self._firsts: tuple[int, ...] = ()
-        self._strides: tuple[int, ...] = ()
+        # Addresses to keep up to date, with the firsts and strides of their matrices.
+        self._led: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     @property
     def num_places(self) -> int:
@@ -81,8 +80,7 @@ class HostPlaces:
             firsts, strides: [M] bytes: where place 0 is, and from one place to the next.
         """
         assert addresses.dtype == np.int64 and addresses.shape[:2] == self.table.shape
-        self._firsts, self._strides = tuple(firsts), tuple(strides)
-        self._addresses.append(addresses)
+        self._led.append((addresses, np.array(firsts, np.int64), np.array(strides, np.int64)))
         for layer, expert in np.ndindex(*self.table.shape):
             self._lead(layer, expert)
 
@@ -130,7 +128,7 @@ class HostPlaces:
             assert self._owners[int(self.table[tuple(at)])] == tuple(at)
         assert sorted(self._free) == np.flatnonzero(self._states == FREE).tolist()
         assert all(self._owners[place] is None for place in self._free)
-        for addresses in self._addresses:
+        for addresses, _, _ in self._led:
             assert ((addresses != 0).all(axis=2) == (self.table != NOT_HELD)).all()
 
     def _turn(self, place: int, old: int, new: int) -> None:
@@ -139,7 +137,5 @@ class HostPlaces:
 
     def _lead(self, layer: int, expert: int) -> None:
         place = int(self.table[layer, expert])
-        for addresses in self._addresses:
-            for which, (first, stride) in enumerate(zip(self._firsts, self._strides, strict=True)):
-                found = 0 if place == NOT_HELD else first + place * stride
-                addresses[layer, expert, which] = found
+        for addresses, firsts, strides in self._led:
+            addresses[layer, expert] = 0 if place == NOT_HELD else firsts + place * strides

@@ -13,13 +13,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import subprocess
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.utils import native_build
 from hetero_llm.utils.env import cpu_isa, native_choice
-from hetero_llm.utils.native_build import FAST, PORTABLE, SANITIZED, SANITIZERS, Recipe, reason
+from hetero_llm.utils.native_build import Recipe, reason, usual_recipe
 from hetero_llm.utils.topology import read_topology
 
 logger = logging.getLogger(__name__)
@@ -119,11 +120,8 @@ def build(*, sanitize: bool = False, force: bool = False) -> Path:
 
 def recipe(*, sanitize: bool = False) -> Recipe:
     """How the library is built; `sanitize`: see `build`."""
-    return Recipe(
-        "kernels-sanitized" if sanitize else "kernels",
-        _SOURCES,
-        (*PORTABLE, *(SANITIZED if sanitize else FAST)),
-        link_flags=SANITIZERS if sanitize else (),
+    return replace(
+        usual_recipe("kernels", _SOURCES, sanitize=sanitize),
         # Only for the compiler: linked with it, the library would load a second runtime.
         flags_of=lambda source: ("-fopenmp",) if source.parent == _SOURCES else (),
         workers=read_topology().usable_cores,

@@ -28,10 +28,11 @@ from hetero_llm.core.errors import ConfigError, HeteroLLMError, RankDeadError, R
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.core.transfer_order import TransferOrder
 from hetero_llm.distributed.control_socket import ControlSocket, RankFailed, RankReached
 from hetero_llm.distributed.process_group import create_store
 from hetero_llm.distributed.step_channel import StepWriter
-from hetero_llm.distributed.step_codec import StepMessage, TransferOrder
+from hetero_llm.distributed.step_codec import StepMessage
 
 logger = logging.getLogger(__name__)
 
@@ -280,23 +281,12 @@ class RankProcesses:
         """Lets the ranks forget the name of an adapter."""
         self._send(StepMessage.FORGET_ADAPTER, name)
 
-    def load_blocks(
-        self,
-        transfer_id: int,
-        host_blocks: np.ndarray,
-        blocks: np.ndarray,
-        after_step: int,
-        compute: float | None,
-    ) -> None:
-        """Lets the ranks load their part of KV blocks; see `TransferOrder`."""
-        order = TransferOrder(transfer_id, host_blocks, blocks, after_step, compute)
+    def load_blocks(self, order: TransferOrder) -> None:
+        """Lets the ranks load their part of KV blocks."""
         self._transfer(StepMessage.LOAD_BLOCKS, order)
 
-    def store_blocks(
-        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
-    ) -> None:
-        """Lets the ranks store their part of KV blocks; see `TransferOrder`."""
-        order = TransferOrder(transfer_id, host_blocks, blocks, after_step)
+    def store_blocks(self, order: TransferOrder) -> None:
+        """Lets the ranks store their part of KV blocks."""
         self._transfer(StepMessage.STORE_BLOCKS, order)
 
     def abort_load(self, transfer_id: int) -> None:

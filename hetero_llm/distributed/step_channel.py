@@ -20,10 +20,10 @@ from hetero_llm.bridge.ipc.broadcast import (
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.core.transfer_order import TransferOrder
 from hetero_llm.distributed.step_codec import (
     FINISH_MESSAGE,
     StepMessage,
-    TransferOrder,
     step_to_bytes,
     transfer_to_bytes,
     value_to_bytes,

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
@@ -33,6 +33,7 @@ from hetero_llm.core.images import PromptImage, PromptImages
 from hetero_llm.core.lora import AdapterLoad, AdapterRef, LoRARequest
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.core.step import AdmittedSequence, PromptLogprobSpan, SchedulerOutput
+from hetero_llm.core.transfer_order import TransferOrder
 from hetero_llm.distributed.plain_form import PlainForm
 
 
@@ -55,22 +56,6 @@ class StepMessage(IntEnum):
     """Begin the store of KV that follows."""
     ABORT_LOAD = 8
     """Abort the load of the `TransferOrder` that follows, which has no blocks."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TransferOrder:
-    """What a rank copies between its part of the KV cache and host memory.
-
-    Attributes:
-        host_blocks, blocks: [N] int64 each.
-        after_step, compute: see `kv_cache.host_tier.HostTier.load`; a store has no `compute`.
-    """
-
-    transfer_id: int
-    host_blocks: np.ndarray
-    blocks: np.ndarray
-    after_step: int
-    compute: float | None = None
 
 
 _LAUNCH = int(StepMessage.LAUNCH)

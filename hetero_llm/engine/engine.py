@@ -36,7 +36,6 @@ from hetero_llm.structured_output.compiler import GrammarCompiler
 from hetero_llm.utils.gc_control import collect_if_due
 
 if TYPE_CHECKING:
-    from hetero_llm.lora.rank_adapters import ParallelAdapters
     from hetero_llm.lora.store import AdapterStore
 
 logger = logging.getLogger(__name__)
@@ -127,7 +126,7 @@ class Engine:
         background_drafter: BackgroundDrafter | None = None,
         hit_log: HitLog | None = None,
         grammars: GrammarCompiler | None = None,
-        adapters: AdapterStore | ParallelAdapters | None = None,
+        adapters: AdapterStore | None = None,
         ranks: RankProcesses | NoRanks | None = None,
         kv_events: EventStream | None = None,
     ) -> None:
@@ -136,7 +135,7 @@ class Engine:
         self.runner = runner
         self.output_processor = output_processor
         self.asynchronous = asynchronous
-        self.adapters: AdapterStore | ParallelAdapters | NoAdapters = adapters or NoAdapters()
+        self.adapters: AdapterStore | NoAdapters = adapters or NoAdapters()
         self._ranks = ranks or NoRanks()
         self._speculation_log = speculation_log
         self.background_drafter = background_drafter

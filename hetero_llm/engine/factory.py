@@ -395,6 +395,7 @@ def _join(
         runner.set_open_matcher(inputs.grammars.open)
     on_torch = device.type == "cpu" or runs_on_torch(config, model_config)
     scheduler, hits = _scheduler(config, inputs, built, drafter, (tier, offload, times), adapters)
+    ranks.share_adapters(adapters)
     engine = Engine(
         InputProcessor(
             tokenizer,
@@ -422,7 +423,7 @@ def _join(
         background_drafter=background_drafter_of(drafter, config.speculation),
         grammars=inputs.grammars,
         hit_log=HitLog(hits) if offload is not None and offload.config.hit_count else None,
-        adapters=ranks.adapters(adapters),
+        adapters=adapters,
         ranks=ranks.processes,
         kv_events=events,
     )

@@ -197,13 +197,12 @@ class ExpertPlacement:
         num_slots: int,
         *,
         budget: PromotionBudget,
-        half_lives: tuple[float, ...] = HALF_LIVES,
         owners_stay: bool = False,
     ) -> None:
         count = num_layers * num_experts
         assert 0 <= num_slots <= count
         self.table: NDArray[np.int32] = np.full((num_layers, num_experts), ON_HOST, np.int32)
-        self.scores = UseScores(count, num_slots, half_lives)
+        self.scores = UseScores(count, num_slots)
         self.budget = budget
         self._owners_stay = owners_stay
         self._flat = self.table.reshape(-1)

@@ -14,16 +14,14 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_llm.core.errors import HeteroLLMError, shown
-from hetero_llm.utils.files import read_bytes
+from hetero_llm.utils.files import read_bytes, replace_file
 
 FORMAT, VERSION = "hetero_llm expert scores", 1
 
@@ -78,18 +76,9 @@ def save_profile(path: str, scores: NDArray[np.float32], *, model: str) -> None:
         "sha256": _checksum(data, model, scores.shape),
     }
     content = json.dumps(header).encode() + b"\n" + data
-    folder = os.path.dirname(os.path.abspath(path))
-    temporary = ""
     try:
-        handle, temporary = tempfile.mkstemp(prefix=".experts-", dir=folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        replace_file(path, content)
     except OSError as error:
-        with suppress(OSError):
-            os.unlink(temporary)
         raise ProfileError(path, f"cannot be written: {error.strerror or error}") from error
 
 

@@ -15,6 +15,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_llm.core.null_objects import do_nothing, never, no_items
 from hetero_llm.kv_cache.host_tier import EvictionCandidate, HostHit, HostTier
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 
@@ -355,54 +356,16 @@ class BlockTransfers:
 class NoTransfers:
     """Stands in for `BlockTransfers` where there is no host memory: evicted blocks are lost."""
 
-    defers_tables = False
-    is_active = has_work = False
+    defers_tables = is_active = has_work = False
     blocks_in_transfer: frozenset[int] = frozenset()
+    in_transfer = is_loading = staticmethod(never)
+    take_dropped = store = over_limit = staticmethod(no_items)
+    mark_used = mark_free = clear = count_use = join = leave = staticmethod(do_nothing)
+    write_through = step_launched = check_integrity = staticmethod(do_nothing)
 
     def __init__(self, prefix: PrefixCache) -> None:
         self._prefix = prefix
 
-    def in_transfer(self, block: int) -> bool:
-        return False
-
-    def mark_used(self, blocks: Iterable[int]) -> None:
-        pass
-
-    def mark_free(self, blocks: Iterable[int], uncached: Collection[int] = ()) -> None:
-        pass
-
     def evict(self, blocks: Sequence[int]) -> None:
+        """Forgets what blocks hold, which are handed out or void."""
         self._prefix.evict(blocks)
-
-    def take_dropped(self) -> list[int]:
-        return []
-
-    def clear(self) -> None:
-        pass
-
-    def count_use(self, block_hashes: Sequence[bytes]) -> None:
-        pass
-
-    def is_loading(self, block: int) -> bool:
-        return False
-
-    def join(self, table: int, blocks: NDArray[np.int64]) -> None:
-        pass
-
-    def leave(self, table: int) -> None:
-        pass
-
-    def store(self, num_free: int, most: int) -> list[int]:
-        return []
-
-    def write_through(self, blocks: Sequence[int]) -> None:
-        pass
-
-    def over_limit(self, most: int) -> list[int]:
-        return []
-
-    def step_launched(self, number: int) -> None:
-        pass
-
-    def check_integrity(self, free: Iterable[int]) -> None:
-        pass

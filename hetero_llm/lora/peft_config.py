@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,12 +125,30 @@ def read_peft_config(folder: Path) -> PeftConfig:
     Raises:
         AdapterError: the file is missing or damaged, or an option is not served; names it.
     """
-    path = folder / FILE
+    return _Options(folder / FILE, read_options(folder, field="lora_path")).config()
+
+
+def read_options(folder: Path, *, field: str) -> Mapping[str, Any]:
+    """What adapter_config.json of a folder says.
+
+    Args:
+        field: of the request that has the folder, for errors.
+
+    Raises:
+        AdapterError: the file is missing or damaged.
+    """
     try:
-        raw = read_json(path, most=_MOST_BYTES)
+        return read_json(folder / FILE, most=_MOST_BYTES)
     except ModelLoadError as error:
-        raise AdapterError("lora_path", str(folder), str(error)) from error
-    return _Options(path, raw).config()
+        raise AdapterError(field, str(folder), str(error)) from error
+
+
+def check_known(path: Path, raw: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises AdapterError: an option of this file is set and is not among the known ones."""
+    for name, value in raw.items():
+        if value and name not in known:
+            reason = f"is unknown here and might change the result ({path})"
+            raise AdapterError(name, value, reason)
 
 
 class _Options:
@@ -148,9 +166,7 @@ class _Options:
                 self._refuse(name, f"{feature} is not available yet")
         if self._raw.get("bias", "none") != "none":
             self._refuse("bias", "an adapter with biases is not available yet")
-        for name, value in self._raw.items():
-            if value and name not in _READ and name not in _WITHOUT_EFFECT:
-                self._refuse(name, "is unknown here and might change the result")
+        check_known(self._path, self._raw, _READ | _WITHOUT_EFFECT)
         start = self._raw.get("init_lora_weights", True)
         if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
             reason = (

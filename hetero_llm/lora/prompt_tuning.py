@@ -13,11 +13,9 @@ import numpy as np
 from hetero_llm.core.errors import AdapterError, ModelLoadError
 from hetero_llm.core.prompt_adapter import VirtualPrompt
 from hetero_llm.lora.files import adapter_folder, open_weights, read_tensors
-from hetero_llm.lora.peft_config import FILE
-from hetero_llm.models.config_reader import read_json
+from hetero_llm.lora.peft_config import FILE, check_known, read_options
 
 _FIELD = "prompt_adapter_local_path"
-_MOST_BYTES = 16 << 20
 _KINDS = ("PROMPT_TUNING", "P_TUNING")
 _TENSOR = "prompt_embeddings"
 _WITHOUT_EFFECT = frozenset({
@@ -83,11 +81,7 @@ def read_virtual_prompt(
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
-    path = folder / FILE
-    try:
-        raw = read_json(path, most=_MOST_BYTES)
-    except ModelLoadError as error:
-        raise AdapterError(_FIELD, str(folder), str(error)) from error
+    path, raw = folder / FILE, read_options(folder, field=_FIELD)
     if raw.get("peft_type") not in _KINDS:
         reason = f"only {' and '.join(_KINDS)} are served as prompt adapters ({path})"
         raise AdapterError("peft_type", raw.get("peft_type"), reason)
@@ -95,11 +89,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
         reason = f"must be 1, as of a model without an encoder ({path})"
         value = raw["num_transformer_submodules"]
         raise AdapterError("num_transformer_submodules", value, reason)
-    read = ("num_virtual_tokens", "num_transformer_submodules")
-    for name, value in raw.items():
-        if value and name not in read and name not in _WITHOUT_EFFECT:
-            reason = f"is unknown here and might change the result ({path})"
-            raise AdapterError(name, value, reason)
+    check_known(path, raw, _WITHOUT_EFFECT | {"num_virtual_tokens", "num_transformer_submodules"})
     return raw
 
 

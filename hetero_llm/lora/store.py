@@ -13,12 +13,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from hetero_llm.core.errors import AdapterError
 from hetero_llm.core.lora import AdapterRef, LoRARequest
+from hetero_llm.core.null_objects import do_nothing
 from hetero_llm.lora.adapter import Adapter, read_adapter
 from hetero_llm.lora.targets import AdapterTargets
 
@@ -26,6 +27,20 @@ logger = logging.getLogger(__name__)
 
 FORGOTTEN = 1024
 """Contents without a name whose requests are still served."""
+
+
+class OtherRanks(Protocol):
+    """The other ranks, whose stores open and forget the adapters that this one does."""
+
+    def open_adapter(self, request: LoRARequest) -> None: ...
+
+    def forget_adapter(self, name: str) -> None: ...
+
+
+class NoOtherRanks:
+    """In the place of `OtherRanks` where one process runs the model."""
+
+    open_adapter = forget_adapter = staticmethod(do_nothing)
 
 
 class AdapterStore:
@@ -36,6 +51,10 @@ class AdapterStore:
         place: makes of an adapter what is kept in host memory; None: it is kept as it is.
         capacity: most adapters in host memory; more than are held at the same time.
         max_rank, dtype, download_dir: see `read_adapter`.
+
+    Attributes:
+        ranks: the other ranks of the model, set in rank 0 before the first `open`.
+        num_reads: files read so far.
     """
 
     def __init__(
@@ -61,6 +80,7 @@ class AdapterStore:
         self._loaded: dict[str, Any] = {}  # by content, the least recently used first
         self._held: Counter[str] = Counter()
         self.num_reads = 0
+        self.ranks: OtherRanks = NoOtherRanks()
 
     def linears(self) -> set[str]:
         """See `AdapterTargets.linears`."""
@@ -103,6 +123,7 @@ class AdapterStore:
         self._names_of[key] += 1
         self._forgotten.pop(key, None)
         self._keep(adapter)
+        self.ranks.open_adapter(request)
         return adapter.ref
 
     def forget(self, name: str) -> None:
@@ -115,6 +136,7 @@ class AdapterStore:
         if known is None:
             raise AdapterError("lora_name", name, "no adapter of this name is known")
         self._unname(known[1])
+        self.ranks.forget_adapter(name)
 
     def _unname(self, adapter: AdapterRef) -> None:
         """A name does not mean this content any more."""

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from hetero_llm.core.null_objects import do_nothing, no_items
 from hetero_llm.core.request import Sequence
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.core.step_times import StepTimes
@@ -346,6 +347,8 @@ class NoKVLoads:
     """Stands in for `KVLoadQueue` where there is no host memory: always empty, loads nothing."""
 
     any_joined = False
+    all = candidates = staticmethod(no_items)
+    take_starved = admit = keep_counts = end = observe = nap = shut_down = staticmethod(do_nothing)
 
     def __len__(self) -> int:
         return 0
@@ -353,49 +356,22 @@ class NoKVLoads:
     def __contains__(self, sequence: Sequence) -> bool:
         return False
 
-    def all(self) -> list[Loading]:
-        return []
-
     def begin(self, sequence: Sequence, slot: int, cached: int, *, alone: bool) -> Loading:
         return Loading(sequence, cached, under_way=False)
 
     def begin_deferred(self, give_up: Callable[[Sequence], None]) -> int:
         return 0
 
-    def candidates(self) -> list[tuple[Loading, int]]:
-        return []
-
     def join(self, loading: Loading, num_tokens: int, budget: int, *, alone: bool) -> int:
         return 0
 
-    def take_starved(self) -> Sequence | None:
-        return None
-
     def take_joined(self, counts: Iterable[int]) -> tuple[int, ...]:
         return ()
-
-    def admit(self, sequence: Sequence, slot: int) -> None:
-        pass
-
-    def keep_counts(self, sequence: Sequence) -> None:
-        pass
-
-    def end(self, sequence: Sequence) -> None:
-        pass
 
     def collect(
         self, running: Iterable[Sequence], finished: tuple[int, ...], *, timed_out: bool
     ) -> list[Sequence]:
         return []
 
-    def observe(self, step: SchedulerOutput, seconds: float) -> None:
-        pass
-
-    def nap(self) -> None:
-        pass
-
     def metrics(self) -> dict[str, float]:
         return {}
-
-    def shut_down(self) -> None:
-        pass

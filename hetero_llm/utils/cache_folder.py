@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 
 from hetero_llm.utils.env import cache_dir
+from hetero_llm.utils.files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -103,16 +104,7 @@ def write(path: Path, content: bytes) -> None:
     if reason is not None:
         _announce(folder, reason)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(seal(content))
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    replace_file(path, seal(content), mode=0o644, sync=False)
 
 
 @dataclass(frozen=True, slots=True)

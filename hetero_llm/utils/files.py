@@ -1,4 +1,5 @@
-"""Reads files that others made: regular files only, no larger than the caller expects.
+"""Reads files that others made: regular files only, no larger than the caller expects. Replaces our
+own files as a whole.
 
 A model folder may be hostile, or damaged: a file in it may be a device that never ends, a pipe that
 never begins, or larger than memory.
@@ -9,9 +10,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
+from contextlib import suppress
 
 KIB, MIB = 1 << 10, 1 << 20
 _PIECE = 1 << 20
+_KINDS = {
+    stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device",
+}  # fmt: skip
 
 
 def check_regular(path: str | os.PathLike[str], *, most: int | None = None) -> None:
@@ -64,6 +70,35 @@ def read_text(
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def replace_file(
+    path: str | os.PathLike[str], content: bytes, *, mode: int = 0o600, sync: bool = True
+) -> None:
+    """Writes a file that appears under its name only when it is whole; one that was there stays
+    until then.
+
+    Args:
+        mode: permissions of the file.
+        sync: whether it has to be on the disk by then.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    handle, temporary = tempfile.mkstemp(prefix=".new-", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
 def _check(found: os.stat_result, most: int | None, *, pipes: bool) -> None:
     if stat.S_ISREG(found.st_mode):
         if most is not None and found.st_size > most:
@@ -72,17 +107,8 @@ def _check(found: os.stat_result, most: int | None, *, pipes: bool) -> None:
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not pipes:
-        raise OSError(f"is a {_kind(found.st_mode)}, where a regular file is needed")
-
-
-def _kind(mode: int) -> str:
-    for is_kind, name in (
-        (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"), (stat.S_ISCHR, "device"),
-        (stat.S_ISBLK, "device"),
-    ):  # fmt: skip
-        if is_kind(mode):
-            return name
-    return "special file"
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "special file")
+        raise OSError(f"is a {kind}, where a regular file is needed")
 
 
 def _too_large(most: int) -> OSError:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetero_llm.core.errors import HeteroLLMError
 from hetero_llm.utils import cache_folder, compile_progress
 from hetero_llm.utils.env import native_choice
 
@@ -32,6 +33,8 @@ PORTABLE = ("-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti", "-Wall", "-We
 FAST = ("-O3",)
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", *SANITIZERS)
+HEADERS = Path(__file__).parents[1] / "csrc"
+"""Headers that all libraries may include."""
 
 _COMPILERS = ("g++", "c++")
 _TIMEOUT_S = 600
@@ -39,7 +42,7 @@ _TIMEOUT_S = 600
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One library: every *.cpp in a folder and below it, with its headers.
+    """One library: every *.cpp in a folder and below it, with its headers and `HEADERS`.
 
     Attributes:
         name: name of the file in the cache, before the hash.
@@ -56,6 +59,18 @@ class Recipe:
     link_flags: tuple[str, ...] = ()
     flags_of: Callable[[Path], tuple[str, ...]] = lambda _: ()
     workers: int = 1
+
+
+def usual_recipe(
+    name: str, folder: Path, *, sanitize: bool = False, link_flags: tuple[str, ...] = ()
+) -> Recipe:
+    """Recipe without special flags; `sanitize`: with AddressSanitizer and UBSan."""
+    return Recipe(
+        f"{name}-sanitized" if sanitize else name,
+        folder,
+        (*PORTABLE, *(SANITIZED if sanitize else FAST)),
+        link_flags=(*link_flags, *(SANITIZERS if sanitize else ())),
+    )
 
 
 def reason(error: Exception) -> str:
@@ -84,8 +99,6 @@ def build_library(recipe: Recipe, *, force: bool = False) -> Path:
     found = None if force else cache_folder.find(name)
     if found is not None:
         return found
-    if find_compiler() is None:
-        raise RuntimeError("no C++ compiler found")
     library = cache_folder.write_folder() / name
     with _alone(library.parent):
         if force or cache_folder.read(library) is None:  # else another process has made it
@@ -97,6 +110,8 @@ def library_name(recipe: Recipe) -> str:
     """Name of the library's file: a hash of all sources, flags, and the machine's architecture."""
     parts = [platform.machine().encode()]
     parts += [" ".join(flags).encode() for flags in (recipe.flags, recipe.link_flags)]
+    for path in sorted(HEADERS.glob("*.h")):
+        parts += [path.name.encode(), path.read_bytes()]
     for path in sorted(recipe.folder.rglob("*.h")) + _sources(recipe):
         parts += [str(path.relative_to(recipe.folder)).encode(), path.read_bytes()]
         parts.append(" ".join(recipe.flags_of(path)).encode())
@@ -120,7 +135,7 @@ def compile_library(recipe: Recipe, library: Path) -> None:
         commands, objects = [], []
         for index, source in enumerate(_sources(recipe)):
             objects.append(f"{folder}/{index}.o")
-            flags = (*recipe.flags, *recipe.flags_of(source))
+            flags = (*recipe.flags, *recipe.flags_of(source), f"-I{HEADERS}")
             commands.append([compiler, *flags, "-c", str(source), "-o", objects[-1]])
         with ThreadPoolExecutor(recipe.workers) as pool:
             for _ in pool.map(_run, commands):
@@ -148,10 +163,6 @@ def open_library(recipe: Recipe) -> ctypes.CDLL:
         return ctypes.CDLL(str(build_library(recipe, force=True)))
 
 
-class NativeMissingError(Exception):
-    """A compiled library is not available; the message says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class CallableLibrary:
     """The same functions, called with or without the GIL.
@@ -166,24 +177,28 @@ class CallableLibrary:
 
 
 def open_both_ways(
-    what: str, recipe: Callable[..., Recipe], functions: Iterable[tuple[str, Any, list[Any] | None]]
+    what: str,
+    recipe: Callable[..., Recipe],
+    functions: Iterable[tuple[str, Any, list[Any] | None]],
+    missing: type[HeteroLLMError],
 ) -> CallableLibrary:
     """Opens the library that `recipe(sanitize=...)` describes, as HETERO_LLM_NATIVE says.
 
     Args:
         what: name of the library in messages.
         functions: (name, ctypes result type, ctypes argument types) of each function.
+        missing: class of the error.
 
     Raises:
-        NativeMissingError: there is no compiler, it fails, or HETERO_LLM_NATIVE is 0.
+        missing: there is no compiler, it fails, or HETERO_LLM_NATIVE is 0.
     """
     choice = native_choice()
     if choice == "0":
-        raise NativeMissingError(f"HETERO_LLM_NATIVE=0 leaves the {what} out")
+        raise missing(f"HETERO_LLM_NATIVE=0 leaves the {what} out")
     try:
         library = open_library(recipe(sanitize=choice == "sanitized"))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        raise NativeMissingError(f"the {what} is not available: {reason(error)}") from error
+        raise missing(f"the {what} is not available: {reason(error)}") from error
     quick = ctypes.PyDLL(library._name)
     for name, result, arguments in functions:
         for dll in (library, quick):

@@ -96,7 +96,7 @@ class CpuTopology:
 
 def read_topology(root: Path = _ROOT) -> CpuTopology:
     """Read the host's topology from `root`/proc and `root`/sys."""
-    info = parse_cpuinfo(_read(root / "proc/cpuinfo") or "")
+    info = read_cpuinfo(root)
     allowed = _allowed_cpus()
     logical = len(info.core_of) or os.cpu_count() or 1
     physical = len(set(info.core_of.values())) or psutil.cpu_count(logical=False) or logical
@@ -131,7 +131,7 @@ def compute_cpus(reserve: int, root: Path = _ROOT) -> tuple[int, ...]:
     """
     assert reserve >= 0
     host = read_topology(root)
-    core_of = parse_cpuinfo(_read(root / "proc/cpuinfo") or "").core_of
+    core_of = read_cpuinfo(root).core_of
     first_cpu: dict[tuple[int, int], int] = {}
     for cpu in host.allowed_cpus:
         first_cpu.setdefault(core_of.get(cpu, (-1, cpu)), cpu)
@@ -169,7 +169,7 @@ def split_cpus(parts: int, root: Path = _ROOT) -> tuple[tuple[int, ...], ...]:
     """
     assert parts >= 1
     host = read_topology(root)
-    core_of = parse_cpuinfo(_read(root / "proc/cpuinfo") or "").core_of
+    core_of = read_cpuinfo(root).core_of
     node_of = {cpu: node.index for node in host.numa_nodes for cpu in node.cpus}
     threads_of: dict[tuple[int, int], list[int]] = {}
     for cpu in host.allowed_cpus:
@@ -190,6 +190,11 @@ def usable_memory_bytes(root: Path = _ROOT) -> int:
     available = int(psutil.virtual_memory().available)
     limit = read_memory_limit(root)
     return available if limit is None else min(available, limit.headroom_bytes)
+
+
+def read_cpuinfo(root: Path = _ROOT) -> CpuInfo:
+    """What `root`/proc/cpuinfo says; nothing where there is none."""
+    return parse_cpuinfo(_read(root / "proc/cpuinfo") or "")
 
 
 def parse_cpuinfo(text: str) -> CpuInfo:
@@ -224,8 +229,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 def read_sockets(root: Path = _ROOT) -> dict[int, int]:
     """Logical CPU -> its socket, under `root`/proc; none if the kernel does not say."""
-    info = parse_cpuinfo(_read(root / "proc/cpuinfo") or "")
-    return {cpu: socket for cpu, (socket, _) in info.core_of.items()}
+    return {cpu: socket for cpu, (socket, _) in read_cpuinfo(root).core_of.items()}
 
 
 def read_numa_nodes(root: Path = _ROOT) -> tuple[NumaNode, ...]:

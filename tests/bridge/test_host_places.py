@@ -44,6 +44,17 @@ def test_no_address_leads_to_a_place_that_is_written_or_free() -> None:
     assert places.begin(1, 2) == left
 
 
+def test_each_array_of_addresses_has_memory_of_its_own() -> None:
+    places, addresses = places_of([1, 3], spares=1)
+    others = np.zeros((LAYERS, EXPERTS, 1), np.int64)
+    places.lead(others, (70_000,), (100,))
+    places.publish(places.begin(0, 0))
+    assert addresses[0, 0].tolist() == [1020, 5040] and others[0, 0].tolist() == [70_200]
+    places.release(places.leave(0, 0))
+    assert not addresses[0, 0].any() and not others[0, 0].any()
+    places.check_integrity()
+
+
 @pytest.mark.parametrize("wrong", ["publish", "release"])
 def test_no_state_is_left_out(wrong: str) -> None:
     places, _ = places_of([1, 3], spares=1)

@@ -14,10 +14,10 @@ from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.prompt_adapter import VirtualPrompt
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
+from hetero_llm.core.transfer_order import TransferOrder
 from hetero_llm.distributed.step_codec import (
     FINISH_MESSAGE,
     StepMessage,
-    TransferOrder,
     message_kind,
     step_from_words,
     step_to_bytes,

@@ -11,12 +11,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hetero_llm.bridge.kv_offload.copier import NativeCopier
+from hetero_llm.core.transfer_order import TransferOrder
 from hetero_llm.engine.builders.build_host_tier import HostPlatform
 from hetero_llm.engine.processes import rank_process
 from tests.bridge.kv_offload.conftest import FakeCuda
@@ -41,25 +43,23 @@ def _fail_copies(driver: FakeCuda) -> PolledGates:
     load, store = NativeCopier.load, NativeCopier.store
     counts = [0, 0]
 
-    def bad_load(
-        self: NativeCopier, transfer_id: int, host_blocks: Any, blocks: Any, *arguments: Any
-    ) -> None:
+    def bad_load(self: NativeCopier, order: TransferOrder) -> None:
         size = self.device.num_blocks * self.device.block_bytes
         memory = np.ctypeslib.as_array(
             (ctypes.c_float * (size // 4)).from_address(self.device.address)
         )
-        memory.reshape(self.device.num_blocks, -1)[blocks] = 3.0
+        memory.reshape(self.device.num_blocks, -1)[order.blocks] = 3.0
         counts[0] += 1
         if counts[0] % 3 == 0:
             for name in _COPIES_IN:
                 driver.fail(name, 1, 1, 1)
-        load(self, transfer_id, host_blocks, blocks, *arguments)
+        load(self, order)
 
-    def bad_store(self: NativeCopier, *arguments: Any) -> None:
+    def bad_store(self: NativeCopier, order: TransferOrder) -> None:
         counts[1] += 1
         if counts[1] % 4 == 0:
             driver.fail(b"cuMemcpyDtoHAsync", 0, 1, 1)
-        store(self, *arguments)
+        store(self, order)
 
     NativeCopier.load = bad_load  # type: ignore[method-assign]
     NativeCopier.store = bad_store  # type: ignore[method-assign]
@@ -70,8 +70,8 @@ def _poison_loads(driver: FakeCuda | None) -> PolledGates:
     """Loads bring other host blocks than those asked for and say that all is well."""
     load = NativeCopier.load
 
-    def wrong(self: NativeCopier, transfer_id: int, host_blocks: Any, *arguments: Any) -> None:
-        load(self, transfer_id, (host_blocks + 1) % self.num_host_blocks, *arguments)
+    def wrong(self: NativeCopier, order: TransferOrder) -> None:
+        load(self, replace(order, host_blocks=(order.host_blocks + 1) % self.num_host_blocks))
 
     NativeCopier.load = wrong  # type: ignore[method-assign]
     return PolledGates()

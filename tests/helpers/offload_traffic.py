@@ -18,6 +18,7 @@ import transformers
 from hetero_llm import SamplingParams
 from hetero_llm.bridge.kv_offload.copier_protocol import Copier, Done
 from hetero_llm.core.request import Request
+from hetero_llm.core.transfer_order import TransferOrder
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.inputs.input_processor import Prompt
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint, rewrite_config
@@ -211,23 +212,15 @@ class FaultyCopier:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def load(
-        self,
-        transfer_id: int,
-        host_blocks: np.ndarray,
-        blocks: np.ndarray,
-        after_step: int,
-        compute: float | None,
-    ) -> None:
-        if self._spoils(transfer_id, "loads"):
-            host_blocks = (host_blocks + 1) % self._inner.num_host_blocks
-        self._inner.load(transfer_id, host_blocks, blocks, after_step, compute)
+    def load(self, order: TransferOrder) -> None:
+        if self._spoils(order.transfer_id, "loads"):
+            others = (order.host_blocks + 1) % self._inner.num_host_blocks
+            order = replace(order, host_blocks=others)
+        self._inner.load(order)
 
-    def store(
-        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
-    ) -> None:
-        self._spoils(transfer_id, "stores")
-        self._inner.store(transfer_id, blocks, host_blocks, after_step)
+    def store(self, order: TransferOrder) -> None:
+        self._spoils(order.transfer_id, "stores")
+        self._inner.store(order)
 
     def poll(self) -> list[Done]:
         ended = self._inner.poll()

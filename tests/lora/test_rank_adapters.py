@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from hetero_llm.core.errors import AdapterError
 from hetero_llm.core.lora import AdapterLoad, AdapterRef, LoRARequest
 from hetero_llm.core.step import SchedulerOutput
-from hetero_llm.lora.rank_adapters import NoRankAdapters, ParallelAdapters, RankAdapters
+from hetero_llm.lora.rank_adapters import NoRankAdapters, RankAdapters
 
 NONE = np.zeros(0, np.int32)
 
@@ -66,32 +65,6 @@ class Store:
         number = adapter.request.lora_int_id
         self.held[number] -= 1
         assert self.held[number] >= 0
-
-
-class Ranks:
-    def __init__(self) -> None:
-        self.made: list[Any] = []
-
-    def open_adapter(self, request: LoRARequest) -> None:
-        self.made.append(request)
-
-    def forget_adapter(self, name: str) -> None:
-        self.made.append(name)
-
-
-def test_what_rank_0_opens_and_forgets_the_others_do_too() -> None:
-    store, ranks = Store(), Ranks()
-    adapters = ParallelAdapters(store, ranks)  # type: ignore[arg-type]
-    request = LoRARequest("a1", 1, "/folder")
-    assert adapters.open(request) == adapters.open(request) == ref(1)
-    assert ranks.made == [request], "a known one is not read again"
-    assert adapters.names() == {"a1": ref(1)} and adapters.name_of(1) == "a1"
-    adapters.check(ref(1))
-    adapters.forget("a1")
-    for call in (lambda: adapters.forget("a1"), lambda: adapters.check(ref(1))):
-        with pytest.raises(AdapterError):
-            call()
-    assert ranks.made == [request, "a1"]
 
 
 @given(

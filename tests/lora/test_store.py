@@ -56,6 +56,34 @@ def test_an_adapter_is_read_once(targets: AdapterTargets, requests: list[LoRAReq
     assert store.num_reads == 1
 
 
+class Ranks:
+    """Notes what the other ranks are to do."""
+
+    def __init__(self) -> None:
+        self.made: list[LoRARequest | str] = []
+
+    def open_adapter(self, request: LoRARequest) -> None:
+        self.made.append(request)
+
+    def forget_adapter(self, name: str) -> None:
+        self.made.append(name)
+
+
+def test_what_rank_0_opens_and_forgets_the_others_do_too(
+    targets: AdapterTargets, requests: list[LoRARequest]
+) -> None:
+    store, request = store_of(targets, 4), requests[0]
+    ranks = store.ranks = Ranks()
+    assert store.open(request) == store.open(request)
+    assert ranks.made == [request], "a known one is not read again"
+    with pytest.raises(AdapterError):
+        store.open(LoRARequest("b", request.lora_int_id, requests[1].lora_path))
+    store.forget(request.lora_name)
+    with pytest.raises(AdapterError):
+        store.forget(request.lora_name)
+    assert ranks.made == [request, request.lora_name]
+
+
 def test_the_least_recently_used_adapter_leaves_unless_it_is_held(
     targets: AdapterTargets, requests: list[LoRARequest]
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from hetero_llm.bridge.kv_offload import copier_library
 from hetero_llm.bridge.kv_offload.copier import NUM_FLAGS, CopyOptions, DeviceRows, NativeCopier
-from hetero_llm.bridge.kv_offload.copier_library import Method
+from hetero_llm.bridge.kv_offload.copier_library import CopierError, Method
 from hetero_llm.bridge.kv_offload.copy_calibration import FixedRows
 from hetero_llm.bridge.kv_offload.copy_rates import Calibration, Rate
 from hetero_llm.bridge.kv_offload.host_block_index import HostBlockIndex
@@ -217,7 +217,7 @@ def clocked_library() -> Any:
         ("fake_clock_set", None, [ctypes.c_int64]),
         ("fake_clock_reads", ctypes.c_int64, []),
     ]
-    return open_both_ways("copier with a clock", recipe, functions)
+    return open_both_ways("copier with a clock", recipe, functions, CopierError)
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def served(
     monkeypatch.setattr(
         copier,
         "load",
-        lambda transfer_id, *rest: (begin(transfer_id, *rest), machine.begin(transfer_id)),
+        lambda order: (begin(order), machine.begin(order.transfer_id)),
     )
     monkeypatch.setattr(copier, "wait", machine.nap)
     clock = SimpleNamespace(monotonic=lambda: machine.now * 1e-9)

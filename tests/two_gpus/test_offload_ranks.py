@@ -19,6 +19,7 @@ import pytest
 
 from hetero_llm import LLM, EngineDeadError, SamplingParams
 from hetero_llm.bridge.kv_offload.rank_copies import RanksCopier
+from hetero_llm.core.transfer_order import TransferOrder
 from hetero_llm.engine.builders import build_ranks
 from hetero_llm.engine.engine import Engine
 from tests.gpu.scenarios.serving import generate, regrets
@@ -163,8 +164,9 @@ def test_wrong_bytes_in_one_rank_are_seen(
             assert isinstance(copier, RanksCopier)
             load = copier.own.load
 
-            def wrong(transfer_id: int, host_blocks: Any, *order: Any) -> None:
-                load(transfer_id, (host_blocks + 1) % copier.num_host_blocks, *order)
+            def wrong(order: TransferOrder) -> None:
+                others = (order.host_blocks + 1) % copier.num_host_blocks
+                load(replace(order, host_blocks=others))
 
             copier.own.load = wrong  # type: ignore[method-assign]
         with pytest.raises(traffic.WrongTokens):

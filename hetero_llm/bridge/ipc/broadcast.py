@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import mmap
 import os
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero_llm.bridge.ipc import ring_library
-from hetero_llm.bridge.ipc.shared_memory import address_of, allocate_shared, map_shared
+from hetero_llm.bridge.ipc.shared_memory import SharedMemory, create_shared, map_shared
 from hetero_llm.core.errors import RingError
 
 DEFAULT_BYTES = 4 << 20
@@ -41,26 +40,13 @@ class ChannelClosedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Broadcast:
-    """A channel's memory in this process.
-
-    Attributes:
-        fd: descriptor of the memory, inherited by the readers.
-        memory: the mapping.
-    """
-
-    fd: int
-    memory: mmap.mmap
+class Broadcast(SharedMemory):
+    """A channel's memory in this process."""
 
     @property
     def handle(self) -> str:
         """Argument of `attach_broadcast` in a process that inherited `fd`."""
         return str(self.fd)
-
-    def close(self) -> None:
-        """Release descriptor and mapping; close this process's end first."""
-        self.memory.close()
-        os.close(self.fd)
 
 
 def create_broadcast(readers: int, *, size: int = DEFAULT_BYTES, start: int = 0) -> Broadcast:
@@ -77,14 +63,9 @@ def create_broadcast(readers: int, *, size: int = DEFAULT_BYTES, start: int = 0)
     library = ring_library.load().quick
     total = library.hetero_broadcast_bytes(size)
     assert total > 0 and 0 < readers <= MAX_READERS and start % 64 == 0, (size, readers, start)
-    fd = allocate_shared(total)
-    try:
-        memory = map_shared(fd, total)
-    except OSError as error:
-        os.close(fd)
-        raise RingError(f"{total} bytes cannot be mapped: {error.strerror}") from error
-    library.hetero_broadcast_format(address_of(memory), size, readers, start)
-    return Broadcast(fd, memory)
+    made = create_shared(total)
+    library.hetero_broadcast_format(made.address, size, readers, start)
+    return Broadcast(made.fd, made.memory)
 
 
 def attach_broadcast(handle: str) -> Broadcast:

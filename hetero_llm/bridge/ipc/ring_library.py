@@ -3,54 +3,52 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from dataclasses import dataclass, fields
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from hetero_llm.core.errors import RingError
-from hetero_llm.utils.native_build import (
-    FAST,
-    PORTABLE,
-    SANITIZED,
-    SANITIZERS,
-    CallableLibrary,
-    NativeMissingError,
-    Recipe,
-    open_both_ways,
-)
+from hetero_llm.utils.native_build import CallableLibrary, open_both_ways, usual_recipe
 
 _SOURCES = Path(__file__).parent / "csrc"
 _POINTER, _INT, _UINT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 
 
-COUNTERS = (
-    "messages",
-    "slots",
-    "corrupt_slots",
-    "dropped_slots",
-    "bad_positions",
-    "full",
-    "naps",
-    "wakes",
-    "missed_wakes",
-)
+@dataclass(frozen=True, slots=True)
+class RingCounters:
+    """Totals of one end since it was opened.
+
+    Attributes:
+        messages, slots: pushed or popped.
+        corrupt_slots: slots whose checksum was wrong.
+        dropped_slots: sound slots of messages that have a corrupt one.
+        bad_positions: implausible positions of the other side.
+        full: pushes that could not push everything.
+        naps: waits that went to sleep.
+        wakes: wake-ups of the sleeping consumer.
+        missed_wakes: naps that lasted to their end although a message had come; this costs up to
+            0.1 s, no message.
+    """
+
+    messages: int
+    slots: int
+    corrupt_slots: int
+    dropped_slots: int
+    bad_positions: int
+    full: int
+    naps: int
+    wakes: int
+    missed_wakes: int
 
 
 class Counters(ctypes.Structure):
     """Output of `hetero_ring_counters`."""
 
-    _fields_ = [(name, _INT) for name in COUNTERS]
+    _fields_ = [(each.name, _INT) for each in fields(RingCounters)]
 
 
-def recipe(*, sanitize: bool = False) -> Recipe:
-    """Build recipe of the library; `sanitize`: with AddressSanitizer and UBSan."""
-    return Recipe(
-        "rings-sanitized" if sanitize else "rings",
-        _SOURCES,
-        (*PORTABLE, *(SANITIZED if sanitize else FAST)),
-        link_flags=SANITIZERS if sanitize else (),
-    )
-
+recipe = partial(usual_recipe, "rings", _SOURCES)
 
 # No argument types (None): the function is called with `c_void_p`, bytes and integers below 2^31,
 # whose conversion by declared types would take longer than the function.
@@ -93,7 +91,4 @@ def load() -> CallableLibrary:
     Raises:
         RingError: there is no compiler, it fails, or HETERO_LLM_NATIVE is 0.
     """
-    try:
-        return open_both_ways("compiled library", recipe, _FUNCTIONS)
-    except NativeMissingError as error:
-        raise RingError(str(error)) from error
+    return open_both_ways("compiled library", recipe, _FUNCTIONS, RingError)

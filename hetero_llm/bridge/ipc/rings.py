@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import mmap
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple, Self
 
 import numpy as np
 
 from hetero_llm.bridge.ipc import ring_library
 from hetero_llm.bridge.ipc.messages import HEADER, MAX_WORDS, Messages, Outbox
-from hetero_llm.bridge.ipc.shared_memory import address_of, allocate_shared, map_shared
+from hetero_llm.bridge.ipc.ring_library import RingCounters
+from hetero_llm.bridge.ipc.shared_memory import SharedMemory, create_shared, map_shared
 from hetero_llm.core.errors import RingError
 
 DEFAULT_SLOTS = 1 << 14
@@ -79,59 +79,22 @@ _NOTHING = {status.value: Popped(status, _NO_MESSAGES) for status in RingStatus}
 """Results without messages, by the compiled function's return value."""
 
 
-@dataclass(frozen=True, slots=True)
-class RingCounters:
-    """Totals of one end since it was opened.
-
-    Attributes:
-        messages, slots: pushed or popped.
-        corrupt_slots: slots whose checksum was wrong.
-        dropped_slots: sound slots of messages that have a corrupt one.
-        bad_positions: implausible positions of the other side.
-        full: pushes that could not push everything.
-        naps: waits that went to sleep.
-        wakes: wake-ups of the sleeping consumer.
-        missed_wakes: naps that lasted to their end although a message had come; this costs up to
-            0.1 s, no message.
-    """
-
-    messages: int
-    slots: int
-    corrupt_slots: int
-    dropped_slots: int
-    bad_positions: int
-    full: int
-    naps: int
-    wakes: int
-    missed_wakes: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Ring:
+class Ring(SharedMemory):
     """A ring's memory in this process.
 
     Attributes:
-        fd: descriptor of the memory, inherited by the other process.
         slots: number of 64-byte slots.
         stamp: random number that identifies the ring.
-        memory: the mapping.
     """
 
-    fd: int
     slots: int
     stamp: int
-    memory: mmap.mmap
 
     @property
     def handle(self) -> str:
         """Argument of `attach_ring` in a process that inherited `fd`."""
         return f"{self.fd}:{self.slots}:{self.stamp:016x}"
-
-    def close(self) -> None:
-        """Release descriptor and mapping; close this process's end first. The other process keeps
-        its own."""
-        self.memory.close()
-        os.close(self.fd)
 
     def __enter__(self) -> Self:
         return self
@@ -153,15 +116,9 @@ def create_ring(slots: int = DEFAULT_SLOTS, *, start: int = 0) -> Ring:
     library = ring_library.load().quick
     size = library.hetero_ring_bytes(slots)
     assert size > 0, slots
-    fd = allocate_shared(size)
-    stamp = secrets.randbits(64)
-    try:
-        memory = map_shared(fd, size)
-    except OSError as error:
-        os.close(fd)
-        raise RingError(f"{size} bytes cannot be mapped: {error.strerror}") from error
-    library.hetero_ring_format(address_of(memory), slots, stamp, start)
-    return Ring(fd, slots, stamp, memory)
+    made, stamp = create_shared(size), secrets.randbits(64)
+    library.hetero_ring_format(made.address, slots, stamp, start)
+    return Ring(made.fd, made.memory, slots, stamp)
 
 
 def attach_ring(handle: str) -> Ring:
@@ -175,14 +132,14 @@ def attach_ring(handle: str) -> Ring:
         fd_text, slots_text, stamp_text = handle.split(":")
         fd, slots, stamp = int(fd_text), int(slots_text), int(stamp_text, 16)
         size = os.fstat(fd).st_size
-        memory = map_shared(fd, size)
+        ring = Ring(fd, map_shared(fd, size), slots, stamp)
     except (OSError, OverflowError, ValueError) as error:
         raise RingError(f"ring handle {handle!r} leads to no memory: {error}") from error
-    refusal = library.hetero_ring_refusal(address_of(memory), size, slots, stamp)
+    refusal = library.hetero_ring_refusal(ring.address, size, slots, stamp)
     if refusal != 0:
-        memory.close()
+        ring.memory.close()
         raise RingError(f"ring handle {handle!r} is refused: {_REFUSALS[refusal]}")
-    return Ring(fd, slots, stamp, memory)
+    return ring
 
 
 class _End:
@@ -209,7 +166,7 @@ class _End:
         assert self._handle is not None, "closed"
         result = ring_library.Counters()
         self._library.quick.hetero_ring_counters(self._handle, ctypes.addressof(result))
-        return RingCounters(*(getattr(result, name) for name in ring_library.COUNTERS))
+        return RingCounters(*(getattr(result, each.name) for each in fields(RingCounters)))
 
     def close(self) -> None:
         """Close the end; calling it again has no effect."""

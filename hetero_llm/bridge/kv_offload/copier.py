@@ -15,6 +15,7 @@ from hetero_llm.bridge.kv_offload import copier_library
 from hetero_llm.bridge.kv_offload.copier_library import CopierError, Method
 from hetero_llm.bridge.kv_offload.copier_protocol import Done, LayerReadyFlag
 from hetero_llm.bridge.kv_offload.copy_rates import Calibration, Choice, assumed
+from hetero_llm.core.transfer_order import TransferOrder
 
 logger = logging.getLogger(__name__)
 
@@ -139,9 +140,15 @@ class NativeCopier:
             board=options.board,
             rank=options.rank,
         )
-        handle, warning = copier_library.open_copier(self._library, options.libcuda, setup)
-        if warning:
-            logger.warning("KV copies: %s", warning)
+        handle, message = copier_library.with_message(
+            self._library.waiting.hetero_copier_open,
+            options.libcuda.encode(),
+            ctypes.addressof(setup),
+        )
+        if not handle:
+            raise CopierError(f"no copies with {options.libcuda}: {message}")
+        if message:
+            logger.warning("KV copies: %s", message)
         self._handle: int | None = handle
         self._free_flags = list(range(NUM_FLAGS - 1, -1, -1))
         self._bases = [first_base] * NUM_FLAGS
@@ -172,13 +179,17 @@ class NativeCopier:
         """Makes `Method.KERNEL` available, with an image of `copier_library.compile_kernel`.
 
         Raises:
-            CopierError: it cannot be used; the other methods remain.
+            CopierError: the driver refuses it, or the rows are not aligned to 16 bytes; the other
+                methods remain.
         """
         if self.host.ready_rows == 0:
             raise CopierError("the copy kernel cannot be used: no host memory is ready yet")
         if image is None:
             image = copier_library.compile_kernel(self.options.libcuda)
-        copier_library.add_kernel(self._library, self._open(), image)
+        add_kernel = self._library.waiting.hetero_copier_add_kernel
+        error, message = copier_library.with_message(add_kernel, self._open(), image)
+        if error:
+            raise CopierError(f"the copy kernel cannot be used: {message}")
 
     def use(self, calibration: Calibration) -> None:
         """Sets the rates by which methods are chosen."""
@@ -199,17 +210,8 @@ class NativeCopier:
         place = self._free_flags[-1]
         return LayerReadyFlag(place, self._bases[place])
 
-    def load(
-        self,
-        transfer_id: int,
-        host_blocks: np.ndarray,
-        blocks: np.ndarray,
-        after_step: int,
-        compute: float | None,
-    ) -> None:
-        self._begin_load(
-            transfer_id, host_blocks, blocks, after_step, self._choose(host_blocks, blocks, compute)
-        )
+    def load(self, order: TransferOrder) -> None:
+        self._begin_load(order, self._choose(order), self.device.num_layers)
 
     def time_load(
         self, host_blocks: np.ndarray, blocks: np.ndarray, method: Method, group: int, layers: int
@@ -217,24 +219,23 @@ class NativeCopier:
         """Loads the first `layers` layers and returns the seconds that took, None if it failed. No
         other transfer may be under way."""
         assert not self._flags, "loads are under way"
-        self._begin_load(-1, host_blocks, blocks, 0, Choice(method, group), layers)
+        order = TransferOrder(-1, host_blocks, blocks, 0)
+        self._begin_load(order, Choice(method, group), layers)
         while True:
             self.wait(1.0)
             for done in self.poll():
                 assert done.transfer_id == -1, done
                 return done.seconds if done.ok else None
 
-    def store(
-        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
-    ) -> None:
-        host_blocks, blocks = self._checked(host_blocks, blocks)
+    def store(self, order: TransferOrder) -> None:
+        host_blocks, blocks = self._checked(order)
         self._quick.hetero_copier_store(
             self._open(),
-            transfer_id,
+            order.transfer_id,
             blocks.ctypes.data,
             host_blocks.ctypes.data,
             len(host_blocks),
-            after_step,
+            order.after_step,
         )
 
     def abort(self, transfer_id: int) -> None:
@@ -249,6 +250,7 @@ class NativeCopier:
         self._quick.hetero_copier_step_launched(self._open(), number, self._current_stream())
 
     def step_done(self, number: int) -> bool:
+        """Whether the device work of a launched step has ended."""
         return bool(self._quick.hetero_copier_step_done(self._open(), number))
 
     def seconds_left(self, transfer_ids: Iterable[int]) -> float:
@@ -320,23 +322,18 @@ class NativeCopier:
         self._handle = None
         self._quick.hetero_copier_free(handle)
 
-    def _choose(self, host_blocks: np.ndarray, blocks: np.ndarray, compute: float | None) -> Choice:
+    def _choose(self, order: TransferOrder) -> Choice:
         if self.force is not None:
             return Choice(*self.force)
-        follows = (np.diff(host_blocks) == 1) & (np.diff(blocks) == 1)
-        ascending = np.count_nonzero(follows) / max(1, len(follows))
-        return self.calibration.choose(self.device.num_layers, len(host_blocks), ascending, compute)
+        follows = (np.diff(order.host_blocks) == 1) & (np.diff(order.blocks) == 1)
+        share = np.count_nonzero(follows) / max(1, len(follows))
+        return self.calibration.choose(
+            self.device.num_layers, len(order.blocks), share, order.compute
+        )
 
-    def _begin_load(
-        self,
-        transfer_id: int,
-        host_blocks: np.ndarray,
-        blocks: np.ndarray,
-        after_step: int,
-        choice: Choice,
-        layers: int | None = None,
-    ) -> None:
-        host_blocks, blocks = self._checked(host_blocks, blocks)
+    def _begin_load(self, order: TransferOrder, choice: Choice, layers: int) -> None:
+        host_blocks, blocks = self._checked(order)
+        transfer_id = order.transfer_id
         assert transfer_id not in self._flags, transfer_id
         flag = self._flags[transfer_id] = self.next_flag
         self._free_flags.pop()
@@ -346,8 +343,8 @@ class NativeCopier:
             base=flag.base,
             method=choice.method,
             group=choice.group,
-            layers=self.device.num_layers if layers is None else layers,
-            after_step=after_step,
+            layers=layers,
+            after_step=order.after_step,
         )
         self._quick.hetero_copier_load(
             self._open(),
@@ -357,10 +354,10 @@ class NativeCopier:
             len(host_blocks),
         )
 
-    def _checked(
-        self, host_blocks: np.ndarray, blocks: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Both as the library expects them. A wrong number would write to foreign memory."""
+    def _checked(self, order: TransferOrder) -> tuple[np.ndarray, np.ndarray]:
+        """Host blocks and blocks as the library expects them. A wrong number would write to foreign
+        memory."""
+        host_blocks, blocks = order.host_blocks, order.blocks
         assert len(host_blocks) == len(blocks) > 0, (len(host_blocks), len(blocks))
         assert host_blocks.min() >= 0, host_blocks
         assert host_blocks.max() < self.num_host_blocks, (host_blocks, self.num_host_blocks)
@@ -377,7 +374,8 @@ class NativeCopier:
         self._bases[flag.place] = base or 1  # waiting kernels take 0 for "no load"
 
     def _report(self) -> None:
-        text = copier_library.first_error(self._library, self._open())
+        first_error = self._quick.hetero_copier_first_error
+        _, text = copier_library.with_message(first_error, self._open())
         if text:
             self._reported = True
             broken = "; no more copies from here on" if self._read_totals().broken else ""

@@ -6,23 +6,13 @@ from __future__ import annotations
 import ctypes
 import enum
 import re
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from hetero_llm.core.errors import HeteroLLMError
-from hetero_llm.utils.native_build import (
-    FAST,
-    PORTABLE,
-    SANITIZED,
-    SANITIZERS,
-    CallableLibrary,
-    NativeMissingError,
-    Recipe,
-    open_both_ways,
-    reason,
-)
+from hetero_llm.utils.native_build import CallableLibrary, open_both_ways, reason, usual_recipe
 
 _SOURCES = Path(__file__).parent / "csrc"
 _POINTER, _INT, _TEXT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
@@ -103,16 +93,8 @@ class Totals(ctypes.Structure):
     _fields_ = [*((name, _INT) for name in COUNTERS), ("rate", ctypes.c_double)]
 
 
-def recipe(*, sanitize: bool = False) -> Recipe:
-    """Build recipe of the library; `sanitize`: with AddressSanitizer and UBSan."""
-    return Recipe(
-        "kv-copier-sanitized" if sanitize else "kv-copier",
-        _SOURCES,
-        (*PORTABLE, *(SANITIZED if sanitize else FAST)),
-        # Before glibc 2.34 dlopen is in a library of its own.
-        link_flags=("-Wl,--no-as-needed", "-ldl", *(SANITIZERS if sanitize else ())),
-    )
-
+# Before glibc 2.34 dlopen is in a library of its own.
+recipe = partial(usual_recipe, "kv-copier", _SOURCES, link_flags=("-Wl,--no-as-needed", "-ldl"))
 
 FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("hetero_copier_open", _POINTER, [_TEXT, _POINTER, _TEXT, _INT]),
@@ -151,45 +133,15 @@ def load() -> CallableLibrary:
     Raises:
         CopierError: there is no compiler, it fails, or HETERO_LLM_NATIVE is 0.
     """
-    try:
-        return open_both_ways("compiled copier", recipe, FUNCTIONS)
-    except NativeMissingError as error:
-        raise CopierError(str(error)) from error
+    return open_both_ways("compiled copier", recipe, FUNCTIONS, CopierError)
 
 
-def open_copier(library: CallableLibrary, libcuda: str, setup: Setup) -> tuple[int, str]:
-    """Opens a copier for this thread's current context; returns its handle and a warning or "".
-
-    Raises:
-        CopierError: there is no driver, or no context.
-    """
+def with_message(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
+    """Calls a function whose last arguments are a buffer for a message and its size. Returns its
+    result, and the message or ""."""
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-    handle = library.waiting.hetero_copier_open(
-        libcuda.encode(), ctypes.addressof(setup), message, len(message)
-    )
-    text = message.value.decode(errors="replace")
-    if not handle:
-        raise CopierError(f"no copies with {libcuda}: {text}")
-    return handle, text
-
-
-def add_kernel(library: CallableLibrary, handle: int, image: bytes) -> None:
-    """Adds the copy kernel.
-
-    Raises:
-        CopierError: the driver refuses it, or the rows are not aligned to 16 bytes.
-    """
-    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-    if library.waiting.hetero_copier_add_kernel(handle, image, message, len(message)) != 0:
-        text = message.value.decode(errors="replace")
-        raise CopierError(f"the copy kernel cannot be used: {text}")
-
-
-def first_error(library: CallableLibrary, handle: int) -> str:
-    """The first error of the driver, "" if none."""
-    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-    library.quick.hetero_copier_first_error(handle, message, len(message))
-    return message.value.decode(errors="replace")
+    result = function(*arguments, message, len(message))
+    return result, message.value.decode(errors="replace")
 
 
 def compile_kernel(libcuda: str) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
+from hetero_llm.core.transfer_order import TransferOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +45,12 @@ class Copier(Protocol):
         """Whether a layer-ready flag is free for one more load."""
         ...
 
-    def load(
-        self,
-        transfer_id: int,
-        host_blocks: np.ndarray,
-        blocks: np.ndarray,
-        after_step: int,
-        compute: float | None,
-    ) -> None:
-        """Starts a copy from host to device, [n] int64 each, layer by layer in ascending order.
-
-        Args:
-            after_step, compute: as in `kv_cache.host_tier.HostTier.load`.
-        """
+    def load(self, order: TransferOrder) -> None:
+        """Starts a copy from host to device, layer by layer in ascending order."""
         ...
 
-    def store(
-        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
-    ) -> None:
-        """Starts a copy from device to host, [n] int64 each, after the device work of step
-        `after_step`."""
+    def store(self, order: TransferOrder) -> None:
+        """Starts a copy from device to host."""
         ...
 
     def abort(self, transfer_id: int) -> None:
@@ -77,10 +63,6 @@ class Copier(Protocol):
 
     def step_launched(self, number: int) -> None:
         """Marks the current end of the current stream as the end of step `number`."""
-        ...
-
-    def step_done(self, number: int) -> bool:
-        """Whether the device work of a launched step has ended."""
         ...
 
     def seconds_left(self, transfer_ids: Iterable[int]) -> float:

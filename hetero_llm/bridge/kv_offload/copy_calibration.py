@@ -41,7 +41,7 @@ def prepare(copier: NativeCopier) -> Calibration:
     return calibration
 
 
-def calibrate(copier: NativeCopier, *, seed: int = 0) -> Calibration:
+def calibrate(copier: NativeCopier) -> Calibration:
     """Measures all methods of a copier and sets its rates.
 
     Overwrites device blocks with garbage, so it must run before they hold anything. Host rows are
@@ -55,7 +55,7 @@ def calibrate(copier: NativeCopier, *, seed: int = 0) -> Calibration:
     most = min(copier.num_host_blocks, copier.device.num_blocks)
     if most < 2:
         return copier.calibration
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     rates: list[Rate] = []
     for method in copier.methods():
         for group in GROUPS:
@@ -125,12 +125,9 @@ def _time(
     return min(good) if len(good) == _REPEATS else None
 
 
-def calibrate_device(libcuda: str = "libcuda.so.1", *, layer_bytes: int = 64 << 10) -> Calibration:
+def calibrate_device() -> Calibration:
     """Measures the current CUDA device with temporary memory, 256 MiB on either side, for
-    `hetero-llm doctor`.
-
-    Args:
-        layer_bytes: of one layer of a block; the default is an 8B Llama in 16 bits.
+    `hetero-llm doctor`. Its blocks are those of an 8B Llama in 16 bits.
 
     Raises:
         CopierError: there is no device, no memory or no driver.
@@ -140,7 +137,7 @@ def calibrate_device(libcuda: str = "libcuda.so.1", *, layer_bytes: int = 64 << 
     if not torch.cuda.is_available():
         raise CopierError("there is no CUDA device")
     num_layers, num_rows = 32, 128
-    row_bytes = num_layers * layer_bytes
+    row_bytes = num_layers * (64 << 10)
     try:
         blocks = torch.empty(num_rows * row_bytes, dtype=torch.uint8, device="cuda")
         rows = torch.empty(num_rows * row_bytes, dtype=torch.uint8, pin_memory=True)
@@ -152,7 +149,7 @@ def calibrate_device(libcuda: str = "libcuda.so.1", *, layer_bytes: int = 64 << 
     copier = NativeCopier(
         device,
         FixedRows(rows.data_ptr(), row_bytes, num_rows),
-        CopyOptions(libcuda=libcuda),
+        CopyOptions(),
         current_stream=lambda: torch.cuda.current_stream().cuda_stream,
     )
     try:

@@ -14,6 +14,7 @@ _GROUP_S = 5e-6
 # The copy kernel competes with the step's kernels, which measurements of an idle device do not
 # show: it is chosen only if it is faster than the copy engines by this factor.
 _KERNEL_HANDICAP = 1.25
+_MOST_GROUPS = 10  # sizes of groups to choose from: 1, 2, 4 ... layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Calibration:
             # Not hidden: the first group before the computation, or the last layers after it.
             return max(load, compute) + min(load, compute) * group / num_layers
 
-        groups = [group for group in _powers_of_two() if group <= num_layers]
+        groups = [1 << power for power in range(num_layers.bit_length())][:_MOST_GROUPS]
         every = [(method, group) for method in self.methods() for group in groups]
         return Choice(*min(every, key=lambda one: seconds(*one)))
 
@@ -131,10 +132,6 @@ def assumed(methods: Iterable[Method], layer_bytes: int) -> Calibration:
     """Used before rates are measured: chooses the first of the methods."""
     rate = Rate(next(iter(methods)), 1, _ASSUMED_RATE, _ASSUMED_RATE)
     return Calibration(layer_bytes, (rate,), measured=False)
-
-
-def _powers_of_two() -> tuple[int, ...]:
-    return tuple(1 << exponent for exponent in range(10))
 
 
 def _cell(rate: Rate, is_best: bool) -> str:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hetero_llm.bridge.kv_offload.copier_protocol import Copier, Done
 from hetero_llm.bridge.kv_offload.host_block_index import HostBlockIndex
 from hetero_llm.core.errors import EngineDeadError
+from hetero_llm.core.transfer_order import TransferOrder
 from hetero_llm.kv_cache.host_tier import EvictionCandidate, HostHit, TierEvents
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,8 @@ class PinnedHostTier:
             return transfer_id
         self._loads[transfer_id] = _Load(hit.host_blocks, hit.lookup_keys)
         host_blocks, places = np.array(hit.host_blocks, np.int64), np.asarray(blocks, np.int64)
-        self.copier.load(transfer_id, host_blocks, places, after_step, compute)
+        order = TransferOrder(transfer_id, host_blocks, places, after_step, compute)
+        self.copier.load(order)
         return transfer_id
 
     def abort(self, transfer_id: int) -> None:
@@ -159,12 +161,9 @@ class PinnedHostTier:
             return reserved.taken, 0
         transfer_id = self._new_id()
         self._stores[transfer_id] = reserved.host_blocks
-        self.copier.store(
-            transfer_id,
-            np.array(reserved.device_blocks, np.int64),
-            np.array(reserved.host_blocks, np.int64),
-            self._last_step,
-        )
+        host_blocks = np.array(reserved.host_blocks, np.int64)
+        blocks = np.array(reserved.device_blocks, np.int64)
+        self.copier.store(TransferOrder(transfer_id, host_blocks, blocks, self._last_step))
         return reserved.taken, transfer_id
 
     def holds(self, lookup_key: bytes) -> bool:
@@ -261,24 +260,22 @@ class PinnedHostTier:
         which there was no room, once for each attempt."""
         rule, counts = self._rule, self._counts
         values: dict[str, float] = {
-            "bytes_h2d": counts["loaded_blocks"] * rule.block_bytes,
-            "bytes_d2h": counts["stored_blocks"] * rule.block_bytes,
+            "kv_offload_bytes_h2d": counts["loaded_blocks"] * rule.block_bytes,
+            "kv_offload_bytes_d2h": counts["stored_blocks"] * rule.block_bytes,
+            **self.copier.metrics(),
         }
-        copier_metrics = self.copier.metrics()
-        values |= {
-            name.removeprefix("kv_offload_"): value for name, value in copier_metrics.items()
-        }
-        values |= counts
-        values |= {
+        own = {
+            **counts,
             "load_seconds_total": self._load_seconds,
             "open_loads": len(self._loads),
             "open_stores": len(self._stores),
             "host_slots": self.index.num_blocks,
             "host_slots_used": self.index.num_used,
             "host_evictions": self.index.evictions,
-            "broken": max(float(self._off), values.get("broken", 0.0)),
+            "broken": max(float(self._off), values.get("kv_offload_broken", 0.0)),
         }
-        return {f"kv_offload_{name}": float(value) for name, value in values.items()}
+        values |= {f"kv_offload_{name}": value for name, value in own.items()}
+        return {name: float(value) for name, value in values.items()}
 
     def shut_down(self) -> None:
         if not self._shut:

@@ -11,21 +11,13 @@ import logging
 import math
 import mmap
 import os
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from hetero_llm.bridge.kv_offload.sizing import gib
 from hetero_llm.core.errors import HeteroLLMError
-from hetero_llm.utils.native_build import (
-    FAST,
-    PORTABLE,
-    SANITIZED,
-    SANITIZERS,
-    CallableLibrary,
-    NativeMissingError,
-    Recipe,
-    open_both_ways,
-)
+from hetero_llm.utils.native_build import CallableLibrary, open_both_ways, usual_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +29,6 @@ a serving engine waits for that lock."""
 _SOURCES = Path(__file__).parent / "pool_csrc"
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _NAP_S = 0.1  # Python handles signals in between
-_GIB = 1 << 30
 
 
 class PoolError(HeteroLLMError):
@@ -54,8 +45,7 @@ class _Options(ctypes.Structure):
 
 class _State(ctypes.Structure):
     _fields_ = [
-        *((name, _INT) for name in ("address", "ready_rows", "finished")),
-        *((name, _INT) for name in ("chunks", "mbind_error", "cuda_error")),
+        *((name, _INT) for name in ("address", "ready_rows", "mbind_error")),
         *((name, _DOUBLE) for name in ("touch_seconds", "register_seconds")),
     ]
 
@@ -117,7 +107,7 @@ class PinnedPool:
         pool = self._waiting.hetero_pool_open(ctypes.byref(options), ctypes.byref(error))
         if not pool:
             what = os.strerror(error.value)
-            raise PoolError(f"no {_gib(row_bytes * num_rows)} of host memory for the pool: {what}")
+            raise PoolError(f"no {gib(row_bytes * num_rows)} of host memory for the pool: {what}")
         self._pool: int | None = pool
         self._last = _State()
         self.address = self._state().address
@@ -154,7 +144,7 @@ class PinnedPool:
             return ""
         ready = self._state().ready_rows * self.row_bytes
         total = self.num_rows * self.row_bytes
-        return f"{text}; {_gib(ready)} of {_gib(total)} can be used"
+        return f"{text}; {gib(ready)} of {gib(total)} can be used"
 
     @property
     def placement(self) -> str:
@@ -195,16 +185,6 @@ class PinnedPool:
         return state
 
 
-def recipe(*, sanitize: bool = False) -> Recipe:
-    """Build recipe of the library; `sanitize`: with AddressSanitizer and UBSan."""
-    return Recipe(
-        "pool-sanitized" if sanitize else "pool",
-        _SOURCES,
-        (*PORTABLE, *(SANITIZED if sanitize else FAST)),
-        link_flags=(*(SANITIZERS if sanitize else ()), "-ldl"),
-    )
-
-
 def _chunk_rows(row_bytes: int, chunk_bytes: int) -> int:
     """Number of rows, at least one, of about `chunk_bytes` that end at a page boundary: a page can
     be locked only once.
@@ -215,9 +195,7 @@ def _chunk_rows(row_bytes: int, chunk_bytes: int) -> int:
     return max(chunk_bytes // (unit * row_bytes), 1) * unit
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"
-
+recipe = partial(usual_recipe, "pool", _SOURCES, link_flags=("-ldl",))
 
 _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("hetero_pool_open", _POINTER, [_POINTER, _POINTER]),
@@ -232,7 +210,4 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
 @lru_cache(maxsize=1)
 def load() -> CallableLibrary:
     """The library, compiled if need be."""
-    try:
-        return open_both_ways("compiled pool of host memory", recipe, _FUNCTIONS)
-    except NativeMissingError as error:
-        raise PoolError(str(error)) from error
+    return open_both_ways("compiled pool of host memory", recipe, _FUNCTIONS, PoolError)

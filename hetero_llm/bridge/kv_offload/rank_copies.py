@@ -14,32 +14,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from hetero_llm.bridge.kv_offload.copier import NUM_FLAGS, NativeCopier
 from hetero_llm.bridge.kv_offload.copier_protocol import Copier, Done, LayerReadyFlag
-from hetero_llm.bridge.kv_offload.transfer_reports import STEP, ReportBoard, Reports
+from hetero_llm.bridge.kv_offload.transfer_reports import STEP, ReportBoard
 from hetero_llm.core.errors import EngineDeadError
+from hetero_llm.core.null_objects import do_nothing
+from hetero_llm.core.transfer_order import TransferOrder
 
 _NAP_S = 0.001
 
 
 class OtherRanks(Protocol):
-    """Those that begin the transfers that rank 0 begins; every method raises HeteroLLMError if one
-    of them has failed."""
+    """The other ranks, each of which begins its part of every transfer of rank 0. Every method
+    raises HeteroLLMError if one of them has failed."""
 
-    def load_blocks(
-        self,
-        transfer_id: int,
-        host_blocks: np.ndarray,
-        blocks: np.ndarray,
-        after_step: int,
-        compute: float | None,
-    ) -> None: ...
+    def load_blocks(self, order: TransferOrder) -> None: ...
 
-    def store_blocks(
-        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
-    ) -> None: ...
+    def store_blocks(self, order: TransferOrder) -> None: ...
 
     def abort_load(self, transfer_id: int) -> None: ...
 
@@ -77,7 +68,7 @@ class RanksCopier:
         self,
         own: Copier,
         ranks: OtherRanks,
-        reports: Reports,
+        reports: ReportBoard,
         *,
         most_loads: int = NUM_FLAGS,
         patience_s: float = 60.0,
@@ -103,25 +94,16 @@ class RanksCopier:
         # A rank frees the flag of a load with its report, at the latest when the next load comes.
         return self._num_loads < self._most_loads and self.own.can_load()
 
-    def load(
-        self,
-        transfer_id: int,
-        host_blocks: np.ndarray,
-        blocks: np.ndarray,
-        after_step: int,
-        compute: float | None,
-    ) -> None:
-        self._open[transfer_id] = _Open(self._reports.ranks, is_load=True)
+    def load(self, order: TransferOrder) -> None:
+        self._open[order.transfer_id] = _Open(self._reports.ranks, is_load=True)
         self._num_loads += 1
-        self._ranks.load_blocks(transfer_id, host_blocks, blocks, after_step, compute)
-        self.own.load(transfer_id, host_blocks, blocks, after_step, compute)
+        self._ranks.load_blocks(order)
+        self.own.load(order)
 
-    def store(
-        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
-    ) -> None:
-        self._open[transfer_id] = _Open(self._reports.ranks, is_load=False)
-        self._ranks.store_blocks(transfer_id, blocks, host_blocks, after_step)
-        self.own.store(transfer_id, blocks, host_blocks, after_step)
+    def store(self, order: TransferOrder) -> None:
+        self._open[order.transfer_id] = _Open(self._reports.ranks, is_load=False)
+        self._ranks.store_blocks(order)
+        self.own.store(order)
 
     def abort(self, transfer_id: int) -> None:
         self._ranks.abort_load(transfer_id)
@@ -133,9 +115,6 @@ class RanksCopier:
 
     def step_launched(self, number: int) -> None:
         self.own.step_launched(number)
-
-    def step_done(self, number: int) -> bool:
-        return self.own.step_done(number)
 
     def seconds_left(self, transfer_ids: Iterable[int]) -> float:
         return self.own.seconds_left(transfer_ids)
@@ -223,36 +202,6 @@ class RanksCopier:
             self._ended.append(Done(done.transfer_id, transfer.ok, transfer.seconds))
 
 
-class StepReporter(Protocol):
-    """A copier of a rank: it reports ends of transfers by itself, and of steps on demand."""
-
-    @property
-    def num_host_blocks(self) -> int: ...
-
-    def load(
-        self,
-        transfer_id: int,
-        host_blocks: np.ndarray,
-        blocks: np.ndarray,
-        after_step: int,
-        compute: float | None,
-    ) -> None: ...
-
-    def store(
-        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
-    ) -> None: ...
-
-    def abort(self, transfer_id: int) -> None: ...
-
-    def step_launched(self, number: int) -> None: ...
-
-    def poll(self) -> list[Done]: ...
-
-    def report_step(self, ok: bool) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class RankCopies:
     """Another rank's part of each transfer. Called in the order in which rank 0 makes the calls.
 
@@ -261,33 +210,26 @@ class RankCopies:
         grow: called with the number of host blocks that can be used, whenever it has changed.
     """
 
-    def __init__(self, copier: StepReporter, grow: Callable[[int], None]) -> None:
+    def __init__(self, copier: NativeCopier, grow: Callable[[int], None]) -> None:
         self._copier = copier
         self._grow = grow
         self._num_rows = -1
         self._last_step = 0
         self.observe()
 
-    def load(
-        self,
-        transfer_id: int,
-        host_blocks: np.ndarray,
-        blocks: np.ndarray,
-        after_step: int,
-        compute: float | None,
-    ) -> None:
-        """Begins a load; arguments as for `Copier.load`."""
-        assert after_step <= self._last_step + 1, "the ranks count steps differently"
-        self._copier.poll()  # frees the flags of loads that have ended
-        self._copier.load(transfer_id, host_blocks, blocks, after_step, compute)
+    def load(self, order: TransferOrder) -> None:
+        """Begins this rank's part of a load."""
+        self._prepare(order)
+        self._copier.load(order)
 
-    def store(
-        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
-    ) -> None:
-        """Begins a store; arguments as for `Copier.store`."""
-        assert after_step <= self._last_step + 1, "the ranks count steps differently"
-        self._copier.poll()
-        self._copier.store(transfer_id, blocks, host_blocks, after_step)
+    def store(self, order: TransferOrder) -> None:
+        """Begins this rank's part of a store."""
+        self._prepare(order)
+        self._copier.store(order)
+
+    def _prepare(self, order: TransferOrder) -> None:
+        assert order.after_step <= self._last_step + 1, "the ranks count steps differently"
+        self._copier.poll()  # frees the flags of loads that have ended
 
     def abort(self, transfer_id: int) -> None:
         """See `Copier.abort`; the load may have ended here."""
@@ -314,44 +256,15 @@ class RankCopies:
         self._copier.close()
 
 
+def _refuse(*_: object) -> None:
+    raise AssertionError("nothing is offloaded")
+
+
 class NoRankCopies:
     """In the place of `RankCopies` where nothing is offloaded."""
 
-    def load(
-        self,
-        transfer_id: int,
-        host_blocks: np.ndarray,
-        blocks: np.ndarray,
-        after_step: int,
-        compute: float | None,
-    ) -> None:
-        raise AssertionError("nothing is offloaded")
-
-    def store(
-        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
-    ) -> None:
-        raise AssertionError("nothing is offloaded")
-
-    def abort(self, transfer_id: int) -> None:
-        raise AssertionError("nothing is offloaded")
-
-    def step_launched(self) -> None:
-        pass
+    step_launched = observe = close = staticmethod(do_nothing)
+    load = store = abort = staticmethod(_refuse)
 
     def step_finished(self, *, timed_out: bool) -> None:
-        raise AssertionError("nothing is offloaded")
-
-    def observe(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def copies_of(copier: NativeCopier, board: ReportBoard, rank: int) -> RankCopies:
-    """The copies of a rank, whose copier reports to the board."""
-
-    def grow(rows: int) -> None:
-        board.set_ready_rows(rank, rows)
-
-    return RankCopies(copier, grow)
+        _refuse()

@@ -71,8 +71,8 @@ def pool_size(
     granted = min(asked, max(0, there - reserve))
     rows = granted // row_bytes
     whose = "its control group leaves" if limited else "available are"
-    cause = f"{whose} {_gib(there)}, of which {_gib(reserve)} stay free"
-    sentence = f"{FIELD}={utilization:g} of {_gib(total_bytes)} is {_gib(asked)}"
+    cause = f"{whose} {gib(there)}, of which {gib(reserve)} stay free"
+    sentence = f"{FIELD}={utilization:g} of {gib(total_bytes)} is {gib(asked)}"
     if granted < asked:
         sentence += f"; {cause}"
     if rows < min_rows:
@@ -83,9 +83,10 @@ def pool_size(
             f"and {min_rows} are needed for one sequence",
         )
     num_bytes = rows * row_bytes
-    sentence += f": the pool has {_gib(num_bytes)}, {rows} blocks of {row_bytes / 2**20:.2f} MiB"
+    sentence += f": the pool has {gib(num_bytes)}, {rows} blocks of {row_bytes / 2**20:.2f} MiB"
     return PoolSize(rows, num_bytes, asked, sentence)
 
 
-def _gib(num_bytes: int) -> str:
+def gib(num_bytes: int) -> str:
+    """A size as text, in GiB."""
     return f"{num_bytes / _GIB:.2f} GiB"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from typing import Protocol
 
 import numpy as np
 
@@ -32,35 +31,9 @@ def board_bytes(ranks: int) -> int:
     return _HEAD_BYTES + ranks * _RING_BYTES
 
 
-class Reports(Protocol):
-    """What rank 0 reads; one thread calls it.
-
-    Attributes:
-        ranks: how many report, rank 0 included.
-    """
-
-    @property
-    def ranks(self) -> int: ...
-
-    def take(self, rank: int) -> list[Done]:
-        """What a rank has reported since the previous call, in that order; see `STEP`."""
-        ...
-
-    def wait(self, seconds: float) -> None:
-        """Sleeps until there is something to take, for at most `seconds`, without the GIL."""
-        ...
-
-    def ready_rows(self) -> int:
-        """Host blocks that all ranks but rank 0 can use by now."""
-        ...
-
-    def is_broken(self) -> bool:
-        """Whether the driver of any rank has reported a lasting error."""
-        ...
-
-
 class ReportBoard:
-    """`Reports` in shared memory; ranks open it, too, for their copiers to write to.
+    """The board in shared memory. Rank 0 reads it, in one thread; the other ranks open it for their
+    copiers to write to.
 
     Args:
         fd: descriptor of `board_bytes` bytes of shared memory; may be closed afterwards.
@@ -69,7 +42,7 @@ class ReportBoard:
 
     Attributes:
         address: for `CopyOptions.board`.
-        ranks: see Args.
+        ranks: how many report, rank 0 included.
 
     Raises:
         CopierError: there is no compiled library, or the memory is no board.
@@ -90,6 +63,7 @@ class ReportBoard:
         self._done = np.zeros(_ROOM, DONE)
 
     def take(self, rank: int) -> list[Done]:
+        """What a rank has reported since the previous call, in that order; see `STEP`."""
         found: list[Done] = []
         count = _ROOM
         while count == _ROOM:
@@ -100,13 +74,16 @@ class ReportBoard:
         return found
 
     def wait(self, seconds: float) -> None:
+        """Sleeps until there is something to take, for at most `seconds`, without the GIL."""
         self._waiting.hetero_reports_wait(self.address, int(seconds * 1e9))
 
     def ready_rows(self) -> int:
+        """Host blocks that all ranks but rank 0 can use by now."""
         rows: int = self._quick.hetero_reports_ready_rows(self.address)
         return rows
 
     def is_broken(self) -> bool:
+        """Whether the driver of any rank has reported a lasting error."""
         return bool(self._quick.hetero_reports_broken(self.address))
 
     def set_ready_rows(self, rank: int, rows: int) -> None:

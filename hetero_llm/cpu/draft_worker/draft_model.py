@@ -3,7 +3,7 @@
     model = DraftModel.load(folder, sizes, dtype=torch.bfloat16, weight_format="int8", threads=8)
     layout = model.kv_layout
     layout.open(slot, prompt)
-    found = model.step(layout.plan_prefix(256), TreeNodes(*pool.choose(seconds)[:6]))
+    found = model.step(layout.plan_prefix(256), pool.choose(seconds).nodes)
     layout.append(slot, committed)
     layout.keep(slots, moves)                                # moves of `TreePool.commit`
 
@@ -29,10 +29,10 @@ from hetero_llm.cpu.draft_worker.kv_layout import (
     KVLayout,
     PrefixTokens,
     StepSize,
-    TreeNodes,
     num_columns,
 )
 from hetero_llm.cpu.draft_worker.torch_path import TorchPath
+from hetero_llm.cpu.draft_worker.tree_ops import TreeNodes
 from hetero_llm.cpu.executor import (
     CANDIDATES,
     MOST_CANDIDATES,
@@ -44,7 +44,6 @@ from hetero_llm.cpu.executor import (
 )
 from hetero_llm.cpu.fused import speed_up
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.layers import CausalLM
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.quantization_config import with_plain_weights
 from hetero_llm.models.read_config import load_model_config
@@ -163,12 +162,20 @@ class DraftModel:
                 folder, config, dtype=dtype, device="cpu", show_progress=False,
                 load_format=load_format, allow_pickle=allow_pickle,
             )  # fmt: skip
-            kv_layout = _kv_layout(config, sizes, dtype)
-            shape = (sizes.most_rows, sizes.candidates)
-            found = Candidates(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+            kv_layout = KVLayout(
+                _cache_shape(config, dtype), sizes.slots, window=sizes.window,
+                max_positions=config.max_model_len, vocab_size=config.vocab_size,
+                most_rows=sizes.most_rows,
+            )  # fmt: skip
+            found = Candidates.empty(sizes.most_rows, sizes.candidates)
             path: _NativePath | TorchPath
             if why_torch is None:
-                executor = _executor(model, config, kv_layout, weight_format, threads, cpus)
+                library = native.load()
+                assert library is not None
+                executor = Executor(
+                    model, config, kv_layout.cache, library=library, threads=threads, cpus=cpus,
+                    weight_format=weight_format, isa=native.isa_level(),
+                )  # fmt: skip
                 path = _NativePath(executor, kv_layout, found)
             else:
                 torch.set_num_threads(threads)
@@ -304,30 +311,3 @@ def _check_memory(folder: Path, config: ModelConfig, sizes: DraftSizes, dtype: t
     if weights + kv > free:
         raise ModelLoadError(f"{folder}: the draft model needs {needed}; {free} bytes are free")
     return needed
-
-
-def _kv_layout(config: ModelConfig, sizes: DraftSizes, dtype: torch.dtype) -> KVLayout:
-    return KVLayout(
-        _cache_shape(config, dtype),
-        sizes.slots,
-        window=sizes.window,
-        max_positions=config.max_model_len,
-        vocab_size=config.vocab_size,
-        most_rows=sizes.most_rows,
-    )
-
-
-def _executor(
-    model: CausalLM,
-    config: ModelConfig,
-    kv_layout: KVLayout,
-    weight_format: str,
-    threads: int,
-    cpus: tuple[int, ...] | None,
-) -> Executor:
-    library = native.load()
-    assert library is not None
-    return Executor(
-        model, config, kv_layout.cache, library=library, threads=threads, cpus=cpus,
-        weight_format=weight_format, isa=native.isa_level(),
-    )  # fmt: skip

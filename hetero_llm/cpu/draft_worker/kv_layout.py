@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hetero_llm.core.errors import PromptError
-from hetero_llm.cpu.draft_worker.tree_ops import WINDOW, Moves
+from hetero_llm.cpu.draft_worker.tree_ops import WINDOW, Moves, TreeNodes
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.spec_decode.array_table import BORROWING
 from hetero_llm.spec_decode.draft_model.tree_arrays import INT32, fit
@@ -38,26 +38,6 @@ class PrefixTokens(NamedTuple):
 
     slots: np.ndarray
     counts: np.ndarray
-
-
-class TreeNodes(NamedTuple):
-    """Tree nodes to run, grouped by slot: the first fields of `tree_ops.Chosen`. Arrays are int32
-    except `ancestors`, which is uint64.
-
-    Attributes:
-        slots, counts: [G] distinct slots and their numbers of nodes.
-        tokens: [R] token ids.
-        depths: [R] depth below the root: 1 for its children.
-        places: [R] KV places in the slot's tree window, the next free ones in order.
-        ancestors: [R] bits of the KV places that a node attends to, its own included.
-    """
-
-    slots: np.ndarray
-    counts: np.ndarray
-    tokens: np.ndarray
-    depths: np.ndarray
-    places: np.ndarray
-    ancestors: np.ndarray
 
 
 class Sampling(NamedTuple):

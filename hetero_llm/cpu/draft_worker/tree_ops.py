@@ -102,17 +102,15 @@ class Moves(NamedTuple):
     ready: np.ndarray
 
 
-class Chosen(NamedTuple):
-    """Nodes to run next; the first six fields are a `kv_layout.TreeNodes`.
+class TreeNodes(NamedTuple):
+    """Tree nodes to run, grouped by slot. Arrays are int32 except `ancestors`, which is uint64.
 
     Attributes:
-        slots, counts: [G] slots and their numbers of nodes.
+        slots, counts: [G] distinct slots and their numbers of nodes.
         tokens: [N] token ids.
         depths: [N] depth below the root: 1 for its children.
         places: [N] KV places, the next free ones of the slot's window in order.
-        ancestors: [N] uint64 bits of the KV places that a node attends to, its own included.
-        ids: [N] node ids.
-        owners: [N] slots of the nodes.
+        ancestors: [N] bits of the KV places that a node attends to, its own included.
     """
 
     slots: np.ndarray
@@ -121,6 +119,12 @@ class Chosen(NamedTuple):
     depths: np.ndarray
     places: np.ndarray
     ancestors: np.ndarray
+
+
+class Chosen(NamedTuple):
+    """Nodes to run next, and in which tree they are: their ids and slots, [N] int32 each."""
+
+    nodes: TreeNodes
     ids: np.ndarray
     owners: np.ndarray
 
@@ -339,7 +343,7 @@ def choose(
     out: Chosen,
 ) -> tuple[int, int]:
     """See `TreePool.choose`. Returns the numbers of slots and nodes."""
-    heap, picked = scratch.heap, scratch.picked
+    heap, picked, found = scratch.heap, scratch.picked, out.nodes
     rows = 0
     for wanted in (True, False):
         size = _collect_candidates(
@@ -361,18 +365,19 @@ def choose(
         number = number_of(picked[row])
         slot, node = number // CAPACITY, number % CAPACITY
         nodes, state = trees.nodes[slot], trees.state[slot]
-        if groups == 0 or out.slots[groups - 1] != slot:
-            out.slots[groups], out.counts[groups] = slot, 0
+        if groups == 0 or found.slots[groups - 1] != slot:
+            found.slots[groups], found.counts[groups] = slot, 0
             groups += 1
-        place = state[USED] + out.counts[groups - 1]
-        out.counts[groups - 1] += 1
+        place = state[USED] + found.counts[groups - 1]
+        found.counts[groups - 1] += 1
         parent = nodes[node, PARENT]
-        out.tokens[row], out.ids[row], out.owners[row] = nodes[node, TOKEN], nodes[node, ID], slot
-        out.depths[row] = nodes[node, _POSITION] - state[LENGTH] + 1
-        out.places[row] = place
-        out.ancestors[row] = np.uint64(1) << np.uint64(place)
+        out.ids[row], out.owners[row] = nodes[node, ID], slot
+        found.tokens[row] = nodes[node, TOKEN]
+        found.depths[row] = nodes[node, _POSITION] - state[LENGTH] + 1
+        found.places[row] = place
+        found.ancestors[row] = np.uint64(1) << np.uint64(place)
         if parent >= 0:
-            out.ancestors[row] |= trees.bits[slot, parent]
+            found.ancestors[row] |= trees.bits[slot, parent]
     return groups, rows
 
 

@@ -11,7 +11,7 @@ One step of the worker:
 
     moves = pool.commit(slots, bases, tokens, sizes)    # tokens that the engine sent
     rows = pool.choose(seconds)
-    found = model.step(prefix, TreeNodes(*rows[:6]))
+    found = model.step(prefix, rows.nodes)
     pool.expand(found.ready, rows, found.tokens, found.log_probs)
     nodes = pool.unsent()
 
@@ -32,6 +32,7 @@ from hetero_llm.cpu.draft_worker.tree_ops import (
     WINDOW,
     Chosen,
     Moves,
+    TreeNodes,
     Unsent,
 )
 from hetero_llm.cpu.executor import MOST_CANDIDATES
@@ -76,14 +77,13 @@ class TreePool:
             np.zeros(CAPACITY, np.int64), np.zeros(WINDOW, np.int64),
         )  # fmt: skip
         self._moves = _new_moves(slots)
-        self._chosen = Chosen(
-            _ints(slots), _ints(slots), _ints(most), _ints(most), _ints(most),
-            np.zeros(most, np.uint64), _ints(most), _ints(most),
-        )  # fmt: skip
-        nodes = slots * CAPACITY
-        self._unsent = Unsent(
-            _ints(slots), _ints(slots), _ints(slots), np.zeros((nodes, NODE_WORDS), np.int32)
+        nodes = TreeNodes(
+            *(_ints(slots), _ints(slots), _ints(most), _ints(most), _ints(most)),
+            np.zeros(most, np.uint64),
         )
+        self._chosen = Chosen(nodes, _ints(most), _ints(most))
+        unsent = np.zeros((slots * CAPACITY, NODE_WORDS), np.int32)
+        self._unsent = Unsent(_ints(slots), _ints(slots), _ints(slots), unsent)
         self._same_weights = np.ones(slots, np.float32)
         self._none_urgent = np.zeros(slots, np.bool_)
 
@@ -172,11 +172,9 @@ class TreePool:
             self._none_urgent if urgent is None else fit(urgent, BOOL),
             fit(seconds, FLOAT64), most, float(gained), self._chosen,
         )  # fmt: skip
-        out = self._chosen
-        return Chosen(
-            out.slots[:groups], out.counts[:groups], out.tokens[:rows], out.depths[:rows],
-            out.places[:rows], out.ancestors[:rows], out.ids[:rows], out.owners[:rows],
-        )  # fmt: skip
+        (slots, counts, *of_nodes), ids, owners = self._chosen
+        nodes = TreeNodes(slots[:groups], counts[:groups], *(each[:rows] for each in of_nodes))
+        return Chosen(nodes, ids[:rows], owners[:rows])
 
     def expand(
         self, ready: np.ndarray, rows: Chosen, tokens: np.ndarray, log_probs: np.ndarray
@@ -193,7 +191,7 @@ class TreePool:
         assert tokens.shape == log_probs.shape == (len(ready) + len(rows.ids), tokens.shape[1])
         assert tokens.shape[1] <= MOST_CANDIDATES
         fine = tree_ops.expand(
-            self.arrays, self._scratch, fit(ready, INT32), rows.owners, rows.ids, rows.places,
+            self.arrays, self._scratch, fit(ready, INT32), rows.owners, rows.ids, rows.nodes.places,
             fit(tokens, INT32), fit(log_probs, FLOAT32),
         )  # fmt: skip
         assert fine, "nodes that were not to be run"

@@ -43,7 +43,6 @@ from hetero_llm.core.errors import HeteroLLMError, PromptError
 from hetero_llm.core.step_times import StepTimes
 from hetero_llm.cpu import native
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel, DraftSizes, best_format
-from hetero_llm.cpu.draft_worker.kv_layout import TreeNodes
 from hetero_llm.cpu.draft_worker.step_profile import measure
 from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
 from hetero_llm.cpu.draft_worker.tree_pool import TreePool
@@ -327,16 +326,17 @@ class Worker:
         if not num_rows:
             return False
         begin = time.perf_counter()
-        found = model.step(prefix, TreeNodes(*rows[:6]))
+        found = model.step(prefix, rows.nodes)
         end = time.perf_counter()
         self._times.observe(num_rows, end - begin)
         if self._trace is not None:
             self._trace.append((begin, end, num_rows, -1, 0, -1))
         pool.expand(found.ready, rows, found.tokens, found.log_probs)
-        self._urgent[rows.slots] = np.maximum(self._urgent[rows.slots] - 1, 0)
+        slots = rows.nodes.slots
+        self._urgent[slots] = np.maximum(self._urgent[slots] - 1, 0)
         if not self._ahead:
-            self._num_run[rows.slots] += rows.counts
-            self._weights[rows.slots[self._num_run[rows.slots] >= self._most_nodes]] = 0.0
+            self._num_run[slots] += rows.nodes.counts
+            self._weights[slots[self._num_run[slots] >= self._most_nodes]] = 0.0
         if len(self._outbox) < _MAX_WAITING:
             self._send_nodes()
         return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from hetero_llm.bridge.kv_offload.copier import CopyOptions, DeviceRows, NativeCopier
@@ -19,7 +20,7 @@ from hetero_llm.bridge.kv_offload.copy_calibration import prepare
 from hetero_llm.bridge.kv_offload.host_block_index import HostBlockIndex
 from hetero_llm.bridge.kv_offload.pinned_host_tier import LoadRule, PinnedHostTier
 from hetero_llm.bridge.kv_offload.pinned_pool import PinnedPool, PoolError
-from hetero_llm.bridge.kv_offload.rank_copies import OtherRanks, RankCopies, RanksCopier, copies_of
+from hetero_llm.bridge.kv_offload.rank_copies import OtherRanks, RankCopies, RanksCopier
 from hetero_llm.bridge.kv_offload.sizing import pool_size
 from hetero_llm.bridge.kv_offload.transfer_reports import ReportBoard
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
@@ -157,7 +158,7 @@ class HostMemory:
         if copier is None:
             return None
         assert self.board is not None
-        return copies_of(copier, self.board, self.own.rank)
+        return RankCopies(copier, partial(self.board.set_ready_rows, self.own.rank))
 
     def words(self) -> str:
         """Text for the start-up table."""

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from hetero_llm.gpu.collectives import PeerCollectives
-    from hetero_llm.lora.rank_adapters import ParallelAdapters
     from hetero_llm.lora.store import AdapterStore
     from hetero_llm.models.config import ModelConfig
 
@@ -140,13 +139,10 @@ class EngineRanks:
         self.share.serves()
         return ParallelRunner(runner, self.processes, self.share.gave_up, timed_out)
 
-    def adapters(self, store: AdapterStore | None) -> AdapterStore | ParallelAdapters | None:
-        """What the engine opens adapters with: the store of rank 0, or all ranks' stores."""
-        if store is None or isinstance(self.processes, NoRanks):
-            return store
-        from hetero_llm.lora.rank_adapters import ParallelAdapters
-
-        return ParallelAdapters(store, self.processes)
+    def share_adapters(self, store: AdapterStore | None) -> None:
+        """Lets the other ranks open and forget adapters as the store of rank 0 does."""
+        if store is not None and not isinstance(self.processes, NoRanks):
+            store.ranks = self.processes
 
     def wait_loaded(self) -> None:
         """Waits until the other ranks have their weights.

@@ -35,7 +35,6 @@ from hetero_llm.distributed.rank_share import RankShare
 from hetero_llm.distributed.step_channel import StepReader
 from hetero_llm.distributed.step_codec import (
     StepMessage,
-    TransferOrder,
     message_kind,
     step_from_words,
     transfer_from_words,
@@ -67,7 +66,6 @@ logger = logging.getLogger(__name__)
 EXIT_FAILED = 1
 _PR_SET_PDEATHSIG = 1
 _WAIT_US = 1_000_000  # of a read of the channel, before the next one
-_TRANSFERS = (StepMessage.LOAD_BLOCKS, StepMessage.STORE_BLOCKS, StepMessage.ABORT_LOAD)
 _SPIN_US = {"cpu": 0, "cuda": 2000}
 """How long a rank spins for its next message: beside a GPU it has a core to itself, and a step
 follows the one before within milliseconds."""
@@ -141,26 +139,16 @@ class RankLoop:
             self._adapters.open(value_from_words(words))
         elif kind == StepMessage.FORGET_ADAPTER:
             self._adapters.forget(value_from_words(words))
-        elif kind in _TRANSFERS:
-            self._transfer(kind, transfer_from_words(words))
+        elif kind == StepMessage.LOAD_BLOCKS:
+            self._copies.load(transfer_from_words(words))
+        elif kind == StepMessage.STORE_BLOCKS:
+            self._copies.store(transfer_from_words(words))
+        elif kind == StepMessage.ABORT_LOAD:
+            self._copies.abort(transfer_from_words(words).transfer_id)
         elif self._grammars is not None:
             assert kind == StepMessage.GRAMMAR, kind
             arguments = (value_from_words(words),)
             threading.Thread(target=self._grammars.prepare, args=arguments, daemon=True).start()
-
-    def _transfer(self, kind: int, order: TransferOrder) -> None:
-        if kind == StepMessage.LOAD_BLOCKS:
-            self._copies.load(
-                order.transfer_id,
-                order.host_blocks,
-                order.blocks,
-                order.after_step,
-                order.compute,
-            )
-        elif kind == StepMessage.STORE_BLOCKS:
-            self._copies.store(order.transfer_id, order.blocks, order.host_blocks, order.after_step)
-        else:
-            self._copies.abort(order.transfer_id)
 
 
 def main(words: list[str]) -> int:

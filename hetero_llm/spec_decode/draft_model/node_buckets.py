@@ -52,17 +52,13 @@ class BucketStats:
     """How often nodes of each bucket were accepted, given that their parent was. One thread at a
     time.
 
-    Args:
-        table: [NUM_BUCKETS, 2] float32 memory for the counts; overwritten with the prior.
-
     Attributes:
-        table: accepted and tried of each bucket (see `acceptance_stats.table_of`); compiled
-            functions read and update it.
+        table: [NUM_BUCKETS, 2] float32 accepted and tried of each bucket, at first the prior (see
+            `acceptance_stats.table_of`); compiled functions read and update it.
     """
 
-    def __init__(self, table: NDArray[np.float32] | None = None) -> None:
-        self.table = np.empty((NUM_BUCKETS, 2), np.float32) if table is None else table
-        assert self.table.shape == (NUM_BUCKETS, 2) and self.table.dtype == np.float32
+    def __init__(self) -> None:
+        self.table = np.empty((NUM_BUCKETS, 2), np.float32)
         self.table[:, 1] = PRIOR_TRIALS
         # So that (accepted + 1) / (tried + 2) is the prior rate.
         self.table[:, 0] = prior_rates() * (PRIOR_TRIALS + 2.0) - 1.0

@@ -11,8 +11,7 @@ If P < L, no node is stored, since all known ones left the sequence: nodes from 
 the anchor forward as far as they follow the sequence, and a node whose parent is the last token of
 a sequence of P0 > P tokens moves the anchor to P0.
 
-Arrays are int32 unless said otherwise; `slot` is a request slot. The result of `caught_up` is
-overwritten by its next call. One thread at a time.
+Arrays are int32 unless said otherwise; `slot` is a request slot. One thread at a time.
 """
 
 from __future__ import annotations
@@ -89,14 +88,13 @@ class ReplicaArrays(NamedTuple):
     Attributes:
         nodes: [slots, CAPACITY, 4] int32, see `tree_arrays`.
         state: [slots, columns] int64, see above.
-        updated_table: [buckets, 2] float32 statistics that `commit_all` updates; may be empty.
-        table: [buckets, 2] float32 statistics that estimate path probabilities.
+        table: [buckets, 2] float32 statistics, which estimate path probabilities; `commit_all`
+            updates them.
         heap, floats, places: working memory, since compiled functions allocate nothing.
     """
 
     nodes: Int32Cube
     state: Int64Matrix
-    updated_table: Float32Matrix
     table: Float32Matrix
     heap: UInt64Vector
     floats: Float32Matrix
@@ -120,22 +118,18 @@ class TreeReplica:
     Args:
         slots: number of request slots, as in the worker.
         vocab_size: nodes with a token id of this or above are dropped.
-        stats: acceptance statistics, for path probabilities.
-        updates_stats: whether `commit` updates the statistics.
+        stats: acceptance statistics, for path probabilities; `commit` updates them.
 
     Attributes:
         arrays: the state; the same objects for the replica's life.
     """
 
-    def __init__(
-        self, slots: int, *, vocab_size: int, stats: BucketStats, updates_stats: bool = True
-    ) -> None:
+    def __init__(self, slots: int, *, vocab_size: int, stats: BucketStats) -> None:
         assert slots > 0
         self._vocab_size = vocab_size
         self.arrays = ReplicaArrays(
             nodes=np.zeros((slots, CAPACITY, _NUM_COLUMNS), np.int32),
             state=np.zeros((slots, _NUM_NUMBERS + TAIL), np.int64),
-            updated_table=stats.table if updates_stats else stats.table[:0],
             table=stats.table,
             heap=np.zeros(CAPACITY, np.uint64),
             floats=np.zeros((3, CAPACITY + 1), np.float32),
@@ -148,8 +142,6 @@ class TreeReplica:
         self._table.put("nodes", self.arrays.nodes)
         self._table.put("state", self._state)
         self._table.put("dropped", self._dropped)
-        self._all_depths = np.full(slots, CAPACITY, np.int32)
-        self._caught_up = np.zeros(slots, np.bool_)
 
     def open(self, slot: int, generation: int, length: int) -> None:
         """Open a slot for a sequence of `length` > 0 tokens; `generation` >= 0 as sent to the
@@ -225,18 +217,15 @@ class TreeReplica:
             found: at least R rows; the first R are overwritten.
         """
         if depths is None:
-            if len(slots) > len(self._all_depths):
-                self._all_depths = np.full(2 * len(slots), CAPACITY, np.int32)
-            depths = self._all_depths
+            depths = np.full(len(slots), CAPACITY, np.int32)
         propose_all(self.arrays, fit(slots, INT32), fit(limits, INT32), fit(depths, INT32), found)
 
     def caught_up(self, slots: np.ndarray) -> np.ndarray:
         """[R] bool: there is no first level to wait for: the worker has sent the children of the
         last token, or that it has none; or the slot is negative or closed."""
-        if len(slots) > len(self._caught_up):
-            self._caught_up = np.zeros(2 * len(slots), np.bool_)
-        caught_up_all(self._state, fit(slots, INT32), self._caught_up)
-        return self._caught_up[: len(slots)]
+        caught_up = np.empty(len(slots), np.bool_)
+        caught_up_all(self._state, fit(slots, INT32), caught_up)
+        return caught_up
 
     @staticmethod
     def compile() -> None:
@@ -370,7 +359,7 @@ def commit_all(
     sizes: np.ndarray,
 ) -> bool:
     """See `TreeReplica.commit`; all arrays are int32. Returns False if a base is wrong."""
-    table, places = replica.updated_table, replica.places
+    table, places = replica.table, replica.places
     first = 0
     for i in range(len(slots)):
         slot, size = slots[i], sizes[i]

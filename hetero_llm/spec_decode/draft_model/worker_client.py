@@ -59,7 +59,7 @@ class WorkerCounters:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """How long the client bears with its worker.
+    """How long the client puts up with a worker that fails.
 
     Attributes:
         back_off: seconds before the first restart; doubled with every further death.
@@ -190,13 +190,13 @@ class DraftWorkerClient:
         self.counters.generations += 1
         return generation
 
-    def wait_ready(self, seconds: float = FIRST_START_SECONDS) -> None:
+    def wait_ready(self) -> None:
         """Wait until the first worker is up.
 
         Raises:
             ConfigError: the worker does not fit the target, or could not load its model.
         """
-        deadline = self.clock() + seconds
+        deadline = self.clock() + FIRST_START_SECONDS
         while not self.is_up:
             process = self._process
             if process is None or process.popen.poll() is not None:
@@ -206,7 +206,7 @@ class DraftWorkerClient:
                     self._on_hello(run)
             if self.clock() > deadline:
                 self.close()
-                reason = f"the draft worker was not ready after {seconds:g} s"
+                reason = f"the draft worker was not ready after {FIRST_START_SECONDS:g} s"
                 raise ConfigError("speculative_model", self._settings.folder, reason)
 
     def poll(self, timeout_us: int = 0) -> Messages | None:

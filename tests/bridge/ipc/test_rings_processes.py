@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -177,7 +178,7 @@ def test_a_stopped_producer_is_waited_for_no_longer_than_asked() -> None:
 
 def test_a_handle_of_another_ring_is_refused_over_there() -> None:
     with create_ring(16) as ring, create_ring(16) as other:
-        forged = Ring(ring.fd, ring.slots, other.stamp, ring.memory)
+        forged = replace(ring, stamp=other.stamp)
         command = [sys.executable, "-m", "tests.bridge.ipc.peer", "produce", "0", forged.handle]
         done = subprocess.run(command, pass_fds=[ring.fd], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 1

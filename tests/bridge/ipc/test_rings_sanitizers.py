@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hetero_llm.bridge.ipc import ring_library
-from hetero_llm.utils.native_build import PORTABLE, find_compiler
+from hetero_llm.utils.native_build import HEADERS, PORTABLE, find_compiler
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
@@ -34,7 +34,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         ring.write_text(change(source))
         program = folder / "stress"
         sources = [str(path) for path in (folder / "csrc").glob("*.cpp")]
-        flags = [*PORTABLE, "-O1", "-g", f"-fsanitize={sanitizer}", f"-I{folder / 'csrc'}"]
+        flags = [*PORTABLE, "-O1", "-g", f"-fsanitize={sanitizer}"]
+        flags += [f"-I{headers}" for headers in (folder / "csrc", HEADERS)]
         # A copy that the compiler expands is one that the thread sanitizer does not see.
         flags.append("-fno-builtin-memcpy")
         done = subprocess.run(

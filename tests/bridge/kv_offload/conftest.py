@@ -17,6 +17,7 @@ from hetero_llm.bridge.kv_offload.copier import NUM_FLAGS, CopyOptions, DeviceRo
 from hetero_llm.bridge.kv_offload.copier_library import Method
 from hetero_llm.bridge.kv_offload.copier_protocol import Done, LayerReadyFlag
 from hetero_llm.bridge.kv_offload.copy_calibration import FixedRows
+from hetero_llm.core.transfer_order import TransferOrder
 from hetero_llm.utils.native_build import find_compiler
 
 FAKE_SOURCE = Path(__file__).with_name("fake_cuda.cpp")
@@ -115,14 +116,14 @@ class Rig:
         flag = self.copier.next_flag
         self.expected[flag.place] = (flag.base, host_blocks, blocks)
         (self.lenient.add if lenient else self.lenient.discard)(flag.place)
-        self.copier.load(transfer_id, host_blocks, blocks, after_step, 0.0)
+        self.copier.load(TransferOrder(transfer_id, host_blocks, blocks, after_step, 0.0))
         assert self.copier.layer_ready_flag(transfer_id) == flag
 
     def store(
         self, transfer_id: int, blocks: Any, host_blocks: Any, *, after_step: int = 0
     ) -> None:
         blocks, host_blocks = np.array(blocks, np.int64), np.array(host_blocks, np.int64)
-        self.copier.store(transfer_id, blocks, host_blocks, after_step)
+        self.copier.store(TransferOrder(transfer_id, host_blocks, blocks, after_step))
 
     def drain(self, *transfer_ids: int) -> dict[int, Done]:
         """Waits until these transfers are over. Returns all transfers that have ended so far."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hetero_llm.bridge.kv_offload.copier_protocol import Done, LayerReadyFlag
+from hetero_llm.core.transfer_order import TransferOrder
 
 NUM_FLAGS = 64
 RATE = 1e9
@@ -26,17 +27,18 @@ RATE = 1e9
 
 @dataclass(slots=True)
 class _Transfer:
-    transfer_id: int
+    order: TransferOrder
     is_load: bool
-    host_blocks: np.ndarray
-    blocks: np.ndarray
-    after_step: int
     ready: LayerReadyFlag | None = None
     layer: int = 0  # loads: the next one
-    at: int = 0  # the next block of it, or of the store
+    at: int = 0  # the next pair of it, or of the store
     fails_at: int = -1  # copies until one fails
     aborted: bool = False
     ok: bool = True
+
+    def pair(self) -> tuple[int, int]:
+        """Host block and block to copy next."""
+        return int(self.order.host_blocks[self.at]), int(self.order.blocks[self.at])
 
 
 # large: the whole of `Copier`, its streams, and what tests set
@@ -89,29 +91,24 @@ class ModelCopier:
     def can_load(self) -> bool:
         return len(self._used_places()) < self.places
 
-    def load(
-        self,
-        transfer_id: int,
-        host_blocks: np.ndarray,
-        blocks: np.ndarray,
-        after_step: int,
-        compute: float | None,
-    ) -> None:
-        assert host_blocks.dtype == blocks.dtype == np.int64 and len(host_blocks) == len(blocks) > 0
-        assert host_blocks.max() < self.num_host_blocks and after_step <= self.last_launched
+    def load(self, order: TransferOrder) -> None:
+        self._check(order)
         used = self._used_places()
         place = next(place for place in range(self.places) if place not in used)
         ready = LayerReadyFlag(place, self._bases[place])
         self.flags[place] = ready.base
         self._bases[place] += self.num_layers + 1
-        self._add(_Transfer(transfer_id, True, host_blocks, blocks, after_step, ready))
+        self._add(_Transfer(order, True, ready))
 
-    def store(
-        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
-    ) -> None:
+    def store(self, order: TransferOrder) -> None:
+        self._check(order)
+        self._add(_Transfer(order, False))
+
+    def _check(self, order: TransferOrder) -> None:
+        host_blocks, blocks = order.host_blocks, order.blocks
         assert host_blocks.dtype == blocks.dtype == np.int64 and len(host_blocks) == len(blocks) > 0
-        assert host_blocks.max() < self.num_host_blocks and after_step <= self.last_launched
-        self._add(_Transfer(transfer_id, False, host_blocks, blocks, after_step))
+        assert host_blocks.max() < self.num_host_blocks
+        assert order.after_step <= self.last_launched
 
     def abort(self, transfer_id: int) -> None:
         if transfer_id in self._transfers:
@@ -125,15 +122,12 @@ class ModelCopier:
         assert number == self.last_launched + 1
         self.last_launched = number
 
-    def step_done(self, number: int) -> bool:
-        return number <= self.last_finished
-
     def seconds_left(self, transfer_ids: Iterable[int]) -> float:
         wanted = set(transfer_ids)
         total = most = 0
         for entry in self._queues[True]:
-            total += len(entry.host_blocks) * self.block_bytes
-            if entry.transfer_id in wanted:
+            total += len(entry.order.host_blocks) * self.block_bytes
+            if entry.order.transfer_id in wanted:
                 most = total
         return most / RATE
 
@@ -187,7 +181,7 @@ class ModelCopier:
 
     def open_transfers(self, is_load: bool) -> list[int]:
         """Those with something left to do, in the order of their turn."""
-        return [entry.transfer_id for entry in self._queues[is_load]]
+        return [entry.order.transfer_id for entry in self._queues[is_load]]
 
     @property
     def idle(self) -> bool:
@@ -199,7 +193,7 @@ class ModelCopier:
         if not queue:
             return False
         entry = queue[0]
-        waits = entry.after_step > self.last_finished and not self.drop_waits
+        waits = entry.order.after_step > self.last_finished and not self.drop_waits
         if waits and not entry.aborted:
             return False
         if entry.aborted or not entry.ok:
@@ -217,20 +211,20 @@ class ModelCopier:
         return {entry.ready.place for entry in self._transfers.values() if entry.ready is not None}
 
     def _add(self, entry: _Transfer) -> None:
-        assert entry.transfer_id not in self._transfers and not self.closed
-        self._transfers[entry.transfer_id] = entry
+        assert entry.order.transfer_id not in self._transfers and not self.closed
+        self._transfers[entry.order.transfer_id] = entry
         self._queues[entry.is_load].append(entry)
 
     def _load_some(self, entry: _Transfer) -> None:
         """A few blocks of a layer; behind the last one the flag is written."""
         assert entry.ready is not None
         for _ in range(self.rng.randint(1, 3)):
-            host_block, block = int(entry.host_blocks[entry.at]), int(entry.blocks[entry.at])
+            host_block, block = entry.pair()
             if not self._copy(entry, host_block, block, entry.layer):
                 return
             self.device[block, entry.layer] = self.host[host_block, entry.layer]
             entry.at += 1
-            if entry.at == len(entry.host_blocks):
+            if entry.at == len(entry.order.host_blocks):
                 entry.at = 0
                 entry.layer += 1
                 self.flags[entry.ready.place] = entry.ready.base + entry.layer
@@ -239,11 +233,11 @@ class ModelCopier:
             self._end(entry)
 
     def _store_some(self, entry: _Transfer) -> None:
-        host_block, block = int(entry.host_blocks[entry.at]), int(entry.blocks[entry.at])
+        host_block, block = entry.pair()
         if self._copy(entry, host_block, block, 0):
             self.host[host_block] = self.device[block]
             entry.at += 1
-            if entry.at == len(entry.host_blocks):
+            if entry.at == len(entry.order.host_blocks):
                 self._end(entry)
 
     def _copy(self, entry: _Transfer, host_block: int, block: int, layer: int) -> bool:
@@ -260,4 +254,4 @@ class ModelCopier:
         if entry.ready is not None:
             self.flags[entry.ready.place] = entry.ready.base + self.num_layers
         assert self._queues[entry.is_load].popleft() is entry
-        self._over.append(Done(entry.transfer_id, entry.ok, 0.001))
+        self._over.append(Done(entry.order.transfer_id, entry.ok, 0.001))

@@ -393,9 +393,9 @@ def test_our_own_mistakes(make_rig: MakeRig) -> None:
     rig = make_rig()
     for host_blocks, blocks in (([32], [0]), ([-1], [0]), ([0], [24]), ([0], [-1]), ([0, 1], [0])):
         with pytest.raises(AssertionError):
-            rig.copier.load(1, np.array(host_blocks), np.array(blocks), 0, 0.0)
+            rig.load(1, host_blocks, blocks)
         with pytest.raises(AssertionError):
-            rig.copier.store(1, np.array(blocks), np.array(host_blocks), 0)
+            rig.store(1, blocks, host_blocks)
     rig.copier.step_launched(3)
     with pytest.raises(AssertionError):
         rig.copier.step_launched(3)

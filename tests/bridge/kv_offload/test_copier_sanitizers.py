@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetero_llm.bridge.kv_offload import copier_library
-from hetero_llm.utils.native_build import PORTABLE, find_compiler
+from hetero_llm.utils.native_build import HEADERS, PORTABLE, find_compiler
 from tests.bridge.kv_offload.conftest import FAKE_SOURCE
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
@@ -18,7 +18,10 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ com
 SOURCES = Path(copier_library.__file__).parent / "csrc"
 STRESS = Path(__file__).with_name("copier_stress.cpp")
 ROUNDS = "120"
-FLAGS = ("-O0", "-g", "-fsanitize=thread", "-fno-builtin-memcpy", "-pthread")
+FLAGS = (
+    "-O0", "-g", "-fsanitize=thread", "-fno-builtin-memcpy", "-pthread", f"-I{SOURCES}",
+    f"-I{HEADERS}",
+)  # fmt: skip
 
 
 def build(*arguments: str) -> None:
@@ -43,7 +46,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     sources = [STRESS, *(path for path in SOURCES.glob("*.cpp") if path.name != "copier.cpp")]
     objects = [str(folder / f"{path.stem}.o") for path in sources]
     for path, made in zip(sources, objects):
-        build(*PORTABLE, "-c", str(path), f"-I{SOURCES}", "-o", made)
+        build(*PORTABLE, "-c", str(path), "-o", made)
     return objects
 
 
@@ -51,7 +54,7 @@ def link(folder: Path, others: list[str], copier: str) -> Path:
     """The stress program with this source of the copier."""
     source, program = folder / "copier.cpp", folder / "stress"
     source.write_text(copier)
-    build(*PORTABLE, str(source), *others, f"-I{SOURCES}", "-ldl", "-o", str(program))
+    build(*PORTABLE, str(source), *others, "-ldl", "-o", str(program))
     return program
 
 

@@ -12,6 +12,7 @@ from hetero_llm.bridge.kv_offload.copier_protocol import Done
 from hetero_llm.bridge.kv_offload.rank_copies import NoRankCopies, RankCopies, RanksCopier
 from hetero_llm.bridge.kv_offload.transfer_reports import STEP
 from hetero_llm.core.errors import EngineDeadError, RankDeadError
+from hetero_llm.core.transfer_order import TransferOrder
 from tests.bridge.kv_offload.model_copier import ModelCopier
 
 RANKS, LAYERS, BLOCKS, HOST_BLOCKS = 3, 3, 12, 16
@@ -56,15 +57,15 @@ class World:
         )
 
     # the other ranks
-    def load_blocks(self, *order: Any) -> None:
+    def load_blocks(self, order: TransferOrder) -> None:
         self.check()
         for other in self.others:
-            other.load(*order)
+            other.load(order)
 
-    def store_blocks(self, *order: Any) -> None:
+    def store_blocks(self, order: TransferOrder) -> None:
         self.check()
         for other in self.others:
-            other.store(*order)
+            other.store(order)
 
     def abort_load(self, transfer_id: int) -> None:
         for other in self.others:
@@ -125,12 +126,12 @@ def test_a_transfer_ends_when_it_has_ended_on_all_ranks(seed: int) -> None:
             mine, host = ([pool.pop() for _ in range(count)] for pool in (free, free_host))
             under_way[number] = mine, host
             if rng.random() < 0.5:
-                world.copier.load(number, blocks(*host), blocks(*mine), 0, None)
+                world.copier.load(TransferOrder(number, blocks(*host), blocks(*mine), 0))
                 if rng.random() < 0.3:
                     world.copier.abort(number)
                     fails.add(number)
             else:
-                world.copier.store(number, blocks(*mine), blocks(*host), 0)
+                world.copier.store(TransferOrder(number, blocks(*host), blocks(*mine), 0))
             if rng.random() < 0.2:
                 world.models[rng.randrange(RANKS)].fail(number, 0)
                 fails.add(number)
@@ -155,7 +156,7 @@ def test_a_transfer_ends_when_it_has_ended_on_all_ranks(seed: int) -> None:
 def test_a_load_waits_for_the_step_of_each_rank() -> None:
     world = World(0)
     world.step(1)
-    world.copier.load(1, blocks(0), blocks(0), 1, None)
+    world.copier.load(TransferOrder(1, blocks(0), blocks(0), 1))
     world.models[0].finish_step()
     world.models[1].finish_step()
     assert world.drain() == []
@@ -169,14 +170,14 @@ def test_flags_of_all_ranks_are_free_for_the_next_load() -> None:
     world = World(1, places=2)
     for number in (1, 2):
         assert world.copier.can_load()
-        world.copier.load(number, blocks(number), blocks(number), 0, None)
+        world.copier.load(TransferOrder(number, blocks(number), blocks(number), 0))
     assert not world.copier.can_load()
     while world.models[0].advance(True):
         pass
     world.copier.poll()
     assert world.models[0].can_load() and not world.copier.can_load()
     assert len(world.drain()) == 2 and world.copier.can_load()
-    world.copier.load(3, blocks(3), blocks(3), 0, None)
+    world.copier.load(TransferOrder(3, blocks(3), blocks(3), 0))
 
 
 def test_host_memory_grows_as_on_the_slowest_rank() -> None:
@@ -192,11 +193,11 @@ def test_host_memory_grows_as_on_the_slowest_rank() -> None:
 
 def test_a_dead_rank_ends_a_wait() -> None:
     world = World(3)
-    world.copier.load(1, blocks(0), blocks(0), 0, None)
+    world.copier.load(TransferOrder(1, blocks(0), blocks(0), 0))
     world.failure = RankDeadError("rank 1 was ended by signal 9")
     for call in (
         lambda: world.copier.wait(1.0),
-        lambda: world.copier.store(2, blocks(1), blocks(1), 0),
+        lambda: world.copier.store(TransferOrder(2, blocks(1), blocks(1), 0)),
         world.copier.gave_up,
     ):
         with pytest.raises(RankDeadError):
@@ -221,7 +222,7 @@ def test_steps_that_another_rank_has_given_up() -> None:
 def test_the_end() -> None:
     """What is under way in other ranks cannot be waited for."""
     world = World(5)
-    world.copier.load(1, blocks(0), blocks(0), 0, None)
+    world.copier.load(TransferOrder(1, blocks(0), blocks(0), 0))
     world.broken = True
     assert world.copier.metrics()["kv_offload_broken"] == 1.0
     world.copier.close()
@@ -237,7 +238,7 @@ def test_the_end() -> None:
 def test_ranks_that_count_steps_differently() -> None:
     world = World(6)
     with pytest.raises(AssertionError, match="count steps differently"):
-        world.others[0].load(1, blocks(0), blocks(0), 2, None)
+        world.others[0].load(TransferOrder(1, blocks(0), blocks(0), 2))
 
 
 def test_a_rank_without_copies() -> None:
@@ -246,8 +247,8 @@ def test_a_rank_without_copies() -> None:
     none.step_launched()
     none.close()
     for call in (
-        lambda: none.load(1, blocks(0), blocks(0), 0, None),
-        lambda: none.store(1, blocks(0), blocks(0), 0),
+        lambda: none.load(TransferOrder(1, blocks(0), blocks(0), 0)),
+        lambda: none.store(TransferOrder(1, blocks(0), blocks(0), 0)),
         lambda: none.abort(1),
         lambda: none.step_finished(timed_out=False),
     ):

@@ -20,9 +20,9 @@ from hetero_llm.core.errors import ConfigError, ModelLoadError, PromptError
 from hetero_llm.cpu import native
 from hetero_llm.cpu.draft_worker import draft_model as draft_model
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel, DraftSizes, Found, best_format
-from hetero_llm.cpu.draft_worker.kv_layout import PrefixTokens, TreeNodes, no_tree_nodes
+from hetero_llm.cpu.draft_worker.kv_layout import PrefixTokens, no_tree_nodes
 from hetero_llm.cpu.draft_worker.torch_path import likeliest
-from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
+from hetero_llm.cpu.draft_worker.tree_ops import WINDOW, TreeNodes
 from hetero_llm.cpu.draft_worker.tree_pool import TreePool
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 from hetero_llm.models.loader import load_model
@@ -551,7 +551,7 @@ def test_a_tree_pool_grows_by_it(load: Load, window: int) -> None:
     right = rows = kept = 0
     for turn in range(24):
         chosen = pool.choose(np.arange(3, 12) / 3.0)
-        found = model.step(model.kv_layout.plan_prefix(64), TreeNodes(*chosen[:6]))
+        found = model.step(model.kv_layout.plan_prefix(64), chosen.nodes)
         best = found.tokens[:, 0].tolist()
         paths = [texts[slot] for slot in found.ready]
         for slot, node in zip(chosen.owners.tolist(), chosen.ids.tolist(), strict=True):

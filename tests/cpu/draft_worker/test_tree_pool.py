@@ -71,15 +71,16 @@ class Rig:
     def step(self, most: int, ready: list[int], **kwargs: np.ndarray | float) -> Chosen:
         seconds = 1.0 + np.cumsum(self.rng.random(most + 1)) * self.rng.choice([0.02, 0.2, 1.0])
         rows = self.pool.choose(seconds, **kwargs)  # type: ignore[arg-type]
+        nodes = rows.nodes
         reference = self.reference.choose(seconds, **kwargs)  # type: ignore[arg-type]
         assert rows.owners.tolist() == [slot for slot, *_ in reference]
-        assert rows.owners.tolist() == np.repeat(rows.slots, rows.counts).tolist()
+        assert rows.owners.tolist() == np.repeat(nodes.slots, nodes.counts).tolist()
         assert rows.ids.tolist() == [node.id for _, node, _, _ in reference]
-        assert rows.tokens.tolist() == [node.token for _, node, _, _ in reference]
-        assert rows.places.tolist() == [place for _, _, place, _ in reference]
-        assert rows.ancestors.tolist() == [bits for *_, bits in reference]
+        assert nodes.tokens.tolist() == [node.token for _, node, _, _ in reference]
+        assert nodes.places.tolist() == [place for _, _, place, _ in reference]
+        assert nodes.ancestors.tolist() == [bits for *_, bits in reference]
         depths = [node.position - len(self.text(slot)) + 1 for slot, node, _, _ in reference]
-        assert rows.depths.tolist() == depths
+        assert nodes.depths.tolist() == depths
         self.run_trunks(ready)
         for slot, node, place, bits in reference:
             window, text, path = self.window[slot], self.text(slot), node.path()
@@ -327,7 +328,7 @@ def test_no_node_is_run_beyond_the_depth_or_the_longest_text() -> None:
         ready, deepest = np.zeros(1, np.int32), 0
         for _ in range(6):
             rows = pool.choose(np.ones(2))
-            deepest = max([deepest, *rows.depths.tolist()])
+            deepest = max([deepest, *rows.nodes.depths.tolist()])
             count = len(ready) + len(rows.ids)
             pool.expand(ready, rows, np.full((count, 1), 7), np.full((count, 1), -0.1))
             ready = NOBODY
@@ -350,7 +351,7 @@ def test_external_nodes_get_ids_and_are_sent_and_run() -> None:
     assert kinds == [external_bucket(0.5), external_bucket(0.8)]
     assert min(kinds) >= FIRST_EXTERNAL
     rows = pool.choose(np.ones(4))
-    assert sorted(rows.tokens.tolist()) == [0, 9], "a node below one that was not run waits"
+    assert sorted(rows.nodes.tokens.tolist()) == [0, 9], "a node below one that was not run waits"
 
 
 @pytest.mark.parametrize("wrong", ["twice", "place", "closed", "root", "parent"])
@@ -361,7 +362,8 @@ def test_rows_that_were_not_chosen_are_our_bug(wrong: str) -> None:
     if wrong == "twice":
         pool.expand(NOBODY, rows, *found)
     elif wrong == "place":
-        rows = rows._replace(places=rows.places + np.int32(1))
+        places = rows.nodes.places + np.int32(1)
+        rows = rows._replace(nodes=rows.nodes._replace(places=places))
     elif wrong == "parent":
         pool.add_external_nodes(0, 3, np.array([-1, 0]), np.array([8, 9]), np.array([0.5, 0.4]))
         rows = rows._replace(ids=np.array([4, 2], np.int32))

@@ -15,8 +15,9 @@ from hetero_llm.core.errors import RankDeadError
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
+from hetero_llm.core.transfer_order import TransferOrder
 from hetero_llm.distributed.step_channel import StepReader, StepWriter
-from hetero_llm.distributed.step_codec import StepMessage, TransferOrder
+from hetero_llm.distributed.step_codec import StepMessage
 from hetero_llm.engine.processes.rank_process import RankLoop
 from hetero_llm.lora.rank_adapters import NoRankAdapters
 
@@ -142,13 +143,16 @@ class Copies:
         self.calls = calls
         self.observed = 0
 
-    def load(
-        self, transfer_id: int, host_blocks: Any, blocks: Any, after_step: int, compute: Any
-    ) -> None:
-        self.calls.append(f"load {transfer_id} {host_blocks} {blocks} {after_step} {compute}")
+    def load(self, order: TransferOrder) -> None:
+        self.calls.append(
+            f"load {order.transfer_id} {order.host_blocks} {order.blocks} {order.after_step} "
+            f"{order.compute}"
+        )
 
-    def store(self, transfer_id: int, blocks: Any, host_blocks: Any, after_step: int) -> None:
-        self.calls.append(f"store {transfer_id} {blocks} {host_blocks} {after_step}")
+    def store(self, order: TransferOrder) -> None:
+        self.calls.append(
+            f"store {order.transfer_id} {order.blocks} {order.host_blocks} {order.after_step}"
+        )
 
     def abort(self, transfer_id: int) -> None:
         self.calls.append(f"abort {transfer_id}")

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel
-from hetero_llm.cpu.draft_worker.kv_layout import TreeNodes
-from hetero_llm.cpu.draft_worker.tree_ops import WINDOW, Moves
+from hetero_llm.cpu.draft_worker.tree_ops import WINDOW, Moves, TreeNodes
 from tests.cpu.draft_worker.draft_reference import SequenceReference, check
 
 

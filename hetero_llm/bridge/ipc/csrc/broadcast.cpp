@@ -2,11 +2,8 @@
 
 #include <errno.h>
 #include <limits.h>
-#include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>
-#include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,11 +14,6 @@
 #include "waiting.h"
 
 namespace hetero::broadcast {
-
-using hetero::futex;
-using hetero::now_ns;
-using hetero::pause_briefly;
-
 namespace {
 
 constexpr uint64_t kMagicNumber = 0x4E41434F52544548;  // "HETROCAN"
@@ -111,8 +103,7 @@ void End::publish() {
     // the bell is what it was before that look: either it sees the head, or we see the sleeper.
     shared->head.store(position, std::memory_order_seq_cst);
     shared->bell.fetch_add(1, std::memory_order_seq_cst);
-    if (shared->sleepers.load(std::memory_order_seq_cst) == 0) return;
-    futex(&shared->bell, FUTEX_WAKE, INT_MAX, nullptr);
+    if (shared->sleepers.load(std::memory_order_seq_cst) != 0) wake(&shared->bell, INT_MAX);
 }
 
 // Waits until there is a frame; kNoRoom stands for "there is one".
@@ -130,13 +121,10 @@ Result End::await(int64_t deadline_ns, int64_t spin_ns) {
         const bool found = has_frame();
         const bool closed = shared->closed.load(std::memory_order_seq_cst) != 0;
         now = now_ns();
-        long result = 0;
         int error = 0;
         if (!found && !closed && now < deadline_ns) {
             const int64_t nap = std::min(deadline_ns - now, kLongestNapNs);
-            const timespec longest{(time_t)(nap / 1'000'000'000), (long)(nap % 1'000'000'000)};
-            result = futex(&shared->bell, FUTEX_WAIT, bell, &longest);
-            error = result == 0 ? 0 : errno;
+            error = sleep_while(&shared->bell, bell, nap) == 0 ? 0 : errno;
         }
         shared->sleepers.fetch_sub(1, std::memory_order_seq_cst);
         if (found) return kNoRoom;
@@ -153,7 +141,7 @@ void* live(void* handle) {
     while (!end.ending.load(std::memory_order_relaxed)) {
         end.own().beats.fetch_add(1, std::memory_order_relaxed);
         if (getppid() != end.parent) kill(getpid(), SIGKILL);
-        const timespec nap{0, kBeatNs};
+        const timespec nap = timespec_of(kBeatNs);
         nanosleep(&nap, nullptr);
     }
     return nullptr;
@@ -231,7 +219,7 @@ void hetero_broadcast_close(void* handle) {
     Shared* shared = static_cast<End*>(handle)->shared;
     shared->closed.store(1, std::memory_order_seq_cst);
     shared->bell.fetch_add(1, std::memory_order_seq_cst);
-    futex(&shared->bell, FUTEX_WAKE, INT_MAX, nullptr);
+    hetero::wake(&shared->bell, INT_MAX);
 }
 
 int64_t hetero_broadcast_wait(void* handle, int64_t deadline_ns, int64_t spin_ns) {

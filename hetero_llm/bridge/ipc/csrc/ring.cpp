@@ -1,10 +1,6 @@
 #include "ring.h"
 
 #include <errno.h>
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -15,11 +11,6 @@
 #include "waiting.h"
 
 namespace hetero::ring {
-
-using hetero::futex;
-using hetero::now_ns;
-using hetero::pause_briefly;
-
 namespace {
 
 constexpr uint64_t kMagicNumber = 0x474E49524F544548;  // "HETORING"
@@ -161,7 +152,7 @@ void End::wake() {
     // the consumer sees the new head there.
     if (shared->asleep.load(std::memory_order_seq_cst) == 0) return;
     if (shared->asleep.exchange(0, std::memory_order_seq_cst) == 0) return;
-    futex(&shared->asleep, FUTEX_WAKE, 1, nullptr);
+    hetero::wake(&shared->asleep, 1);
     ++counters.wakes;
 }
 
@@ -243,10 +234,9 @@ Status End::await(int64_t deadline_ns, int64_t spin_ns) {
             shared->asleep.store(0, std::memory_order_relaxed);
             return waiting() > 0 ? kOk : kTimeout;
         }
-        const int64_t nap = std::min(deadline_ns - now, kLongestNapNs);
-        const timespec longest{(time_t)(nap / 1'000'000'000), (long)(nap % 1'000'000'000)};
         ++counters.naps;
-        const int error = futex(&shared->asleep, FUTEX_WAIT, 1, &longest) == 0 ? 0 : errno;
+        const int64_t nap = std::min(deadline_ns - now, kLongestNapNs);
+        const int error = sleep_while(&shared->asleep, 1, nap) == 0 ? 0 : errno;
         if (error == EINTR) {
             shared->asleep.store(0, std::memory_order_relaxed);
             return kInterrupted;

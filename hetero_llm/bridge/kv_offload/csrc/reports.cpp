@@ -1,21 +1,14 @@
 #include "reports.h"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <new>
+
+#include "waiting.h"
 
 namespace hetero::kv {
 namespace {
 
 constexpr uint64_t kMagic = 0x53545250'4F54454Bull;
-
-long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* longest) {
-    return syscall(SYS_futex, word, operation, value, longest, nullptr, 0);
-}
 
 bool has_reports(Board& board) {
     for (int64_t rank = 0; rank < board.ranks; ++rank) {
@@ -43,7 +36,7 @@ void Board::ring_bell() {
     // Rank 0 says that it will sleep before its last look at the rings, and sleeps only while the
     // bell is what it was before that look: either it sees the report, or we see the sleeper.
     bell.fetch_add(1, std::memory_order_seq_cst);
-    if (sleepers.load(std::memory_order_seq_cst) != 0) futex(&bell, FUTEX_WAKE, 1, nullptr);
+    if (sleepers.load(std::memory_order_seq_cst) != 0) wake(&bell, 1);
 }
 
 }  // namespace hetero::kv
@@ -86,10 +79,7 @@ int64_t hetero_reports_wait(void* memory, int64_t ns) {
     if (has_reports(board)) return 1;
     board.sleepers.store(1, std::memory_order_seq_cst);
     const uint32_t bell = board.bell.load(std::memory_order_seq_cst);
-    if (!has_reports(board) && ns > 0) {
-        const timespec longest{(time_t)(ns / 1'000'000'000), (long)(ns % 1'000'000'000)};
-        futex(&board.bell, FUTEX_WAIT, bell, &longest);
-    }
+    if (!has_reports(board) && ns > 0) hetero::sleep_while(&board.bell, bell, ns);
     board.sleepers.store(0, std::memory_order_seq_cst);
     return has_reports(board);
 }

@@ -4,19 +4,10 @@
 #pragma once
 
 #include <pthread.h>
-#include <time.h>
 
-#include <cstdint>
+#include "waiting.h"
 
 namespace hetero::kv {
-
-inline int64_t clock_ns(clockid_t clock) {
-    timespec t;
-    clock_gettime(clock, &t);
-    return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
-}
-
-inline int64_t now_ns() { return clock_ns(CLOCK_MONOTONIC); }
 
 class Mutex {
    public:
@@ -59,8 +50,7 @@ class Condition {
     void wait(Mutex& mutex) { pthread_cond_wait(&condition_, &mutex.mutex_); }
     // False at the deadline.
     bool wait_until(Mutex& mutex, int64_t deadline_ns) {
-        const timespec until{(time_t)(deadline_ns / 1'000'000'000),
-                             (long)(deadline_ns % 1'000'000'000)};
+        const timespec until = timespec_of(deadline_ns);
         return pthread_cond_timedwait(&condition_, &mutex.mutex_, &until) == 0;
     }
 

@@ -29,7 +29,6 @@ namespace {
 constexpr int kPreferred = 1;           // MPOL_PREFERRED of linux/mempolicy.h
 constexpr int64_t kPieceBytes = 8 << 20;  // touched by one thread at a time
 constexpr unsigned kPortable = 1, kDeviceMap = 2;  // CU_MEMHOSTREGISTER_*
-constexpr int kNoDriver = 999;          // CUDA_ERROR_UNKNOWN
 
 double now() {
     using namespace std::chrono;
@@ -84,7 +83,8 @@ public:
         prefer_node();
         if (registers_) {
             if (!driver_.open(libcuda)) {
-                fail("the driver library %s cannot be used", libcuda);
+                snprintf(failure_, sizeof failure_, "the driver library %s cannot be used",
+                         libcuda);
                 finished_ = true;
                 failed_ = true;
                 return 0;
@@ -127,8 +127,8 @@ public:
 
     void state(State* state) {
         std::lock_guard<std::mutex> lock(mutex_);
-        *state = {reinterpret_cast<int64_t>(base_), ready(), finished_, registered_, mbind_error_,
-                  cuda_error_, touch_seconds_, register_seconds_};
+        *state = {reinterpret_cast<int64_t>(base_), ready(), mbind_error_, touch_seconds_,
+                  register_seconds_};
     }
 
     void failure(char* text, int64_t bytes) {
@@ -226,24 +226,19 @@ private:
     void refuse(int64_t chunk, int error) {
         const char* name = nullptr;
         if (!driver_.error_name || driver_.error_name(error, &name)) name = nullptr;
-        cuda_error_ = error;
-        char text[160];
-        snprintf(text, sizeof text, "cuMemHostRegister refused chunk %lld of %lld: CUDA error %d",
-                 (long long)chunk + 1, (long long)chunks_, error);
-        fail(name ? "%s (%s)" : "%s", text, name);
-    }
-
-    void fail(const char* format, const char* a, const char* b = "") {
-        snprintf(failure_, sizeof failure_, format, a, b);
-        if (!cuda_error_) cuda_error_ = kNoDriver;
+        const int length = snprintf(failure_, sizeof failure_,
+                                    "cuMemHostRegister refused chunk %lld of %lld: CUDA error %d",
+                                    (long long)chunk + 1, (long long)chunks_, error);
+        if (name) snprintf(failure_ + length, sizeof failure_ - length, " (%s)", name);
     }
 
     void finish() {
+        const bool failed = failure_[0] != '\0';  // written by this thread alone
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            if (cuda_error_) stop_ = true;
+            if (failed) stop_ = true;
         }
-        if (cuda_error_) {
+        if (failed) {
             // Memory that is not registered cannot be used: stop touching it, and give it back
             // to the system.
             for (std::thread& thread : touchers_) thread.join();
@@ -253,7 +248,7 @@ private:
         }
         std::lock_guard<std::mutex> lock(mutex_);
         finished_ = true;
-        failed_ = cuda_error_ != 0;
+        failed_ = failed;
         changed_.notify_all();
     }
 
@@ -280,7 +275,6 @@ private:
     std::condition_variable changed_;
     int64_t next_chunk_ = 0, next_offset_ = 0;
     int64_t registered_ = 0;  // chunks
-    int cuda_error_ = 0;
     bool stop_ = false, finished_ = false;
     double touch_seconds_ = 0, register_seconds_ = 0;
     char failure_[400] = "";

@@ -19,10 +19,7 @@ struct Options {
 struct State {
     int64_t address;
     int64_t ready_rows;   // number of leading rows touched and registered
-    int64_t finished;     // 1: no more will become ready
-    int64_t chunks;       // registered
     int64_t mbind_error;  // errno of preferring the node; 0: none, or no node was given
-    int64_t cuda_error;   // CUresult of a refused chunk; 0: none
     double touch_seconds, register_seconds;  // of the slowest touching thread; in the driver
 };
 

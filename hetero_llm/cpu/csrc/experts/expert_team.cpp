@@ -13,7 +13,7 @@
 #include <algorithm>
 #include <new>
 
-#include "../step/waiting.h"
+#include "waiting.h"
 
 namespace hetero::experts {
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from hetero_llm.cpu import native
+from hetero_llm.utils.native_build import HEADERS
 
 SOURCES = Path(native.__file__).parent / "csrc"
 PROGRAM = Path(__file__).with_name("thread_check.cpp")
-FLAGS = ("-std=c++17", "-O1", "-g", "-w", "-fsanitize=thread", f"-I{SOURCES}")
+FLAGS = ("-std=c++17", "-O1", "-g", "-w", "-fsanitize=thread", f"-I{SOURCES}", f"-I{HEADERS}")
 
 pytestmark = [
     pytest.mark.skipif(native.native_choice() != "sanitized", reason="a part of make test-native"),
