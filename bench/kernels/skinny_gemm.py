@@ -72,8 +72,6 @@ def vector_candidates(k: int) -> list[SkinnyConfig]:
         of(4, 8, prefetch=1024),
         of(8, 1, prefetch=512),
         of(8, wide, split_k=2),
-        of(8, wide, num_stages=4, prefetch=2048),
-        of(4, wide, num_stages=6, prefetch=2048),
     ]
 
 

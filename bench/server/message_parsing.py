@@ -63,7 +63,7 @@ class Message:
 
     def seconds(self) -> float:
         """The time of one reading."""
-        from hetero_llm.server.message_words import MessageWords  # needs more than the engine does
+        from hetero_llm.server.endpoints.chat import MessageWords  # needs more than the engine does
 
         words = MessageWords(self.parser())
         begun = time.thread_time()

@@ -37,7 +37,7 @@ from hetero_llm.models.configs.mixture import MixtralConfig, Qwen2MoeConfig, Qwe
 from hetero_llm.models.layers import CausalLM, Linear
 from hetero_llm.models.llama import LlamaForCausalLM
 from hetero_llm.models.mixtral import MixtralBlock, MixtralForCausalLM
-from hetero_llm.models.qwen2_moe import Qwen2MoeBlock, Qwen2MoeForCausalLM
+from hetero_llm.models.qwen2_moe import Qwen2MoeForCausalLM
 from hetero_llm.models.qwen3_moe import Qwen3MoeForCausalLM
 from hetero_llm.models.registry import model_class
 from hetero_llm.quantization.matrix import (
@@ -75,7 +75,6 @@ _OUTSIDE_LAYERS = -1
 # Of a layer, in the order of `hetero_executor_new`'s forms.
 _LAYER_MATRICES = (_QKV, _OUT, _GATE_UP, _DOWN, _ROUTER, _EXPERTS_GATE_UP, _EXPERTS_DOWN)
 _EXPERTS = (_EXPERTS_GATE_UP, _EXPERTS_DOWN)
-_MIXTURES = (MixtralBlock, Qwen2MoeBlock)
 _ROUTERS = (_ROUTER, _SHARED_GATE)  # of the type of the model, whatever other weights have
 # In the order of `HeteroAdapterProduct.product`.
 _ADAPTED = (_QKV, _OUT, _GATE_UP, _DOWN, _ROUTER, _SHARED_GATE)
@@ -698,7 +697,7 @@ def _sizes(
 def _sparse_layers(model: DecoderLM) -> np.ndarray:
     """[layers] uint8: whether a layer has experts."""
     layers = cast("Sequence[Any]", model.layers)
-    return np.array([isinstance(layer.mlp, _MIXTURES) for layer in layers], np.uint8)
+    return np.array([isinstance(layer.mlp, MixtralBlock) for layer in layers], np.uint8)
 
 
 def _is_tied(model: DecoderLM) -> bool:
@@ -819,8 +818,8 @@ def _weights(model: DecoderLM) -> _Weights:
 
 
 def _mlp_weights(index: int, mlp: Any) -> _Weights:
-    """Of a `GatedMLP` or of one of `_MIXTURES`."""
-    dense, is_mixture = mlp, isinstance(mlp, _MIXTURES)
+    """Of a `GatedMLP` or a `MixtralBlock`."""
+    dense, is_mixture = mlp, isinstance(mlp, MixtralBlock)
     if is_mixture:
         dense = getattr(mlp, "shared", None)
         yield index, _ROUTER, mlp.router.gate.weight

@@ -138,9 +138,9 @@ def load_weights(
 
         make_batch_invariant(model)
     elif backend == "cuda":
-        from hetero_llm.gpu.fused import use_kernels
+        from hetero_llm.gpu import fused
 
-        use_kernels(model, few_rows=None, agree=share.agreement.of_first)
+        fused.speed_up(model, agree=share.agreement.of_first)
         _fuse_sums(model, share)
     elif backend == "ipex":
         from hetero_llm.cpu.ipex import speed_up

@@ -240,9 +240,9 @@ def _load_decoder(
 
         make_batch_invariant(network)
     elif device.type == "cuda":
-        from hetero_llm.gpu.fused import speed_up
+        from hetero_llm.gpu import fused
 
-        speed_up(network)
+        fused.speed_up(network)
     else:
         from hetero_llm.cpu.fused import speed_up
 
