@@ -10,14 +10,13 @@ times are those of the operating system's scheduler.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
 
 import numpy as np
 
-from bench.common import bench_parser, numbers, print_table, write_results
+from bench.common import bench_parser, numbers, report
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.distributed.step_channel import StepReader, StepWriter
 from hetero_llm.distributed.step_codec import step_from_words, step_to_bytes
@@ -104,10 +103,7 @@ def main() -> None:
         for readers in options.readers
         for batch in options.batches
     ]
-    print_table(rows)
-    write_results(
-        "announce_step", {"cores": len(os.sched_getaffinity(0)), "rows": rows}, options.out
-    )
+    report("announce_step", {}, rows, options.out)
 
 
 if __name__ == "__main__":
