@@ -150,7 +150,7 @@ ceilings 150 16: -m bench.kernels.gpu_ceilings --out {out}/gpu_ceilings.g.json
         table="""
 quantized_suite 480 24: -m bench.engine.gpu_suite --batches 1,8,32,128 --lengths 4096,16384
     --quantization none,fp8,int4,fp8_block,ifq,ifq_nf4 --out {out}
-quantized_gemm 200 24: -m bench.kernels.quantized_gemm --tuning none
+quantized_gemm 200 24: -m bench.kernels.quantized_gemm
     --kinds fp8,int4,fp8_block,int8,nf4 --many 64,128,256,1024
     --out {out}/kernels_quantized_gemm.json
 quantized_70b 240 12 [named]: -m bench.engine.gpu_suite --shape llama-3.1-70b --parts decode
@@ -211,14 +211,13 @@ speculation.13b 120 12: {_SPEEDUP} --model {{models}}/llama-2-13b --draft {{mode
 """,
     ),
     "engine": Part(
-        "overhead and CPU ratios of the engine, a scale-up target, CUDA tests", "one H200",
+        "overhead and CPU ratios of the engine, CUDA tests", "one H200",
         table="""
 engine_overhead 200 16: -m bench.engine.engine_overhead --out {out}/engine_overhead.g.json
 batch_vs_transformers 200 16: -m bench.engine.batch_vs_transformers --threads 2
     --out {out}/batch_vs_transformers.g.json
 prefix_hit 200 16: -m bench.engine.prefix_hit --threads 2 --out {out}/prefix_hit.g.json
 cpu_kernels 200 16: -m bench.kernels.cpu_kernels --threads 2 --out {out}/cpu_kernels.g.json
-scaled_target 200 16: -m bench.engine.scaled_target --out {out}/scaled_target.g.json
 tests 200 16: -m pytest tests/gpu tests/cpu/test_native_kernels.py -q --durations=3
 """,
     ),

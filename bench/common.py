@@ -1,4 +1,4 @@
-"""What every bench shares: arguments, the machine it ran on and its load, writing of results."""
+"""What every bench shares: arguments, the machine it ran on and its load, tables and results."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hetero_llm.utils.neighbours import busy_line, cpu_ticks
 
 RESULTS = Path(__file__).parent / "results"
+Rows = list[dict[str, Any]]
+"""A table: column to value, of each row."""
 
 
 def bench_parser(description: str | None, out: str = "JSON file") -> argparse.ArgumentParser:
@@ -41,6 +45,26 @@ def names_of(known: tuple[str, ...]) -> Any:
         return [name for name in known if name in wanted]
 
     return parse
+
+
+def settings_of(args: argparse.Namespace, names: str) -> dict[str, Any]:
+    """The arguments of these names, which have spaces between; of a model's folder its name only.
+    For the results."""
+    values = {name: getattr(args, name) for name in names.split()}
+    for name in ("model", "draft"):
+        if values.get(name):
+            values[name] = Path(values[name]).name
+    return values
+
+
+def machine_of(device: str) -> str:
+    """The last word of a results file's name: a CPU box or a node with GPUs."""
+    return "c" if device == "cpu" else "g"
+
+
+def median_ratio(ours: Sequence[float], base: Sequence[float]) -> float:
+    """Median of the ratios of two arms that took turns."""
+    return median(a / b for a, b in zip(ours, base, strict=True))
 
 
 def environment() -> dict[str, Any]:
@@ -110,7 +134,18 @@ def write_results(name: str, results: dict[str, Any], out: str | None) -> None:
     print(busy_line(), end="")
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
+def report(name: str, about: dict[str, Any], rows: Rows, out: str | None) -> None:
+    """Prints the rows as a table and writes them as "rows" behind `about`."""
+    print_table(rows)
+    write_results(name, {**about, "rows": rows}, out)
+
+
+def say(row: dict[str, Any]) -> None:
+    """Prints a row as soon as it is known; the table follows at the end."""
+    print(*(f"{name}={_text(value)}" for name, value in row.items()), flush=True)
+
+
+def print_table(rows: Rows) -> None:
     """A plain table, one line per row, columns of the first row."""
     columns = list(rows[0])
     cells = [[_text(row[c]) for c in columns] for row in rows]

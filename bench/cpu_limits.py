@@ -1,4 +1,5 @@
-"""What the machine gives at this moment: reading memory, and multiplying bfloat16 matrices."""
+"""What the machine gives at this moment: reading memory, and multiplying bfloat16 matrices; and the
+best times of calls that take turns."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -88,6 +91,22 @@ class ReadProbe:
         return float(nanoseconds) / passes / 1e9
 
 
+def best_seconds(
+    calls: list[Callable[[], Any]],
+    rounds: int,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """The shortest time of each call, all called in turns."""
+    best = [float("inf")] * len(calls)
+    for _ in range(rounds):
+        for i, call in enumerate(calls):
+            begin = clock()
+            call()
+            best[i] = min(best[i], clock() - begin)
+    return best
+
+
 def gemm_gflops(depth: int, outputs: int, threads: int, tries: int = 5) -> float:
     """torch's bfloat16 product: the better of 512 x depth x outputs and 2048 cubed, best try.
 
@@ -107,9 +126,5 @@ def _product_gflops(rows: int, depth: int, outputs: int, tries: int) -> float:
     x = torch.full((rows, depth), 0.5, dtype=torch.bfloat16)
     weight = torch.full((outputs, depth), 0.5, dtype=torch.bfloat16)
     torch.nn.functional.linear(x, weight)
-    best = 0.0
-    for _ in range(tries):
-        begin = time.perf_counter()
-        torch.nn.functional.linear(x, weight)
-        best = max(best, 2e-9 * rows * depth * outputs / (time.perf_counter() - begin))
-    return best
+    (best,) = best_seconds([lambda: torch.nn.functional.linear(x, weight)], tries)
+    return 2e-9 * rows * depth * outputs / best

@@ -11,18 +11,45 @@ COPY_BYTES = 4 << 30
 CALLS = 100
 
 
-def graph_ms(body: Callable[[], object], *, replays: int = 7) -> float:
-    """Median milliseconds of one replay of `body`, captured after a warm-up run."""
+def need_cuda() -> None:
+    """Ends the bench where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this bench needs a CUDA device")
+
+
+def capture(body: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """`body` as a graph, after a run that warms up."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         body()
     torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         body()
+    return graph
+
+
+def graph_ms(body: Callable[[], object], *, replays: int = 7) -> float:
+    """Median milliseconds of one replay of `body`, captured after a warm-up run."""
+    graph = capture(body)
     graph.replay()
     return event_ms(graph.replay, replays=replays)
+
+
+def queued_us(body: Callable[[], object], *, replays: int = 7) -> float:
+    """Median microseconds of one replay of `body`; replays are queued, so none waits for the
+    host."""
+    graph = capture(body)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    graph.replay()
+    for event in events:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    pairs = zip(events[:-1], events[1:], strict=True)
+    return statistics.median(a.elapsed_time(b) for a, b in pairs) * 1e3
 
 
 def call_us(call: Callable[[], object], calls: int = CALLS) -> float:
@@ -33,6 +60,12 @@ def call_us(call: Callable[[], object], calls: int = CALLS) -> float:
             call()
 
     return graph_ms(body) / calls * 1e3
+
+
+def largest_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest difference over the largest exact value."""
+    exact = exact.float()
+    return float((found.float() - exact).abs().max() / exact.abs().max())
 
 
 def event_ms(body: Callable[[], object], *, replays: int = 7) -> float:
@@ -54,3 +87,11 @@ def copy_bandwidth() -> float:
     target = torch.empty_like(source)
     ms = event_ms(lambda: target.copy_(source), replays=9)
     return 2 * COPY_BYTES / ms / 1e9
+
+
+def link_rate(size: int = 1 << 30) -> float:
+    """Bytes a second of a large copy from page-locked memory: the best of a few."""
+    source = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device="cuda")
+    copies = (event_ms(lambda: target.copy_(source, non_blocking=True), replays=1) for _ in "12345")
+    return size / min(copies) * 1e3

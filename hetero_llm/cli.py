@@ -17,6 +17,7 @@ from hetero_llm.commands.console import (
     EXIT_BROKEN_PIPE,
     EXIT_INTERRUPTED,
     PROGRAM,
+    add_command,
     common_flags,
 )
 from hetero_llm.commands.deferred import CommandParser, DeferredParser, later
@@ -76,11 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command; `options.run` is the function of the chosen command,
     `options.program` this parser."""
-    common = common_flags()
     parser = CommandParser(
         prog=PROGRAM,
         description="Run large language models on the CPU and the GPU together.",
-        parents=[common],
+        parents=[common_flags()],
         allow_abbrev=False,
     )
     parser.set_defaults(program=parser)
@@ -89,11 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", required=True, parser_class=DeferredParser
     )
     for name, module, add, text in _COMMANDS:
-        command = commands.add_parser(
-            name, help=text, description=f"{text[0].upper()}{text[1:]}.", parents=[common],
-            allow_abbrev=False,
-        )  # fmt: skip
-        later(module, add)(command)
+        later(module, add)(add_command(commands, name, text))
     return parser
 
 

@@ -1,26 +1,25 @@
 """Time in which the engine announces a decode step to its ranks, and in which a rank has read it.
 
 The writer encodes the step's arrays and writes them to the channel; the readers, one process each,
-spin. `announce`: of `StepWriter.launch`, which the engine pays, 0.5 ms after the step before, while
-its process works. `each`: the same over the readers. `hot`: of one step right after another.
-`read`: until a rank has the step in its hands, measured there from the moment when the writer began
-(both clocks are CLOCK_MONOTONIC). With fewer cores than processes the readers' times are those of
-the operating system's scheduler.
+spin. `announce`: of `step_to_bytes` and `StepWriter.write`, which the engine pays, 0.5 ms after the
+step before, while its process works. `each`: the same over the readers. `hot`: of one step right
+after another. `read`: until a rank has the step in its hands, measured there from the moment when
+the writer began (both clocks are CLOCK_MONOTONIC). With fewer cores than processes the readers'
+times are those of the operating system's scheduler.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
 
 import numpy as np
 
-from bench.common import bench_parser, numbers, print_table, write_results
+from bench.common import bench_parser, numbers, report
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.distributed.step_channel import StepReader, StepWriter
-from hetero_llm.distributed.step_codec import step_from_words
+from hetero_llm.distributed.step_codec import step_from_words, step_to_bytes
 
 _STEPS, _WARM_UP = 2000, 200
 _PAUSE_SECONDS = 0.0005  # between two steps: readers wait, as they do for a device
@@ -78,7 +77,7 @@ def measure(batch: int, readers: int) -> dict[str, float]:
             begun = time.monotonic_ns()
             stamp[0, 0], stamp[1, 0] = begun >> 31, begun & 0x7FFFFFFF
             begin = time.perf_counter()
-            writer.launch(step, lambda: None)
+            writer.write(step_to_bytes(step), lambda: None)
             times.append(time.perf_counter() - begin)
     reads = [float(child.communicate()[0]) for child in children]
     writer.close()
@@ -104,10 +103,7 @@ def main() -> None:
         for readers in options.readers
         for batch in options.batches
     ]
-    print_table(rows)
-    write_results(
-        "announce_step", {"cores": len(os.sched_getaffinity(0)), "rows": rows}, options.out
-    )
+    report("announce_step", {}, rows, options.out)
 
 
 if __name__ == "__main__":

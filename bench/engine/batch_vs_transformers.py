@@ -13,8 +13,9 @@ import numpy as np
 import torch
 import transformers
 
-from bench.common import bench_parser, print_table, write_results
-from hetero_llm import LLM, SamplingParams
+from bench.common import bench_parser, median_ratio, report
+from bench.generation import greedy, seconds
+from hetero_llm import LLM
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 
 NEW_TOKENS = 128
@@ -32,13 +33,9 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def run_ours(llm: LLM, batch: list[list[int]]) -> float:
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    begin = time.perf_counter()
-    outputs = llm.generate(prompt_token_ids=batch, sampling_params=params, use_tqdm=False)
-    seconds = time.perf_counter() - begin
-    assert sum(len(o.outputs[0].token_ids) for o in outputs) == BATCH * NEW_TOKENS
+    taken = seconds(llm, batch, greedy(NEW_TOKENS, detokenize=True))
     llm.reset_prefix_cache()
-    return BATCH * NEW_TOKENS / seconds
+    return BATCH * NEW_TOKENS / taken
 
 
 @torch.inference_mode()
@@ -55,9 +52,9 @@ def run_transformers(model: transformers.PreTrainedModel, batch: list[list[int]]
         min_new_tokens=NEW_TOKENS,
         pad_token_id=0,
     )
-    seconds = time.perf_counter() - begin
+    taken = time.perf_counter() - begin
     assert out.shape[1] == longest + NEW_TOKENS
-    return BATCH * NEW_TOKENS / seconds
+    return BATCH * NEW_TOKENS / taken
 
 
 def main() -> None:
@@ -81,14 +78,10 @@ def main() -> None:
         {"engine": "hetero_llm", "tokens_per_s": float(np.median(ours))},
         {"engine": "transformers generate", "tokens_per_s": float(np.median(theirs))},
     ]
-    ratio = float(np.median([a / b for a, b in zip(ours, theirs, strict=True)]))
-    print_table(rows)
+    ratio = median_ratio(ours, theirs)
     print(f"ratio (median of {args.rounds} rounds): {ratio:.2f}")
-    write_results(
-        "batch_vs_transformers",
-        {"rows": rows, "ratio": ratio, "threads": args.threads, "model": "demo", "dtype": "bf16"},
-        args.out,
-    )
+    about = {"ratio": ratio, "threads": args.threads, "model": "demo", "dtype": "bf16"}
+    report("batch_vs_transformers", about, rows, args.out)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import (
+    Rows,
+    bench_parser,
+    median_ratio,
+    print_table,
+    settings_of,
+    write_results,
+)
 from bench.cpu_limits import ReadProbe, gemm_gflops
 from bench.cpu_peers import method
 from bench.shapes import (
@@ -121,7 +128,7 @@ def fraction(
 
 def summarize(
     found: dict[str, list[dict]], runners: list[Runner], config: dict[str, Any], work: list[str]
-) -> list[dict[str, Any]]:
+) -> Rows:
     """One row per kind of work; with two runners, the median of the rounds' ratios too."""
     table = []
     for kind in work:
@@ -133,16 +140,13 @@ def summarize(
             row[f"{runner.name} tok/s"] = statistics.median(rates)
             row[f"{runner.name} of limit"] = statistics.median(shares)
         if len(runners) == 2:
-            ours, peer = (found[runner.name] for runner in runners)
-            key = f"{kind}_tok_s"
-            row["ratio"] = statistics.median(
-                a[key] / b[key] for a, b in zip(ours, peer, strict=True)
-            )
+            ours, peer = ([f[f"{kind}_tok_s"] for f in found[one.name]] for one in runners)
+            row["ratio"] = median_ratio(ours, peer)
         table.append(row)
     return table
 
 
-def footprint(found: dict[str, list[dict]]) -> list[dict[str, Any]]:
+def footprint(found: dict[str, list[dict]]) -> Rows:
     """Memory, start-up and how undisturbed each runner's repetitions were."""
     return [
         {
@@ -224,17 +228,9 @@ def main() -> None:
     print(f"{args.model}, {args.dtype}, {args.threads} threads, backend {args.backend}")
     print_table(table)
     print_table(sizes)
-    name = f"cpu_offline.{Path(args.model).name}.{args.dtype}"
-    results = {
-        "model": Path(args.model).name,
-        "dtype": args.dtype,
-        "backend": args.backend,
-        "threads": args.threads,
-        "rows": table,
-        "processes": sizes,
-        "rounds": found,
-    }
-    write_results(name, results, args.out)
+    about = settings_of(args, "model dtype backend threads")
+    results = {**about, "rows": table, "processes": sizes, "rounds": found}
+    write_results(f"cpu_offline.{about['model']}.{args.dtype}", results, args.out)
 
 
 if __name__ == "__main__":

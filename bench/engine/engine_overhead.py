@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import bench_parser, report
 from bench.generation import add_requests, greedy
 from bench.speculation.synthetic_drafter import SyntheticDrafter
 from hetero_llm.config.engine_config import SchedulerConfig
@@ -75,8 +75,7 @@ def milliseconds_per_step(batch: int, kind: RequestOutputKind, drafted: bool = F
 
 
 def main() -> None:
-    parser = bench_parser(__doc__)
-    args = parser.parse_args()
+    args = bench_parser(__doc__).parse_args()
     rows = [
         {
             "batch": batch,
@@ -86,8 +85,7 @@ def main() -> None:
         }
         for batch in (1, 8, 64, 256)
     ]
-    print_table(rows)
-    write_results("engine_overhead", {"rows": rows, "steps": STEPS, "prompt": PROMPT}, args.out)
+    report("engine_overhead", {"steps": STEPS, "prompt": PROMPT}, rows, args.out)
 
 
 if __name__ == "__main__":

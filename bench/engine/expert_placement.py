@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from bench.common import bench_parser, names_of, numbers, print_table, write_results
+from bench.common import bench_parser, names_of, numbers, report
 from hetero_llm.expert_offload.placement import ExpertPlacement, Promotion, PromotionBudget
 
 _PROMPT, _TEXT = 512, 600
@@ -331,10 +331,9 @@ def main() -> None:
                     trace, setup, percent / 100, rates=options.rates, interval=options.interval
                 )
                 rows.append({"setup": setup.name, "trace": name, "bank %": percent, **found})
-    print_table(rows)
     settings = {name: value for name, value in vars(options).items() if name != "out"}
-    results = {"settings": settings, "setups": [asdict(one) for one in SETUPS], "rows": rows}
-    write_results("expert_placement.c", results, options.out)
+    about = {"settings": settings, "setups": [asdict(one) for one in SETUPS]}
+    report("expert_placement.c", about, rows, options.out)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ difference of a long and a short run.
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.common import bench_parser, numbers, print_table, write_results
+from bench.common import Rows, bench_parser, numbers, report
 from bench.engine.decode import PROMPT, ms_per_step
 from bench.shapes import Prompts, start, write_config
 from hetero_llm.models.config import ModelConfig
@@ -134,7 +133,7 @@ def bytes_per_step(config: ModelConfig, batch: int, context: float) -> int:
 
 def measure(
     family: str, batches: list[int], *, device: str, steps: int, layers: int | None = None
-) -> list[dict[str, Any]]:
+) -> Rows:
     """A row for each batch. `layers`: instead of `LAYERS`, for a trial."""
     raw = dict(FAMILIES[family])
     for key in ("num_hidden_layers", "n_layer", "num_layers"):
@@ -156,12 +155,10 @@ def measure(
                 {"family": family, "batch": batch, "ms_per_step": ms, "GB": read / 1e9,
                  "GB/s": read / ms / 1e6}
             )  # fmt: skip
-    del llm
-    gc.collect()
     return rows
 
 
-def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compared(rows: Rows) -> Rows:
     """With each row's bytes per second against the best of Llama's at the same batch."""
     best = {
         row["batch"]: max(
@@ -180,7 +177,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer than the bench has, for a trial")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     failed = {}
     for family in ["llama", *(f for f in args.families if f != "llama"), "llama"]:
         try:
@@ -190,9 +187,7 @@ def main() -> None:
         except Exception as error:  # the others' figures are worth having
             failed[family] = f"{type(error).__name__}: {error}"
             print(f"{family}: {failed[family]}", flush=True)
-    rows = compared(rows)
-    write_results("families", {"steps": args.steps, "rows": rows, "failed": failed}, args.out)
-    print_table(rows)
+    report("families", {"steps": args.steps, "failed": failed}, compared(rows), args.out)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

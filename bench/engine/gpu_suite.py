@@ -12,17 +12,22 @@ part of bf16's time it is.
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.common import RESULTS, bench_parser, names_of, numbers, print_table, write_results
+from bench.common import (
+    RESULTS,
+    Rows,
+    bench_parser,
+    names_of,
+    numbers,
+    print_table,
+    write_results,
+)
 from bench.engine import closed_batch, decode, ttft
 from bench.shapes import SHAPES, start
 from hetero_llm import LLM
-
-Rows = list[dict[str, Any]]
 
 PARTS = ("decode", "ttft", "closed")
 NONE = "none"
@@ -67,8 +72,6 @@ def measure(args: argparse.Namespace, kind: str) -> tuple[dict[str, Rows], float
             if kind != NONE:
                 with_peer(tables[part], args.shape, kind, part)
             print_table(tables[part])
-    del llm
-    gc.collect()  # the next engine needs the memory
     return tables, ready
 
 

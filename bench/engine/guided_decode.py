@@ -27,7 +27,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bench.common import bench_parser, names_of, numbers, print_table, write_results
+from bench.common import bench_parser, machine_of, names_of, numbers, report, say
 from bench.generation import greedy, seconds
 from bench.shapes import CPU_SHAPES, SHAPES, Prompts, write_config
 from hetero_llm import LLM, StructuredOutputsParams
@@ -141,11 +141,10 @@ def main() -> None:
                 if ours in ms and base in ms:
                     row[f"{ours}/{base}"] = ms[ours] / ms[base]
             rows.append(row)
-            print(row, flush=True)
-    machine = "c" if args.device == "cpu" else "g"
-    results = {"shape": args.shape, "vocab": vocab, "device": args.device, "rows": rows}
-    write_results(f"guided_decode.{args.shape}.{vocab}.{machine}", results, args.out)
-    print_table(rows)
+            say(row)
+    about = {"shape": args.shape, "vocab": vocab, "device": args.device}
+    name = f"guided_decode.{args.shape}.{vocab}.{machine_of(args.device)}"
+    report(name, about, rows, args.out)
 
 
 if __name__ == "__main__":

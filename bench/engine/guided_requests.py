@@ -1,7 +1,7 @@
 """Requests that follow a JSON schema: their first token, and the extraction of fifty fields.
 
     python -m bench.engine.guided_requests --model FOLDER --device cuda --parts fields
-    python -m bench.engine.guided_requests --shape llama-3.1-8b --device cuda --parts first
+    python -m bench.engine.guided_requests --shape llama-3.1-8b --device cuda --parts first,pieces
 
 One request at a time, greedy, no detokenization, prompts that share nothing. The model is a folder
 with its tokenizer (a scale-up of the demo model, or "demo"), or a shape with random weights and the
@@ -13,7 +13,13 @@ made-up vocabulary of `guided_decode`. Parts:
 - fields: through `LLM.generate`, tokens a second behind the first one of an object with fifty
   fields of short strings, numbers, dates and enumerations, whose names are forced: without a schema
   and without drafts ("plain", as many tokens), with the schema and without drafts, and with drafts
-  of forced tokens, which are the default. Medians of the rounds, and of a round's ratio to "plain".
+  forced tokens, which are the default. Medians of the rounds, and of a round's ratio to "plain".
+- pieces: what makes up "first", without a model, in ms of the calling thread's CPU time. "request":
+  the server's process makes a request; a new schema is read, checked and written as a grammar.
+  "message": the request is encoded for the engine's process and decoded there. A first token waits
+  for these two, for the others only if they take longer than the prompt: "check", whether the
+  grammar can be followed; "compile", in the engine's thread for grammars; "mask", a sequence's
+  first one.
 """
 
 from __future__ import annotations
@@ -23,20 +29,39 @@ import asyncio
 import json
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from bench.common import bench_parser, names_of, print_table, write_results
+import numpy as np
+
+from bench.common import (
+    Rows,
+    bench_parser,
+    machine_of,
+    median_ratio,
+    names_of,
+    print_table,
+    settings_of,
+    write_results,
+)
 from bench.engine.guided_decode import write_tokenizer
 from bench.generation import greedy
 from bench.shapes import CPU_SHAPES, SHAPES, Prompts, write_config
-from hetero_llm import LLM, AsyncLLMEngine, SamplingParams, StructuredOutputsParams
+from hetero_llm import LLM, SamplingParams, StructuredOutputsParams
 from hetero_llm.demo_models import ALIASES, demo_folder
-from hetero_llm.engine.inputs.input_processor import Prompt
+from hetero_llm.engine.inputs.input_processor import InputProcessor, Prompt
+from hetero_llm.engine.text.tokenizer import load_tokenizer
 from hetero_llm.models.read_config import load_model_config
+from hetero_llm.structured_output.compiler import GrammarCompiler
 
-PARTS = ("first", "fields")
+if TYPE_CHECKING:  # what it imports is not on every machine
+    from hetero_llm import AsyncLLMEngine
+
+R = TypeVar("R")
+PARTS = ("first", "fields", "pieces")
 SUBJECTS = ("customer", "supplier", "invoice", "order", "payment")
 FIELDS: dict[str, dict[str, Any]] = {
     "name": {"type": "string", "maxLength": 20},
@@ -51,6 +76,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "email": {"type": "string", "maxLength": 24},
 }
 SCHEMA_BYTES = 10 * 1024
+_EOS = 2
 MOST_TOKENS = 1400
 
 
@@ -86,22 +112,29 @@ def guided(wanted: dict[str, Any]) -> StructuredOutputsParams:
     return StructuredOutputsParams(json=wanted, disable_any_whitespace=True)
 
 
-async def first(
-    engine: AsyncLLMEngine, prompts: Prompts, length: int, rounds: int
-) -> list[dict[str, Any]]:
-    seen = schema(at_least=SCHEMA_BYTES)
+def schemas_of(turn: int) -> dict[str, dict[str, Any] | None]:
+    """What a round's three requests follow: "new" is another one in each round."""
+    seen, new = (schema(number, at_least=SCHEMA_BYTES) for number in (0, turn + 1))
+    return {"unguided": None, "seen": seen, "new": new}
+
+
+def one_token(own: dict[str, Any] | None) -> SamplingParams:
+    return greedy(1, structured_outputs=None if own is None else guided(own))
+
+
+async def first(engine: AsyncLLMEngine, prompts: Prompts, length: int, rounds: int) -> Rows:
     times: dict[str, list[float]] = {"unguided": [], "seen": [], "new": []}
     for turn in range(rounds + 2):
-        new = schema(turn + 1, at_least=SCHEMA_BYTES)
-        for arm, own in (("unguided", None), ("seen", seen), ("new", new)):
+        for arm, own in schemas_of(turn).items():
             prompt = Prompt(token_ids=prompts.one(length))
-            params = greedy(1, structured_outputs=None if own is None else guided(own))
+            params = one_token(own)
             begin = time.perf_counter()
             async for output in engine.generate(prompt, params, f"{turn} {arm}"):
                 if turn > 1:
                     times[arm].append((time.perf_counter() - begin) * 1e3)
                 assert len(output.outputs[0].token_ids) == 1 and not output.num_cached_tokens
-    row: dict[str, Any] = {"prompt": length, "schema_bytes": len(json.dumps(seen))}
+    size = len(json.dumps(schema(at_least=SCHEMA_BYTES)))
+    row: dict[str, Any] = {"prompt": length, "schema_bytes": size}
     for arm, values in times.items():
         row[f"{arm}_ms"] = median(values)
     for arm in ("seen", "new"):
@@ -110,7 +143,9 @@ async def first(
     return [row]
 
 
-async def first_of_an_engine(arguments: dict[str, Any], *given: Any) -> list[dict[str, Any]]:
+async def first_of_an_engine(arguments: dict[str, Any], *given: Any) -> Rows:
+    from hetero_llm import AsyncLLMEngine
+
     engine = await asyncio.to_thread(AsyncLLMEngine, arguments)
     try:
         return await first(engine, *given)
@@ -118,7 +153,52 @@ async def first_of_an_engine(arguments: dict[str, Any], *given: Any) -> list[dic
         await engine.shutdown(0)
 
 
-def fields(llm: LLM, prompts: Prompts, length: int, rounds: int) -> list[dict[str, Any]]:
+def pieces(folder: Path, vocab: int, prompts: Prompts, length: int, rounds: int) -> Rows:
+    """Medians of each piece, a row for each kind of request; 0 for pieces that it does not have."""
+    from hetero_llm.engine.processes import messages
+
+    tokenizer = load_tokenizer(folder, mode="auto", trust_remote_code=False)
+    server, engine = (GrammarCompiler(tokenizer.vocabulary(vocab, (_EOS,))) for _ in range(2))
+    server.warm_up()
+    engine.warm_up()
+    inputs = InputProcessor(
+        tokenizer, vocab_size=vocab, max_model_len=length + 16, eos_ids=(_EOS,), max_logprobs=0,
+        seed=0, grammars=server,
+    )  # fmt: skip
+    mask = np.zeros(-(-vocab // 32), np.int32)
+    names = ("request", "message", "check", "compile", "mask")
+    times: dict[str, dict[str, list[float]]] = {
+        arm: {name: [] for name in names} for arm in schemas_of(0)
+    }
+
+    def timed(arm: str, name: str, work: Callable[[], R]) -> R:
+        begin = time.thread_time()
+        result = work()
+        times[arm][name].append((time.thread_time() - begin) * 1e3)
+        return result
+
+    def sent(request: Any) -> Any:
+        data = messages.encode(messages.request_to_wire("1", request))
+        return messages.request_from_wire(messages.decode_to_engine(data))
+
+    for turn in range(rounds + 1):
+        for arm, own in schemas_of(turn).items():
+            prompt, params = Prompt(token_ids=prompts.one(length)), one_token(own)
+            make = partial(inputs.make_request, "", prompt, params, check_grammar=False)
+            request = timed(arm, "request", make)
+            grammar = timed(arm, "message", partial(sent, request)).grammar
+            if grammar is not None:
+                timed(arm, "check", partial(inputs.check_grammar, request))
+                timed(arm, "compile", partial(engine.prepare, grammar))
+                opened = partial(engine.open, grammar, [])
+                timed(arm, "mask", lambda opened=opened: opened().fill_mask(mask))
+    return [
+        {"arm": arm, **{name: median(found[name][1:] or [0.0]) for name in names}}
+        for arm, found in times.items()
+    ]
+
+
+def fields(llm: LLM, prompts: Prompts, length: int, rounds: int) -> Rows:
     ends = {"ignore_eos": False, "structured_outputs": guided(schema())}
     params = {
         "drafts": greedy(MOST_TOKENS, **ends),
@@ -144,9 +224,7 @@ def fields(llm: LLM, prompts: Prompts, length: int, rounds: int) -> list[dict[st
                 found[arm].append(rate)
     row: dict[str, Any] = {"tokens": median(tokens[1:]), "tokens/step": median(steps[1:])}
     row |= {f"{arm} tok/s": median(values) for arm, values in found.items()}
-    for arm in params:
-        pairs = zip(found[arm], found["plain"], strict=True)
-        row[f"{arm}/plain"] = median(a / b for a, b in pairs)
+    row |= {f"{arm}/plain": median_ratio(found[arm], found["plain"]) for arm in params}
     return [row]
 
 
@@ -180,7 +258,7 @@ def arguments_of(args: argparse.Namespace, place: Path) -> tuple[dict[str, Any],
     if args.model:
         folder = demo_folder(args.model) if args.model in ALIASES else Path(args.model)
         return {"model": str(folder), **more}, load_model_config(folder).vocab_size
-    config = {**(SHAPES | CPU_SHAPES)[args.shape], "bos_token_id": 1, "eos_token_id": 2}
+    config = {**(SHAPES | CPU_SHAPES)[args.shape], "bos_token_id": 1, "eos_token_id": _EOS}
     made = write_config(config, place)
     write_tokenizer(made, config["vocab_size"])
     return {"model": str(made), "load_format": "dummy", **more}, config["vocab_size"]
@@ -193,7 +271,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="of the native executor")
     parser.add_argument("--prompt", type=int, default=512, help="tokens")
-    parser.add_argument("--parts", type=names_of(PARTS), default=list(PARTS))
+    parser.add_argument("--parts", type=names_of(PARTS), default=["first", "fields"])
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     results: dict[str, Any] = {}
@@ -207,10 +285,13 @@ def main() -> None:
             with LLM(**arguments) as llm:
                 results["fields"] = fields(llm, *given)
             print_table(results["fields"])
-    name = Path(args.model).name if args.model else args.shape
-    about = {"model": name, "device": args.device, "prompt": args.prompt, "rounds": args.rounds}
-    machine = "c" if args.device == "cpu" else "g"
-    write_results(f"guided_requests.{name}.{machine}", {**about, **results}, args.out)
+        if "pieces" in args.parts:
+            results["pieces"] = pieces(Path(arguments["model"]), vocab, *given)
+            print_table(results["pieces"])
+    args.model = args.model or args.shape
+    about = settings_of(args, "model device prompt rounds")
+    name = f"guided_requests.{about['model']}.{machine_of(args.device)}"
+    write_results(name, {**about, **results}, args.out)
 
 
 if __name__ == "__main__":

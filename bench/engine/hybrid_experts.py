@@ -37,12 +37,6 @@ sequence by `model_ms`, and `gain`, as measured.
 
 Rates of the same run: plain reads by the threads, page-locked memory to the GPU, copies on the GPU
 (bytes read plus written).
-
-Predicted for an H200 with 15 threads, DRAM 107 GB/s, link 52, device copies 4.1 TB/s; batch 1 of 24
-layers: zipf hit 0.84 (31 misses of 192 pairs, 580 MB): model 6.6 ms, measured 7.9 (0.84 of the
-model), over the link 1.75. Uniform: hit 0.48, 100 misses, 1.9 GB: model 18.6 ms, measured 21,
-over the link 1.8. Batch 8, zipf: 1.7 to 3 times the bytes of batch 1. Hand-over p50 7 us, p99 12.
-Everything resident over no bank: 1.00 to 1.02 at batch 1 and 8 (post costs 2 us more than align).
 """
 
 from __future__ import annotations
@@ -50,7 +44,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,10 +52,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.common import bench_parser, names_of, numbers, print_table, write_results
+from bench.common import Rows, bench_parser, names_of, numbers, print_table, report
 from bench.cpu_limits import ReadProbe
 from bench.engine.expert_placement import SETUPS, TRACES, make_trace
-from bench.gpu_timing import copy_bandwidth, event_ms
+from bench.gpu_timing import capture, copy_bandwidth, event_ms, link_rate
 from hetero_llm.bridge.expert_mailbox import ExpertMailbox, open_mailbox
 from hetero_llm.bridge.host_experts import HostExperts, HostLayer, HostMatrices
 from hetero_llm.cpu import native
@@ -137,15 +130,7 @@ def measure_machine() -> Machine:
     cpus = cpus[1:] or cpus
     with ReadProbe(1 << 30, len(cpus)) as probe:
         dram = probe.gigabytes_per_s(3)
-    return Machine(library, cpus, dram, link_rate(), copy_bandwidth() * 1e3)
-
-
-def link_rate() -> float:
-    """GB/s of a copy from page-locked memory."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    ms = event_ms(lambda: target.copy_(source, non_blocking=True))
-    return len(source) / ms / 1e6
+    return Machine(library, cpus, dram, link_rate() / 1e9, copy_bandwidth() * 1e3)
 
 
 class Routes:
@@ -173,19 +158,6 @@ class Routes:
 
     def start_at(self, step: int) -> None:
         self._step.fill_(step)
-
-
-def capture(body: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        body()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
-    return graph
 
 
 @dataclass
@@ -397,13 +369,7 @@ def part_of(weights: Any, layer: int, rows: int) -> Any:
     )
 
 
-def measured(args: Any, stack: Stack) -> Iterator[dict[str, Any]]:
-    for name in args.traces:
-        for batch in args.batches:
-            yield measure_trace(stack, name, batch, args.seconds)
-
-
-def gains_of(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def gains_of(table: Rows) -> Rows:
     """See the module."""
     gains = []
     for name in dict.fromkeys(row["trace"] for row in table):
@@ -446,16 +412,16 @@ def main() -> None:
         if slots >= _RESIDENT_LAYERS * EXPERTS and args.layers >= _RESIDENT_LAYERS:
             resident = [all_resident(stack, batch) for batch in args.batches]
             print_table(resident)
-        table = list(measured(args, stack))
-    print_table(table)
+        table = [
+            measure_trace(stack, name, batch, args.seconds)
+            for name in args.traces
+            for batch in args.batches
+        ]
     gains = gains_of(table)
     print_table(gains)
-    write_results(
-        "hybrid_experts",
-        {"layers": args.layers, "resident": args.resident, "rates": rates, "hand_over": overs,
-         "all_resident": resident, "rows": table, "gains": gains},
-        args.out,
-    )  # fmt: skip
+    about = {"layers": args.layers, "resident": args.resident, "rates": rates}
+    about |= {"hand_over": overs, "all_resident": resident, "gains": gains}
+    report("hybrid_experts", about, table, args.out)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import Rows, bench_parser, report, settings_of
 from bench.cpu_limits import ReadProbe
 from bench.cpu_peers import hetero, method, transformers_eager
 from bench.shapes import CPU_SHAPES, streamed_parameters
@@ -112,19 +112,11 @@ class RunnerProcess:
     """Asks a runner's process for repetitions."""
 
     def __init__(self, name: str, folder: str, args: argparse.Namespace) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "bench.engine.ipex_decode",
-            "--serve",
-            name,
-            "--folder",
-            folder,
-        ]
-        command += ["--threads", str(args.threads), "--patience", str(args.patience)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-m", "bench.engine.ipex_decode", "--serve", name, "--folder", folder,
+             "--threads", str(args.threads), "--patience", str(args.patience)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         self._answer()
 
     def __call__(self, kind: str) -> dict[str, float]:
@@ -160,7 +152,7 @@ def take_turns(
     return found, reads
 
 
-def summarize(found: dict[str, list[Turn]], reads: dict[str, list[float]]) -> list[dict[str, Any]]:
+def summarize(found: dict[str, list[Turn]], reads: dict[str, list[float]]) -> Rows:
     """One row per kind of work and runner."""
     table = []
     for kind, every in found.items():
@@ -211,18 +203,8 @@ def main() -> None:
             process.stop()
     table = summarize(found, reads)
     print(f"{args.shape}, bfloat16, {args.threads} threads, IPEX {ipex}, {args.turns} turns")
-    print_table(table)
-    results = {
-        "shape": args.shape,
-        "dtype": "bfloat16",
-        "threads": args.threads,
-        "ipex": ipex,
-        "goal": GOAL,
-        "rows": table,
-        "turns": found,
-        "read_gb_s": reads,
-    }
-    write_results("ipex_decode", results, args.out)
+    about = {**settings_of(args, "shape threads"), "dtype": "bfloat16", "ipex": ipex, "goal": GOAL}
+    report("ipex_decode", {**about, "turns": found, "read_gb_s": reads}, table, args.out)
 
 
 if __name__ == "__main__":

@@ -37,13 +37,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.common import bench_parser, names_of, numbers, print_table, write_results
+from bench.common import (
+    Rows,
+    bench_parser,
+    machine_of,
+    median_ratio,
+    names_of,
+    numbers,
+    print_table,
+    settings_of,
+    write_results,
+)
 from bench.generation import Adapters, first_token_ms, greedy, seconds
 from bench.made_adapters import MadeAdapters, adapters_of
 from bench.shapes import CPU_SHAPES, SHAPES, Config, Prompts, start
 from hetero_llm import LLM, LoRARequest
-
-Rows = list[dict[str, Any]]
 
 ARMS = ("none", "decode", "prefill", "cold", "zipf")
 DECODE_PROMPT, COLD_PROMPT = 128, 512
@@ -62,11 +70,6 @@ def by_turns(rounds: int, *arms: Callable[[], float]) -> list[list[float]]:
     """For each arm its figure of every round; the arms of a round follow one another."""
     found = [[arm() for arm in arms] for _ in range(rounds)]
     return [list(column) for column in zip(*found, strict=True)]
-
-
-def over(ours: list[float], base: list[float]) -> float:
-    """Median of the rounds' ratios."""
-    return median(a / b for a, b in zip(ours, base, strict=True))
 
 
 class Bench:
@@ -106,7 +109,7 @@ class Bench:
             row: dict[str, Any] = {"batch": batch, "base_ms": median(base)}
             for arm, times in zip(wanted, found, strict=True):
                 name = "no_adapter" if arm == "none" else "adapters"
-                row[f"{name}_ms"], row[f"{name}/base"] = median(times), over(times, base)
+                row[f"{name}_ms"], row[f"{name}/base"] = median(times), median_ratio(times, base)
             rows.append(row)
         return rows
 
@@ -127,9 +130,9 @@ class Bench:
                 "prompt": length,
                 "base_ms": median(base),
                 "no_adapter_ms": median(none),
-                "no_adapter/base": over(none, base),
+                "no_adapter/base": median_ratio(none, base),
                 "adapter_ms": median(ours),
-                "adapter/base": over(ours, base),
+                "adapter/base": median_ratio(ours, base),
             }
         ]
 
@@ -183,7 +186,7 @@ class Bench:
                 "requests": f"{requests} x ({ZIPF_IN} in, {ZIPF_OUT} out)",
                 "base_tok_per_s": median(base),
                 "adapters_tok_per_s": median(ours),
-                "adapters/base": over(ours, base),
+                "adapters/base": median_ratio(ours, base),
                 "loads_per_request": loads / (len(ours) * requests),
             }
         ]
@@ -290,10 +293,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
     args = parser.parse_args()
     results = run(args, shapes[args.shape])
-    machine = "c" if args.device == "cpu" else "g"
-    about = {"shape": args.shape, "dtype": args.dtype, "rank": args.rank, "device": args.device}
-    about |= {"different": args.different}
-    write_results(f"lora.{args.shape}.{machine}", {**about, **results}, args.out)
+    about = settings_of(args, "shape dtype rank device different")
+    write_results(f"lora.{args.shape}.{machine_of(args.device)}", {**about, **results}, args.out)
 
 
 if __name__ == "__main__":

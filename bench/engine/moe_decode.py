@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.common import bench_parser, numbers, print_table, write_results
+from bench.common import Rows, bench_parser, numbers, report
 from bench.engine.decode import PROMPT, STEPS, ms_per_step
 from bench.generation import greedy, seconds
 from bench.gpu_timing import copy_bandwidth
@@ -94,7 +94,7 @@ def bytes_per_step(
 
 def measure(
     llm: LLM, shape: str, batches: list[int], *, bandwidth: float | None, steps: int = STEPS
-) -> list[dict[str, Any]]:
+) -> Rows:
     """One row of the table per batch.
 
     Args:
@@ -139,10 +139,9 @@ def main() -> None:
     )  # fmt: skip
     with llm:
         rows = measure(llm, args.shape, args.batches, bandwidth=bandwidth, steps=args.steps)
-    result = {"shape": args.shape, "dtype": "bf16", "ready_s": ready, "copy_tb_s": bandwidth}
-    write_results(f"moe_decode.{args.shape}", {**result, "rows": rows}, args.out)
     print(f"{args.shape}, random weights, bf16; ready after {ready:.1f} s; copy {bandwidth} TB/s")
-    print_table(rows)
+    about = {"shape": args.shape, "dtype": "bf16", "ready_s": ready, "copy_tb_s": bandwidth}
+    report(f"moe_decode.{args.shape}", about, rows, args.out)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from bench.common import bench_parser, numbers, print_table, write_results
+from bench.common import Rows, bench_parser, numbers, report
 from hetero_llm import LLM, SamplingParams
 
 _LOOP = "print(flush=True)\nwhile True: pass"
@@ -61,7 +60,7 @@ def main() -> None:
                 with busy_processes(count):
                     found[count].append(measure(llm, options.tokens))
         backend = llm.backend
-    rows: list[dict[str, Any]] = [
+    rows: Rows = [
         {
             "neighbours": count,
             "tokens/s": statistics.median(rate for rate, _ in of_count),
@@ -69,10 +68,7 @@ def main() -> None:
         }
         for count, of_count in found.items()
     ]
-    print_table(rows)
-    write_results(
-        "neighbours", {"model": options.model, "backend": backend, "rows": rows}, options.out
-    )
+    report("neighbours", {"model": options.model, "backend": backend}, rows, options.out)
 
 
 if __name__ == "__main__":

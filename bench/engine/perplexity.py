@@ -14,12 +14,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.common import bench_parser, names_of, write_results
+from bench.common import Rows, bench_parser, names_of, say, write_results
 from hetero_llm.commands.calibration_text import TEXT_TOKENS, sample_texts
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 from hetero_llm.models.calibration import WholeTexts
@@ -77,21 +76,16 @@ def main() -> None:
     texts = rows[::EVERY][: options.texts]
     plain = load(folder, torch.float32)
     reference = list(log_probabilities(plain, texts))
-    results: list[dict[str, Any]] = []
+    results: Rows = []
 
     def report(name: str, calibration: str, model: CausalLM, size: int, seconds: float) -> None:
         found, divergence = measure(model, reference, texts)
         base = results[0]["perplexity"] if results else found
-        row = {
+        results.append({
             "format": name, "calibration": calibration, "bytes": size, "perplexity": found,
             "change_percent": (found / base - 1) * 100, "kl": divergence, "seconds": seconds,
-        }  # fmt: skip
-        results.append(row)
-        print(
-            f"{name:10} {calibration:8} {size / 1e6:7.2f} MB {found:8.4f} "
-            f"{row['change_percent']:+6.2f}% {divergence:8.5f} {seconds:5.0f} s",
-            flush=True,
-        )
+        })  # fmt: skip
+        say(results[-1])
 
     def size_of(path: Path) -> int:
         return sum(file.stat().st_size for file in path.glob("*.safetensors"))

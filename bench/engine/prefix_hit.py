@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import bench_parser, median_ratio, report
 from bench.generation import first_token_ms
 from hetero_llm import LLM
 from hetero_llm.demo_models import heldout_prompts
@@ -34,18 +34,14 @@ def main() -> None:
             if round_ >= 0:
                 cold.append(cold_ms)
                 hit.append(hit_ms)
-    ratio = float(np.median(np.array(hit) / np.array(cold)))
+    ratio = median_ratio(hit, cold)
     table = [
         {"prompt": "cold", "first_token_ms": float(np.median(cold))},
         {"prompt": f"{SHARED} tokens cached", "first_token_ms": float(np.median(hit))},
     ]
-    print_table(table)
     print(f"ratio (median of {args.rounds} rounds): {ratio:.3f}")
-    write_results(
-        "prefix_hit",
-        {"rows": table, "ratio": ratio, "threads": args.threads, "model": "demo", "dtype": "bf16"},
-        args.out,
-    )
+    about = {"ratio": ratio, "threads": args.threads, "model": "demo", "dtype": "bf16"}
+    report("prefix_hit", about, table, args.out)
 
 
 if __name__ == "__main__":

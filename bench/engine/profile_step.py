@@ -8,13 +8,10 @@ launched early overlap, so the sum may exceed it). Prefill: milliseconds of each
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
-
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.common import numbers, print_table
+from bench.common import Rows, bench_parser, numbers, print_table
 from bench.generation import greedy, seconds
 from bench.shapes import SHAPES, Prompts, start
 from hetero_llm import LLM
@@ -25,7 +22,7 @@ _SHOWN = 14
 
 def profiled(
     llm: LLM, prompts: Prompts, size: tuple[int, int], count: int, divide: int
-) -> tuple[list[dict[str, Any]], float]:
+) -> tuple[Rows, float]:
     """Device microseconds by kernel name, the largest first, and wall seconds of a run; both over
     `divide`. `size`: prompts and their tokens. `count`: new tokens. The first run warms up."""
     seconds(llm, prompts.draw(*size), greedy(count))
@@ -48,7 +45,7 @@ def profiled(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--batches", type=numbers, default=[1, 8])
     parser.add_argument("--prompts", type=numbers, default=[])

@@ -8,10 +8,7 @@ native family runs on torch as well: the executor would be another comparison.
 
 from __future__ import annotations
 
-import gc
-from typing import Any
-
-from bench.common import bench_parser, numbers, print_table, write_results
+from bench.common import Rows, bench_parser, numbers, report
 from bench.engine.decode import STEPS, ms_per_step
 from bench.shapes import SHAPES, Prompts, start
 
@@ -30,8 +27,6 @@ def measure(
     with llm:
         prompts = Prompts(SHAPES[shape]["vocab_size"])
         found = {batch: ms_per_step(llm, prompts, batch, steps=steps) for batch in batches}
-    del llm
-    gc.collect()
     return found, ready
 
 
@@ -47,7 +42,7 @@ def main() -> None:
         found[name], ready[name] = measure(
             args.shape, name, args.batches, device=args.device, steps=args.steps
         )
-    rows: list[dict[str, Any]] = [
+    rows: Rows = [
         {
             "batch": batch,
             **{f"{name}_ms": found[name][batch] for name in IMPLEMENTATIONS},
@@ -55,9 +50,8 @@ def main() -> None:
         }
         for batch in args.batches
     ]
-    result = {"shape": args.shape, "dtype": "bf16", "ready_s": ready, "rows": rows}
-    write_results("transformers_backend", result, args.out)
-    print_table(rows)
+    about = {"shape": args.shape, "dtype": "bf16", "ready_s": ready}
+    report("transformers_backend", about, rows, args.out)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import Rows, bench_parser, names_of, print_table, write_results
 from bench.gpu_timing import copy_bandwidth, event_ms, graph_ms
 from hetero_llm.gpu.attention_context import AttentionContext
 from hetero_llm.gpu.attention_plan import PlanLimits, plan_work
@@ -148,7 +148,7 @@ def bandwidth(batch: int, context: int, ms: float, of: Heads = LLAMA) -> float:
     return batch * context * of.kv_heads * of.dim * 4 / ms / 1e9
 
 
-def layouts(copy: float) -> list[dict[str, Any]]:
+def layouts(copy: float) -> Rows:
     """The four arms at batch 32 x 8K."""
     rows = []
     for layout in LAYOUTS:
@@ -165,28 +165,19 @@ def layouts(copy: float) -> list[dict[str, Any]]:
     return rows
 
 
-def tiles(copy: float) -> list[dict[str, Any]]:
+def tiles(copy: float) -> Rows:
     """Compile choices for decode rows, block-first token-major."""
     cache = make_cache(LAYOUTS[0], 32 * 8192 // BLOCK)
     rows = []
     for keys, warps, stages, programs in (
-        (128, 4, 3, 2),
-        (128, 4, 5, 1),
-        (64, 4, 4, 3),
-        (64, 2, 4, 4),
-        (32, 2, 5, 5),
-        (32, 4, 5, 4),
+        *((128, 4, 3, 2), (128, 4, 5, 1), (64, 4, 4, 3), (64, 2, 4, 4)),
+        *((32, 2, 5, 5), (32, 4, 5, 4)),
     ):
         tile = TileShape(16, keys, warps, stages, programs)
         row: dict[str, Any] = {"keys/warps/stages/programs": f"{keys}/{warps}/{stages}/{programs}"}
         for batch, context in (
-            (32, 8192),
-            (1, 32768),
-            (1, 4096),
-            (1, 192),
-            (32, 192),
-            (64, 1088),
-            (128, 192),
+            *((32, 8192), (1, 32768), (1, 4096), (1, 192)),
+            *((32, 192), (64, 1088), (128, 192)),
         ):
             ms = attention_ms(cache, batch, context, tile)
             row[f"{batch}x{context} us"] = ms * 1e3
@@ -196,7 +187,7 @@ def tiles(copy: float) -> list[dict[str, Any]]:
     return rows
 
 
-def trees() -> list[dict[str, Any]]:
+def trees(_: float) -> Rows:
     """T(n rows) / T(1 row) at a context of 4K."""
     cache = make_cache(LAYOUTS[0], 32 * 4096 // BLOCK)
     rows = []
@@ -219,7 +210,7 @@ def trees() -> list[dict[str, Any]]:
     return rows
 
 
-def shared() -> list[dict[str, Any]]:
+def shared(_: float) -> Rows:
     """Sequences on one prefix of 10K keys, and 64 keys of their own: microseconds with a copy of it
     for each, with the same blocks read by each, and read once for several."""
     prefix = 10240
@@ -253,7 +244,7 @@ def shared() -> list[dict[str, Any]]:
     return rows
 
 
-def variants(copy: float) -> list[dict[str, Any]]:
+def variants(copy: float) -> Rows:
     """Other families' heads and scores, with the tiles that the engine gives them."""
     rows = []
     for name, of in (
@@ -267,19 +258,12 @@ def variants(copy: float) -> list[dict[str, Any]]:
         ("StarCoder, 48 heads on one", Heads(48, 1, 128)),
     ):
         config: Any = SimpleNamespace(
-            num_heads=of.heads,
-            num_kv_heads=of.kv_heads,
-            head_dim=of.dim,
-            num_layers=0,
-            sliding_windows=(),
-            alibi_slopes=None,
-        )
-        context = AttentionContext(
-            config,
-            SimpleNamespace(),  # type: ignore[arg-type]
-            torch.zeros(1, 1, device=DEVICE),
-            torch.bfloat16,
-        )
+            num_heads=of.heads, num_kv_heads=of.kv_heads, head_dim=of.dim, num_layers=0,
+            sliding_windows=(), alibi_slopes=None,
+        )  # fmt: skip
+        cache: Any = SimpleNamespace()
+        tables = torch.zeros(1, 1, device=DEVICE)
+        context = AttentionContext(config, cache, tables, torch.bfloat16)
         cache = make_cache(LAYOUTS[0], 32 * 4096 // BLOCK, of=of)
         row: dict[str, Any] = {"heads": name}
         for batch in (1, 32):
@@ -298,7 +282,7 @@ def variants(copy: float) -> list[dict[str, Any]]:
     return rows
 
 
-def prefill() -> list[dict[str, Any]]:
+def prefill(_: float) -> Rows:
     """Library attention on contiguous K and V against our kernel: TFLOP/s."""
     rows = []
     for count, start in ((512, 0), (1024, 0), (4096, 0), (16384, 0), (16384, 16384), (1024, 15360)):
@@ -360,23 +344,18 @@ def _library(
         return str(error).splitlines()[0][:24]
 
 
+PARTS = {part.__name__: part for part in (layouts, tiles, trees, shared, prefill, variants)}
+
+
 def main() -> None:
     parser = bench_parser(__doc__)
-    parser.add_argument("--parts", default="layouts,tiles,trees,shared,prefill,variants")
+    parser.add_argument("--parts", type=names_of(tuple(PARTS)), default=list(PARTS))
     args = parser.parse_args()
     copy = copy_bandwidth()
     results: dict[str, Any] = {"copy_tb_s": copy}
     print(f"copy {copy:.2f} TB/s")
-    for part in args.parts.split(","):
-        function = {
-            "layouts": lambda: layouts(copy),
-            "tiles": lambda: tiles(copy),
-            "trees": trees,
-            "shared": shared,
-            "variants": lambda: variants(copy),
-            "prefill": prefill,
-        }[part]
-        results[part] = function()
+    for part in args.parts:
+        results[part] = PARTS[part](copy)
         print(f"\n{part}")
         print_table(results[part])
     write_results("attention", results, args.out)

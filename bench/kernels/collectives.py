@@ -5,18 +5,6 @@ Starts one process a GPU. All ranks replay at the same time; figures are rank 0'
 replays. `floor_us`: bytes that leave a GPU at the speed of a large copy to its peer (printed).
 `norm_us` is the norm alone, so `ours_norm_us - norm_us` is what a sum adds to a step. Columns with
 `nccl` and `symmetric` have our norm behind them, in a launch of its own.
-
-Predictions for two H200 (written before the first run; NVLink copy about 370 GB/s each way):
-
-    rows x 4096 bf16       1      8     64     512    2048    8192
-    ours_norm_us         4.5    4.7    6.5      16      52     205
-    nccl + norm           17     17     20      32      80     260
-    symmetric + norm       8      8     11      25      90     350
-    gathered columns of [1, 64128]: 6 us; of [64, 64128] (8.2 MB): 32 us
-
-A sum takes a read of the own row (0.6 us), a write over the link (0.8), a read that finds it (0.7
-after half of one that did not) and the norm's two passes over registers (0.5), with the launch
-behind the one before. The goal is 5.5 us for one row of 8 KB.
 """
 
 from __future__ import annotations
@@ -33,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from bench.common import bench_parser, numbers, print_table, write_results
+from bench.common import Rows, bench_parser, numbers, print_table, write_results
 from bench.gpu_timing import event_ms, graph_ms
 from hetero_llm.gpu.collectives import PeerCollectives, open_peer_collectives
 from hetero_llm.gpu.kernels.norm import add_rms_norm
@@ -109,7 +97,7 @@ def inputs(count: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def ours_rows(
     timer: Timer, collectives: PeerCollectives, shapes: list[tuple[int, int]], bytes_per_us: float
-) -> list[dict[str, Any]]:
+) -> Rows:
     size, table = timer.exchange.size, []
     for count, width in shapes:
         x, residual, weight = inputs(count, width)
@@ -125,9 +113,7 @@ def ours_rows(
     return table
 
 
-def ours_columns(
-    timer: Timer, collectives: PeerCollectives, bytes_per_us: float
-) -> list[dict[str, Any]]:
+def ours_columns(timer: Timer, collectives: PeerCollectives, bytes_per_us: float) -> Rows:
     size, table = timer.exchange.size, []
     for count in GATHERED_ROWS:
         x = torch.randn(count, 2 * COLUMNS // size, device="cuda", dtype=BF16)
@@ -137,7 +123,7 @@ def ours_columns(
     return table
 
 
-def add_symmetric(timer: Timer, table: list[dict[str, Any]]) -> None:
+def add_symmetric(timer: Timer, table: Rows) -> None:
     """torch's one-shot and two-shot sums of symmetric memory. Their input is there already."""
     from torch.distributed import _symmetric_memory as symmetric_memory
 
@@ -152,7 +138,7 @@ def add_symmetric(timer: Timer, table: list[dict[str, Any]]) -> None:
         row["symmetric_two_us"] = timer.us(symmetric_two, shared, *more)
 
 
-def add_nccl(timer: Timer, rows: list[dict[str, Any]], columns: list[dict[str, Any]]) -> None:
+def add_nccl(timer: Timer, rows: Rows, columns: Rows) -> None:
     for row in rows:
         row["nccl_us"] = timer.us(nccl_norm, *inputs(row["rows"], row["width"]))
     size = timer.exchange.size

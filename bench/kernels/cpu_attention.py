@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import bench_parser, report
+from bench.cpu_limits import best_seconds
 from bench.kernels.native_parts import AttentionTokens, StepAttention
 from hetero_llm.cpu import native
 from hetero_llm.cpu.paged_attention import native_row_kernel
@@ -64,17 +65,6 @@ WORK = (
     Rows(1280, 8, tree=True),
     Rows(1280, 32, tree=True),
 )
-
-
-def best_seconds(calls: list[Callable[[], None]]) -> list[float]:
-    """Of each call, the best of ROUNDS in alternation; every call runs long enough to be timed."""
-    best = [float("inf")] * len(calls)
-    for _ in range(ROUNDS):
-        for i, call in enumerate(calls):
-            begin = time.thread_time()
-            call()
-            best[i] = min(best[i], time.thread_time() - begin)
-    return best
 
 
 def ours(
@@ -145,7 +135,8 @@ def measure(
     data = cache.data.view(columns, layers, 2, BLOCK_SIZE, shape.kv_heads, shape.dim)
     new, new_out = ours(library, data, table, rows, shape.heads, isa)
     old, old_out = torch_path(cache, table, rows, shape.heads)
-    new_s, old_s = (seconds / layers for seconds in best_seconds([new, old]))
+    best = best_seconds([new, old], ROUNDS, clock=time.thread_time)
+    new_s, old_s = (seconds / layers for seconds in best)
     if rows.count == 1:
         unit, work = "GB/s", (rows.start + 1) * shape.kv_heads * shape.dim * 4 / 1e9
     else:
@@ -183,8 +174,7 @@ def main() -> None:
         for shape in SHAPES
         for rows in WORK
     ]
-    print_table(table)
-    write_results("kernels_cpu_attention", {"layers": args.layers, "rows": table}, args.out)
+    report("kernels_cpu_attention", {"layers": args.layers}, table, args.out)
 
 
 if __name__ == "__main__":

@@ -23,30 +23,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.common import bench_parser, numbers, print_table, write_results
+from bench.common import Rows, bench_parser, numbers, report, say
 from bench.cpu_limits import ReadProbe
 from bench.shapes import MOE_SHAPES, write_config
 from bench.speculation.draft_step import (
-    BLOCK,
     FORMATS,
     Work,
     block_tables,
     blocks_for,
+    make_cache,
+    make_executor,
+    random_model,
     step_arrays,
     torch_step,
 )
-from hetero_llm.cpu import native
 from hetero_llm.cpu.executor import Executor
 from hetero_llm.cpu.fused import speed_up
-from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.mixture import MixtralConfig, Qwen2MoeConfig
 from hetero_llm.models.experts import TopKRouter
-from hetero_llm.models.layers import CausalLM
-from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.attention import TorchPagedAttention
-from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
-from hetero_llm.utils.topology import compute_cpus
 
 _LITTLE = {
     "vocab_size": 512,
@@ -65,14 +61,6 @@ def make_config(shape: str, layers: int) -> MixtralConfig:
         config = load_model_config(write_config(changed, Path(folder)))
     assert isinstance(config, MixtralConfig)
     return config
-
-
-def random_model(config: ModelConfig) -> CausalLM:
-    """Random bf16 weights."""
-    return load_model(
-        Path("."), config, dtype=torch.bfloat16, device="cpu", show_progress=False,
-        load_format="dummy",
-    )  # fmt: skip
 
 
 def step_bytes(config: MixtralConfig, experts: float, weight_bytes: float) -> float:
@@ -98,11 +86,7 @@ class Bench:
     def __init__(self, config: MixtralConfig, rows: list[int]) -> None:
         self.config = config
         self.num_blocks = blocks_for(rows, _CONTEXT)
-        shape = KVCacheShape(
-            config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, torch.bfloat16
-        )
-        self.cache = PagedKVCache(shape, self.num_blocks, torch.device("cpu"))
-        self.cache.data.normal_(generator=torch.Generator().manual_seed(0))
+        self.cache = make_cache(config, self.num_blocks)
 
     def by_torch(self, works: list[Work]) -> tuple[dict[int, float], dict[int, float]]:
         """Milliseconds of a step, and experts of a layer, by rows."""
@@ -124,14 +108,7 @@ class Bench:
 
     def executor(self, weight_format: str, threads: int) -> Executor:
         """Of the same random weights: its tokens choose the same experts, but for rounding."""
-        library = native.load()
-        assert library is not None, "no compiled library"
-        cpus = compute_cpus(reserve=0)
-        return Executor(
-            random_model(self.config), self.config, self.cache, library=library, threads=threads,
-            cpus=cpus[:threads] if len(cpus) >= threads else None, weight_format=weight_format,
-            isa=native.isa_level(),
-        )  # fmt: skip
+        return make_executor(self.config, self.cache, weight_format, threads)
 
 
 def fastest(step: Callable[[], Any], count: int = 1, seconds: float = 0.0) -> float:
@@ -152,7 +129,7 @@ def measure(
     *,
     rounds: int = 4,
     round_s: float = 0.4,
-) -> list[dict[str, Any]]:
+) -> Rows:
     """One row per format and number of tokens.
 
     Args:
@@ -181,8 +158,7 @@ def measure(
                  "read_gb_s": size / min(read) / 1e6, "of_read": min(read) / min(ours),
                  "torch_ms": torch_ms[work.rows], "torch/ours": torch_ms[work.rows] / min(ours)}
             )  # fmt: skip
-            print({k: v if not isinstance(v, float) else round(v, 3)
-                   for k, v in table[-1].items()}, flush=True)  # fmt: skip
+            say(table[-1])
         del executor, step  # frees memory, and the cores of its threads
     return table
 
@@ -198,9 +174,7 @@ def main() -> None:
     config = make_config(args.shape, args.layers)
     works = [Work("batch", rows, _CONTEXT) for rows in args.rows]
     table = measure(Bench(config, args.rows), works, args.formats, args.threads)
-    print_table(table)
-    settings = {"shape": args.shape, "layers": args.layers}
-    write_results("cpu_experts", {**settings, "rows": table}, args.out)
+    report("cpu_experts", {"shape": args.shape, "layers": args.layers}, table, args.out)
 
 
 if __name__ == "__main__":

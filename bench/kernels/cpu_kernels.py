@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import Rows, bench_parser, report
 from hetero_llm.cpu import native
 from hetero_llm.cpu.fused import _packed_product, native_add_rms_norm, native_silu_mul
 from hetero_llm.cpu.paged_attention import native_row_kernel
@@ -76,7 +76,7 @@ def attention_row(
             "ours_us": times[1], "ours_GB_s": gigabytes / times[1] * 1e6}  # fmt: skip
 
 
-def attention_rows() -> list[dict[str, Any]]:
+def attention_rows() -> Rows:
     """Decode steps of 16 sequences of 128 to 1,088 tokens, then prefill chunks."""
     contexts = np.linspace(128, 1088, 16).astype(int)
     decode = attention_row("16 rows", contexts - 1, np.ones(16, int), 20)
@@ -86,7 +86,7 @@ def attention_rows() -> list[dict[str, Any]]:
     ]
 
 
-def elementwise_rows(rows: int) -> list[dict[str, Any]]:
+def elementwise_rows(rows: int) -> Rows:
     library = native.load()
     assert library is not None
     x, residual = torch.randn(rows, HIDDEN).bfloat16(), torch.randn(rows, HIDDEN).bfloat16()
@@ -129,8 +129,7 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.inference_mode():
         table = [*attention_rows(), *elementwise_rows(16), *elementwise_rows(1024)]
-    print_table(table)
-    write_results("cpu_kernels", {"rows": table, "threads": args.threads}, args.out)
+    report("cpu_kernels", {"threads": args.threads}, table, args.out)
 
 
 if __name__ == "__main__":

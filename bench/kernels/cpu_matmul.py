@@ -9,16 +9,16 @@ hold one Python call per product, ours none.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.common import bench_parser, print_table, write_results
-from bench.cpu_limits import ReadProbe
+from bench.common import bench_parser, report
+from bench.cpu_limits import ReadProbe, best_seconds
 from bench.kernels.native_parts import (
     STRIP,
     Format,
@@ -49,13 +49,10 @@ def cold_matrix(library: Any, format: Format, outputs: int, *, depth: int) -> Pa
     """Equal copies of one weight, COLD_BYTES of them."""
     one = empty_matrix(library, format, outputs, depth=depth)
     pack(library, one, random_weight(outputs, depth))
-    many = empty_matrix(
-        library, format, outputs, depth=depth, copies=-(-COLD_BYTES // one.data.size)
-    )
-    many.data.reshape(many.copies, -1)[:] = one.data
-    return PackedMatrix(
-        format, outputs, depth, many.data, one.scales, one.sums, many.copies, one.groups
-    )
+    copies = -(-COLD_BYTES // one.data.size)
+    data = empty_matrix(library, format, outputs, depth=depth, copies=copies).data
+    data.reshape(copies, -1)[:] = one.data
+    return replace(one, data=data, copies=copies)
 
 
 def ours(
@@ -94,17 +91,6 @@ def onednn(outputs: int, depth: int, rows: int, *, copies: int) -> Callable[[], 
     return call
 
 
-def best_seconds(calls: list[Callable[[], Any]], rounds: int) -> list[float]:
-    """The shortest time of each, all called in turns."""
-    best = [float("inf")] * len(calls)
-    for _ in range(rounds + 1):
-        for i, call in enumerate(calls):
-            begin = time.perf_counter()
-            call()
-            best[i] = min(best[i], time.perf_counter() - begin)
-    return best
-
-
 def size_rows(args: argparse.Namespace, library: Any, format: Format, *, size: Any) -> Any:
     """One line for each number of rows."""
     depth, outputs = size
@@ -114,14 +100,11 @@ def size_rows(args: argparse.Namespace, library: Any, format: Format, *, size: A
         for rows in args.rows:
             flop = 2.0 * rows * depth * outputs
             copies = max(1, min(matrix.copies, int(MOST_FLOP / flop)))
-            some = PackedMatrix(
-                format, outputs, depth, matrix.data[: int(one_bytes) * copies], matrix.scales,
-                matrix.sums, copies, matrix.groups,
-            )  # fmt: skip
+            some = replace(matrix, data=matrix.data[: int(one_bytes) * copies], copies=copies)
             calls = [ours(library, some, rows, isa=args.isa, pool=pool, threads=args.threads)]
             if format is Format.BF16:
                 calls.append(onednn(outputs, depth, rows, copies=copies))
-            seconds = [s / copies for s in best_seconds(calls, args.rounds)]
+            seconds = [s / copies for s in best_seconds(calls, args.rounds + 1)]
             with ReadProbe(int(one_bytes) * matrix.copies, args.threads) as probe:
                 read = probe.gigabytes_per_s(tries=3)
             result = {
@@ -157,10 +140,7 @@ def main() -> None:
             for size in SIZES[model]
             for row in size_rows(args, library, Format[name], size=size)
         ]
-    write_results(
-        "kernels_cpu_matmul", {"isa": native.ISA_NAMES[args.isa], "rows": table}, args.out
-    )
-    print_table(table)
+    report("kernels_cpu_matmul", {"isa": native.ISA_NAMES[args.isa]}, table, args.out)
 
 
 if __name__ == "__main__":

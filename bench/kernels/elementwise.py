@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import Rows, bench_parser, report
 from bench.gpu_timing import call_us
 from bench.kernels.quantized_gemm import FORMS, random_matrix
 from hetero_llm.gpu.kernels.activation import activation, silu_mul
@@ -64,7 +64,7 @@ def row(name: str, rows: int, bytes_: int, ours: Any, plain: Any, make: Any) -> 
     return result | {"floor_us": bytes_ / COPY_BYTES_PER_US}
 
 
-def norm_rows() -> list[dict[str, Any]]:
+def norm_rows() -> Rows:
     def make(rows: int, parameters: int) -> tuple[Any, ...]:
         x, residual = torch.randn(2, rows, HIDDEN, device=DEVICE, dtype=BF16)
         return x, residual, *torch.randn(parameters, HIDDEN, device=DEVICE, dtype=BF16), 1e-5
@@ -80,7 +80,7 @@ def norm_rows() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def layer_norm_rows() -> list[dict[str, Any]]:
+def layer_norm_rows() -> Rows:
     """Also as in layers whose attention and MLP run side by side: the outputs of both are added,
     and each has a norm of its own or not."""
 
@@ -102,7 +102,7 @@ def layer_norm_rows() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def gate_rows() -> list[dict[str, Any]]:
+def gate_rows() -> Rows:
     def make(rows: int) -> tuple[Any, ...]:
         return (torch.randn(rows, 2 * INNER, device=DEVICE, dtype=BF16),)
 
@@ -114,7 +114,7 @@ def gate_rows() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def quantized_rows() -> list[dict[str, Any]]:
+def quantized_rows() -> Rows:
     """Rows in 8 bits of a norm and of a gate."""
 
     def of_norm(rows: int) -> tuple[Any, ...]:
@@ -138,7 +138,7 @@ def quantized_rows() -> list[dict[str, Any]]:
     return table
 
 
-def activation_rows() -> list[dict[str, Any]]:
+def activation_rows() -> Rows:
     """MLPs without a gate."""
     inner = INNER * 3 // 2
 
@@ -196,7 +196,7 @@ def rope_rows(name: str, cache_dtype: torch.dtype, qk_norm: bool, counts: tuple[
     ]
 
 
-def store_rows() -> list[dict[str, Any]]:
+def store_rows() -> Rows:
     """OPT-6.7b: as many KV heads as query heads."""
 
     def make(rows: int) -> tuple[Any, ...]:
@@ -218,7 +218,7 @@ def store_rows() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def compact_rows() -> list[dict[str, Any]]:
+def compact_rows() -> Rows:
     """Accepted paths of trees of 16 nodes, 4 moves each; then nothing to move at all."""
 
     def make(sequences: int, moves: int) -> tuple[Any, ...]:
@@ -245,8 +245,7 @@ def compact_rows() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = bench_parser(__doc__)
-    args = parser.parse_args()
+    args = bench_parser(__doc__).parse_args()
     torch.manual_seed(0)
     with torch.inference_mode():
         table = [
@@ -261,8 +260,7 @@ def main() -> None:
             *store_rows(),
             *compact_rows(),
         ]
-    write_results("kernels_elementwise", {"rows": table}, args.out)
-    print_table(table)
+    report("kernels_elementwise", {}, table, args.out)
 
 
 if __name__ == "__main__":

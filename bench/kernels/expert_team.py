@@ -30,7 +30,7 @@ import numpy as np
 import psutil
 import torch
 
-from bench.common import bench_parser, numbers, print_table, write_results
+from bench.common import Rows, bench_parser, numbers, print_table, report, say
 from bench.cpu_limits import ReadProbe
 from hetero_llm.bridge.expert_mailbox import ON_DEVICE, ExpertMailbox, open_mailbox
 from hetero_llm.bridge.host_experts import HostExperts, HostKind, HostLayer, HostMatrices
@@ -162,9 +162,7 @@ def requests(
     return np.array(times[1:]), float(np.mean(used))
 
 
-def measure(
-    args: argparse.Namespace, library: Any, cpus: list[int], probe: ReadProbe
-) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, library: Any, cpus: list[int], probe: ReadProbe) -> Rows:
     """One line for each shape, kind, routing, number of rows, and with or without tiles."""
     shapes = [SHAPES[name] for name in args.shapes]
     kinds = [KINDS[name] for name in args.kinds]
@@ -178,7 +176,7 @@ def measure(
     )
     fill_with_weights(memory)
     tiles = native.isa_level(library) == native.ISA_NAMES.index("amx")
-    table: list[dict[str, Any]] = []
+    table: Rows = []
     rate = probe.gigabytes_per_s(tries=1)
     for name, shape in zip(args.shapes, shapes, strict=True):
         for kind_name, kind in zip(args.kinds, kinds, strict=True):
@@ -211,15 +209,14 @@ def measure(
                              "best_gb_s": size / float(times.min()), "read_gb_s": read,
                              "of_read": size / float(np.median(times)) / read}
                         )  # fmt: skip
-                        print({k: round(v, 3) if isinstance(v, float) else v
-                               for k, v in table[-1].items()}, flush=True)  # fmt: skip
+                        say(table[-1])
                 team.stop()
                 mailbox.answer.zero_()
                 mailbox.request.zero_()
     return table
 
 
-def hand_over(library: Any, cpus: list[int]) -> list[dict[str, Any]]:
+def hand_over(library: Any, cpus: list[int]) -> Rows:
     """Percentiles of requests with next to no work."""
     data = (
         torch.zeros(2, 64, 64, dtype=torch.bfloat16),
@@ -264,13 +261,9 @@ def main() -> None:
         overs = hand_over(library, cpus)
         print_table(overs)
         table = measure(args, library, cpus, probe)
-    print_table(table)
-    write_results(
-        "expert_team",
-        {"threads": len(cpus), "isa": native.ISA_NAMES[native.isa_level(library)],
-         "memory": args.memory, "hand_over": overs, "rows": table},
-        args.out,
-    )  # fmt: skip
+    about = {"threads": len(cpus), "isa": native.ISA_NAMES[native.isa_level(library)]}
+    about |= {"memory": args.memory, "hand_over": overs}
+    report("expert_team", about, table, args.out)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Experts of a mixture: our kernels beside a library product per expert, at the speed of reading.
 
     python -m bench.kernels.experts [--shape mixtral-8x7b] [--rows 1 32 ...] [--forms fp8,int4,...]
-        [--sweep] [--out FILE]
+        [--out FILE]
 
 One layer's experts at random routes, each call in a CUDA graph. `library_us`: for each visited
 expert, known beforehand, gathered rows through `F.linear`, activation, `F.linear`, weighted sum.
-TB/s counts the weights of the visited experts. `--sweep` times other configurations of each product
-as well; the fastest one belongs in the kernel's table. A second table has weights quantized in each
-of the `--forms` (of `bench.kernels.quantized_gemm`) beside bf16 ones.
+TB/s counts the weights of the visited experts. A second table has weights quantized in each of the
+`--forms` (of `bench.kernels.quantized_gemm`) beside bf16 ones.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from bench.common import bench_parser, names_of, print_table, write_results
+from bench.common import Rows, bench_parser, names_of, print_table, write_results
+from bench.gpu_timing import largest_error, need_cuda, queued_us
 from bench.kernels.quantized_gemm import FORMS, Form, random_matrix
-from bench.kernels.skinny_gemm import compile_all, graph_us
 from hetero_llm.gpu.kernels import experts as op
 from hetero_llm.gpu.kernels.dequantize import dequantize_to
-from hetero_llm.gpu.kernels.experts import GroupedConfig, Groups, VectorConfig
-from hetero_llm.gpu.kernels.launch import Launch
+from hetero_llm.gpu.kernels.experts import GroupedConfig, Groups
 from hetero_llm.gpu.kernels.quantized_experts import quantized_experts
 from hetero_llm.gpu.kernels.routing import (
     gate_product,
@@ -39,7 +37,6 @@ from hetero_llm.gpu.kernels.routing import (
 )
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
-SHARED_BYTES = 227 << 10
 BF16 = torch.bfloat16
 
 
@@ -79,15 +76,15 @@ class Case:
     def touched(self) -> int:
         return self.ids.unique().numel()
 
-    def weight_bytes(self, part: str) -> float:
-        """Of the visited experts, of one product or ("both") of both."""
-        parts = {"gate_up": 2.0, "down": 1.0, "both": 3.0}[part]
-        return 2 * parts * self.dims.hidden * self.dims.inner * self.touched
+    @property
+    def weight_bytes(self) -> float:
+        """Of the visited experts."""
+        return 6.0 * self.dims.hidden * self.dims.inner * self.touched
 
 
 def each_us(call: Callable[[], object], calls: int = 4) -> float:
     """Microseconds of one call of a CUDA graph of `calls`."""
-    return graph_us(lambda: [call() for _ in range(calls)]) / calls
+    return queued_us(lambda: [call() for _ in range(calls)]) / calls
 
 
 def make_case(dims: Dims, gate_up: Tensor, down: Tensor, rows: int) -> Case:
@@ -111,7 +108,7 @@ def library_us(case: Case) -> float:
             out = F.linear(F.silu(gate) * up, case.down[expert])
             total.index_add_(0, row, out.float() * case.weights[row, place].unsqueeze(1))
 
-    return graph_us(run)
+    return queued_us(run)
 
 
 def error(case: Case) -> float:
@@ -119,7 +116,7 @@ def error(case: Case) -> float:
     arguments = (case.x, case.ids, case.weights, case.gate_up, case.down)
     ours = op.experts(*arguments, activation="silu")
     expected = op.experts_reference(*arguments, activation="silu")
-    return float((ours.float() - expected.float()).abs().max() / expected.float().abs().max())
+    return largest_error(ours, expected)
 
 
 def parts_us(case: Case) -> dict[str, float]:
@@ -160,115 +157,18 @@ def sigmoid_us(case: Case) -> dict[str, float]:
     }
 
 
-def plan(case: Case, groups: Groups, part: str, config: GroupedConfig) -> Launch:
-    """One of the two products, on inputs of the right shape."""
-    dims = case.dims
-    y = torch.empty(
-        groups.num_pairs,
-        dims.inner if part == "gate_up" else dims.hidden,
-        device="cuda",
-        dtype=BF16,
-    )
-    if part == "gate_up":
-        return op.plan_grouped_product(
-            case.x, case.gate_up, groups, y=y, activation="silu", config=config
-        )
-    x = torch.randn(groups.num_pairs, dims.inner, device="cuda", dtype=BF16)
-    return op.plan_grouped_product(x, case.down, groups, y=y, activation="", config=config)
-
-
 def product_us(case: Case, groups: Groups, part: str, config: GroupedConfig) -> float:
-    """Alone; every call finds the weights in memory, if they are larger than L2."""
-    return each_us(plan(case, groups, part, config))
-
-
-def candidates(case: Case, part: str) -> list[GroupedConfig]:
-    """Configurations worth timing, what `choose` says first."""
-    chosen = op.choose(case.x.shape[0], case.dims.k, case.dims.experts, 2)[part == "down"]
-    if chosen.swap:
-        tiles = [(32, 128, 6), (32, 128, 4), (32, 256, 3), (32, 256, 4), (16, 256, 4)]
-        tiles += [(64, 64, 5), (64, 128, 3), (64, 128, 4), (128, 64, 4)]
-        # Many programs that each read little, as of experts with narrow inner layers.
-        tiles += [(16, 128, 4), (16, 256, 2), (32, 64, 4), (32, 128, 3), (32, 256, 2), (64, 64, 3)]
-        tiles += [(64, 128, 2), (64, 256, 2), (128, 64, 3), (128, 128, 2)]
-        found = [dataclasses.replace(chosen, block_n=n, block_k=k, num_stages=s)
-                 for n, k, s in tiles]  # fmt: skip
-        found += [dataclasses.replace(chosen, num_warps=warps) for warps in (2, 8)]
-        found.append(dataclasses.replace(chosen, evict_first=True))
-        found += [
-            dataclasses.replace(chosen, block_m=m) for m in (8, 16, 32) if m != chosen.block_m
-        ]
+    """One of the two products alone; every call finds the weights in memory, if they are larger
+    than L2."""
+    dims = case.dims
+    if part == "gate_up":
+        x, weight, width, activation = case.x, case.gate_up, dims.inner, "silu"
     else:
-        tiles = [(64, 64, 4), (128, 64, 3), (128, 64, 4), (256, 64, 3), (128, 32, 6)]
-        found = [dataclasses.replace(chosen, block_n=n, block_k=k, num_stages=s)
-                 for n, k, s in tiles]  # fmt: skip
-        found += [dataclasses.replace(chosen, group=g) for g in (4, 8, 32)]
-        found.append(dataclasses.replace(chosen, num_warps=4))
-    parts = 2 if part == "gate_up" else 1
-    return [
-        c
-        for c in dict.fromkeys([chosen, *found])
-        if 2 * c.num_stages * c.block_k * (parts * c.block_n + c.block_m) <= SHARED_BYTES
-        and parts * c.block_n * c.block_m <= 32768 // (8 // c.num_warps)
-    ]
-
-
-def sweep(case: Case) -> list[dict[str, Any]]:
-    """A row per product and configuration, the fastest first."""
-    plans: dict[tuple[str, GroupedConfig], Launch] = {}
-    for part in ("gate_up", "down"):
-        for config in candidates(case, part):
-            groups = op.align(case.ids, case.dims.experts, config.block_m)
-            plans[part, config] = plan(case, groups, part, config)
-    compile_all(list(plans.values()))
-    rows = []
-    for (part, config), launch in plans.items():
-        us = each_us(launch)
-        rows.append(
-            {
-                "rows": case.x.shape[0],
-                "product": part,
-                "us": us,
-                "TB/s": case.weight_bytes(part) / us / 1e6,
-                "config": label(config),
-            }
-        )
-    return sorted(rows, key=lambda row: (row["product"], row["us"]))
-
-
-def sweep_one_row(case: Case) -> list[dict[str, Any]]:
-    """The vector kernels, both products in one call."""
-    dims, rows = case.dims, []
-    for first in (4, 8, 16):
-        for second in (4, 8):
-            configs = op.vector_config(first, dims.hidden), op.vector_config(second, dims.inner)
-            us = vector_us(case, configs)
-            rows.append(
-                {
-                    "rows": 1,
-                    "product": "both",
-                    "us": us,
-                    "TB/s": case.weight_bytes("both") / us / 1e6,
-                    "config": f"vector n{first} n{second}",
-                }
-            )
-    return sorted(rows, key=lambda row: row["us"])
-
-
-def vector_us(case: Case, configs: tuple[VectorConfig, VectorConfig]) -> float:
-    arguments = (case.x, case.ids, case.weights, case.gate_up, case.down)
-    return each_us(lambda: op.vector_experts(*arguments, activation="silu", configs=configs))
-
-
-def label(config: GroupedConfig) -> str:
-    parts = [
-        *(f"m{config.block_m}", f"n{config.block_n}", f"k{config.block_k}"),
-        *(f"warps{config.num_warps}", f"stages{config.num_stages}"),
-        f"group{config.group}" if config.group else "",
-        "" if config.swap else "rows-left",
-        "evict" if config.evict_first else "",
-    ]
-    return " ".join(part for part in parts if part)
+        x = torch.randn(groups.num_pairs, dims.inner, device="cuda", dtype=BF16)
+        weight, width, activation = case.down, dims.hidden, ""
+    y = torch.empty(groups.num_pairs, width, device="cuda", dtype=BF16)
+    launch = op.plan_grouped_product(x, weight, groups, y=y, activation=activation, config=config)
+    return each_us(launch)
 
 
 def row_of(case: Case) -> dict[str, Any]:
@@ -282,14 +182,14 @@ def row_of(case: Case) -> dict[str, Any]:
         "touched": case.touched,
         "library_us": library_us(case),
         "ours_us": ours,
-        "TB/s": case.weight_bytes("both") / ours / 1e6,
+        "TB/s": case.weight_bytes / ours / 1e6,
         "TFLOP/s": flops / ours / 1e6,
         **parts_us(case),
         "error": error(case),
     }
 
 
-def quantized_rows(cases: list[Case], name: str, form: Form) -> list[dict[str, Any]]:
+def quantized_rows(cases: list[Case], name: str, form: Form) -> Rows:
     """Quantized weights beside bf16, and their largest error against what they stand for in it."""
     dims = cases[0].dims
     gate_up = random_matrix(form, dims.experts * 2 * dims.inner, dims.hidden)
@@ -303,7 +203,7 @@ def quantized_rows(cases: list[Case], name: str, form: Form) -> list[dict[str, A
     for case in cases:
         routes, calls = (case.x, case.ids, case.weights), 4 if len(case.x) < 1024 else 1
         run = partial(quantized_experts, *routes, gate_up, down, activation="silu")
-        y, expected = run(), op.experts(*routes, *plain, activation="silu").float()
+        y, expected = run(), op.experts(*routes, *plain, activation="silu")
         us = each_us(run, calls)
         bf16_us = each_us(partial(op.experts, *routes, *plain, activation="silu"), calls)
         read = (gate_up.nbytes + down.nbytes) * case.touched / dims.experts
@@ -315,7 +215,7 @@ def quantized_rows(cases: list[Case], name: str, form: Form) -> list[dict[str, A
                 "bf16_us": bf16_us,
                 "speedup": bf16_us / us,
                 "TB/s": read / us / 1e6,
-                "error": float((y.float() - expected).abs().max() / expected.abs().max()),
+                "error": largest_error(y, expected),
             }
         )
     return rows
@@ -327,10 +227,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     default = ["fp8", "fp8_block", "int4"]
     parser.add_argument("--forms", type=names_of(tuple(FORMS)), default=default)
-    parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this bench needs a CUDA device")
+    need_cuda()
     torch.manual_seed(0)
     dims = MODELS[args.shape]
     sizes = (dims.experts, 2 * dims.inner, dims.hidden), (dims.experts, dims.hidden, dims.inner)
@@ -341,15 +239,9 @@ def main() -> None:
     rows = [row_of(case) for case in cases]
     print(f"{args.shape}, Triton {triton.__version__}")
     print_table(rows)
-    swept: list[dict[str, Any]] = []
-    if args.sweep:
-        for case in cases:
-            swept += sweep_one_row(case) if case.x.shape[0] == 1 else []
-            swept += sweep(case)
-        print_table(swept)
     quantized = [row for name in args.forms for row in quantized_rows(cases, name, FORMS[name])]
     print_table(quantized)
-    results = {"shape": args.shape, "rows": rows, "configurations": swept, "quantized": quantized}
+    results = {"shape": args.shape, "rows": rows, "quantized": quantized}
     write_results(f"kernels_experts.{args.shape}", results, args.out)
     if not max(row["error"] for row in (*rows, *quantized)) < 3e-2:
         raise SystemExit("a kernel is wrong")

@@ -8,12 +8,10 @@ the head, chained as in the model, without anything between the products.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import Rows, bench_parser, print_table, write_results
 from bench.gpu_timing import copy_bandwidth, event_ms, graph_ms
 
 LAYERS, HIDDEN, INNER, QKV, VOCAB = 32, 4096, 14336, 6144, 128256
@@ -25,15 +23,8 @@ def weights() -> tuple[list[list[torch.Tensor]], torch.Tensor]:
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
 
-    layers = [
-        [
-            matrix(QKV, HIDDEN),
-            matrix(HIDDEN, HIDDEN),
-            matrix(2 * INNER, HIDDEN),
-            matrix(HIDDEN, INNER),
-        ]
-        for _ in range(LAYERS)
-    ]
+    sizes = ((QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))
+    layers = [[matrix(*size) for size in sizes] for _ in range(LAYERS)]
     return layers, matrix(VOCAB, HIDDEN)
 
 
@@ -46,15 +37,14 @@ def stack(layers: list[list[torch.Tensor]], head: torch.Tensor | None, x: torch.
 
 
 def main() -> None:
-    parser = bench_parser(__doc__)
-    args = parser.parse_args()
+    args = bench_parser(__doc__).parse_args()
     layers, head = weights()
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     for count in (1, 4, 8, 16, 32, 64, 128, 256, 512):
         x = torch.randn(count, HIDDEN, dtype=torch.bfloat16, device="cuda")
         rows.append({"rows": count, "stack ms": graph_ms(lambda x=x: stack(layers, head, x))})
     print_table(rows)
-    big: list[dict[str, Any]] = []
+    big: Rows = []
     for count in (1024, 2048, 4096, 8192, 16384):
         x = torch.randn(count, HIDDEN, dtype=torch.bfloat16, device="cuda")
         ms = event_ms(lambda x=x: stack(layers, None, x), replays=3)
@@ -63,9 +53,8 @@ def main() -> None:
     print_table(big)
     copy = copy_bandwidth()
     print(f"copy {copy:.2f} TB/s")
-    write_results(
-        "gpu_ceilings", {"copy_tb_s": copy, "decode_stack": rows, "prefill_layers": big}, args.out
-    )
+    results = {"copy_tb_s": copy, "decode_stack": rows, "prefill_layers": big}
+    write_results("gpu_ceilings", results, args.out)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,10 @@ the torch reference's; the rounding of sums and noise may decide a row different
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
-from bench.common import bench_parser, numbers, print_table, write_results
+from bench.common import Rows, bench_parser, numbers, report
 from bench.gpu_timing import call_us, event_ms
 from hetero_llm.gpu.kernels.sample import (
     MASK_PLACE,
@@ -59,7 +57,7 @@ def make_rows(count: int, vocab: int, kind: dict[str, float]) -> SampleRows:
     return SampleRows(torch.from_numpy(packed).to(DEVICE))
 
 
-def measure(count: int, vocab: int, spread: float) -> list[dict[str, Any]]:
+def measure(count: int, vocab: int, spread: float) -> Rows:
     """A table row for each kind, at `count` rows of logits of that spread."""
     logits = torch.empty(count, vocab, dtype=torch.bfloat16, device=DEVICE).normal_(std=spread)
     workspace = make_sample_workspace(count, vocab, DEVICE)
@@ -67,7 +65,7 @@ def measure(count: int, vocab: int, spread: float) -> list[dict[str, Any]]:
     places = make_mask_places(count, vocab, pin=True)
     places.words.fill_(0x55555555)
     places.ready.fill_(1)
-    table: list[dict[str, Any]] = []
+    table: Rows = []
     for name, kind in KINDS.items():
         rows = make_rows(count, vocab, kind)
         bare = call_us(lambda rows=rows: sample_tokens(logits, rows, workspace, out=out), CALLS)
@@ -110,12 +108,11 @@ def main() -> None:
     parser.add_argument("--rows", type=numbers, default=list(ROWS))
     args = parser.parse_args()
     torch.manual_seed(0)
-    table: list[dict[str, Any]] = []
+    table: Rows = []
     for count in args.rows:
         for spread in (1.0, 4.0):
             table += measure(count, args.vocab, spread)
-    write_results("kernels_pick", {"vocab": args.vocab, "rows": table}, args.out)
-    print_table(table)
+    report("kernels_pick", {"vocab": args.vocab}, table, args.out)
 
 
 if __name__ == "__main__":

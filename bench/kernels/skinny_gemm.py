@@ -8,7 +8,6 @@ output of the one before.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +17,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import Rows, bench_parser, print_table, write_results
+from bench.gpu_timing import largest_error, need_cuda, queued_us
 from hetero_llm.gpu.kernels.launch import Launch
 from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig, choose, plan_launch
 
@@ -72,8 +72,6 @@ def vector_candidates(k: int) -> list[SkinnyConfig]:
         of(4, 8, prefetch=1024),
         of(8, 1, prefetch=512),
         of(8, wide, split_k=2),
-        of(8, wide, num_stages=4, prefetch=2048),
-        of(4, wide, num_stages=6, prefetch=2048),
     ]
 
 
@@ -125,23 +123,6 @@ def compile_all(launches: list[Launch]) -> int:
     return len(distinct)
 
 
-def graph_us(run: Callable[[], Any]) -> float:
-    """Median time of `run` in a CUDA graph, us; replays are queued so that none waits for us."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(8)]
-    graph.replay()
-    for event in events:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    pairs = zip(events[:-1], events[1:], strict=True)
-    return statistics.median(a.elapsed_time(b) for a, b in pairs) * 1e3
-
-
 def without_pdl(launch: Launch) -> Launch:
     off = {"PDL": False, "launch_pdl": False, "PREFETCH": 0, "PIECES": 1}
     return dataclasses.replace(launch, options={**launch.options, **off})
@@ -163,22 +144,17 @@ def time_cell(weights: list[Tensor], m: int, configs: list[SkinnyConfig]) -> dic
     assert len(weights) == 1 or copies * 2 * n * k > 2 * L2_BYTES
     used = weights[:copies]
     exact = F.linear(x.float(), weights[0].float())
-    scale = exact.abs().max()
-
-    def error(result: Tensor) -> float:
-        return ((result.float() - exact).abs().max() / scale).item()
-
     cell: dict[str, Any] = {
-        "library_error": error(F.linear(x, weights[0])),
-        "library_us": graph_us(lambda: [F.linear(x, w) for w in used]) / copies,
+        "library_error": largest_error(F.linear(x, weights[0]), exact),
+        "library_us": queued_us(lambda: [F.linear(x, w) for w in used]) / copies,
         "configs": {},
     }
     for config in configs:
         launches = [plan_launch(x, w, None, y=y, config=config) for w in used]
         y.zero_()
         launches[0]()
-        wrong = error(y)
-        us = graph_us(lambda launches=launches: [launch() for launch in launches]) / copies
+        wrong = largest_error(y, exact)
+        us = queued_us(lambda launches=launches: [launch() for launch in launches]) / copies
         cell["configs"][config] = {"us": us, "error": wrong}
     return cell
 
@@ -226,7 +202,7 @@ class Stack:
 
     def milliseconds(self, configs: dict[Shape, SkinnyConfig | None], *, pdl: bool = True) -> float:
         calls = self.calls(configs, pdl=pdl)
-        return graph_us(lambda: [call() for call in calls]) / 1e3
+        return queued_us(lambda: [call() for call in calls]) / 1e3
 
 
 def stack_row(stack: Stack, cells: dict[Cell, dict[str, Any]]) -> dict[str, Any]:
@@ -248,7 +224,7 @@ def stack_row(stack: Stack, cells: dict[Cell, dict[str, Any]]) -> dict[str, Any]
     }
 
 
-def uniform_rows(stack: Stack) -> list[dict[str, Any]]:
+def uniform_rows(stack: Stack) -> Rows:
     """The stack of one row with one configuration everywhere, where it fits everywhere."""
     shapes = list(stack.dims.shapes().values())
     common = [c for c in vector_candidates(1024) if all(c.fits(1, *shape) for shape in shapes)]
@@ -315,8 +291,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=MODELS, default="llama-3.1-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this bench needs a CUDA device")
+    need_cuda()
     dims = MODELS[args.shape]
     shapes = dims.shapes()
     weights = {

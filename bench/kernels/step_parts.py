@@ -10,11 +10,12 @@ one polling round on a flag that is never set, from the time until the kernel gi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import Rows, bench_parser, report
 from bench.gpu_timing import CALLS, call_us, event_ms
 from hetero_llm.gpu.kernels.exchange import apply_step_inputs, fetch_pinned, send_results
 from hetero_llm.gpu.kernels.join_parts import join_parts, join_parts_reference
@@ -29,7 +30,13 @@ def on_device(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
 
-def transfers(rows: int) -> list[dict[str, Any]]:
+def row_of(
+    name: str, rows: int, ours: Callable[[], object], copy: Callable[[], object]
+) -> dict[str, Any]:
+    return {"kernel": name, "rows": rows, "ours_us": call_us(ours), "copy_us": call_us(copy)}
+
+
+def transfers(rows: int) -> Rows:
     """A verify step's input buffer and results."""
     words, results = 200 + 40 * rows, 2 * rows
     buffers = torch.zeros(RING, words, dtype=torch.int32, pin_memory=True)
@@ -40,40 +47,31 @@ def transfers(rows: int) -> list[dict[str, Any]]:
     last = on_device(512, dtype=torch.int64)
     inputs = (on_device(rows), on_device(rows), last, on_device(512, 4096), writes, used)
     out = on_device(rows)
-    return [
-        {
-            "kernel": "fetch_pinned",
-            "rows": rows,
-            "ours_us": call_us(lambda: fetch_pinned(buffers, turn, out=buffer)),
-            "copy_us": call_us(lambda: buffer.copy_(buffers[0], non_blocking=True)),
-        },
-        {
-            "kernel": "send_results",
-            "rows": rows,
-            "ours_us": call_us(lambda: send_results(tokens, turn, ring=places)),
-            "copy_us": call_us(lambda: places[0].copy_(tokens, non_blocking=True)),
-        },
-        {
-            "kernel": "apply_step_inputs",
-            "rows": rows,
-            "ours_us": call_us(
-                lambda: apply_step_inputs(*inputs, turn=turn, ring_size=RING, out=out)
-            ),
-            "copy_us": call_us(lambda: out.copy_(inputs[0])),
-        },
-    ]
+    calls = {
+        "fetch_pinned": (
+            lambda: fetch_pinned(buffers, turn, out=buffer),
+            lambda: buffer.copy_(buffers[0], non_blocking=True),
+        ),
+        "send_results": (
+            lambda: send_results(tokens, turn, ring=places),
+            lambda: places[0].copy_(tokens, non_blocking=True),
+        ),
+        "apply_step_inputs": (
+            lambda: apply_step_inputs(*inputs, turn=turn, ring_size=RING, out=out),
+            lambda: out.copy_(inputs[0]),
+        ),
+    }
+    return [row_of(name, rows, *pair) for name, pair in calls.items()]
 
 
 def join(rows: int) -> dict[str, Any]:
     """32 heads of 128 in bf16."""
     first, second = (torch.randn(rows, 32, 128, device=DEVICE).bfloat16() for _ in "ab")
     weights = [torch.randn(rows, 32, device=DEVICE) for _ in "ab"]
-    return {
-        "kernel": "join_parts",
-        "rows": rows,
-        "ours_us": call_us(lambda: join_parts(first, second, *weights)),
-        "copy_us": call_us(lambda: join_parts_reference(first, second, *weights)),
-    }
+    return row_of(
+        "join_parts", rows, lambda: join_parts(first, second, *weights),
+        lambda: join_parts_reference(first, second, *weights),
+    )  # fmt: skip
 
 
 def ready_flags(count: int) -> dict[str, Any]:
@@ -82,12 +80,10 @@ def ready_flags(count: int) -> dict[str, Any]:
     errors = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     flags[:count] = 5
     armed[PLACES : PLACES + count] = 1
-    row = {
-        "kernel": "wait_for_loads",
-        "rows": count,
-        "ours_us": call_us(lambda: wait_for_loads(flags, armed, errors, layer=4)),
-        "copy_us": call_us(lambda: number.add_(1)),
-    }
+    row = row_of(
+        "wait_for_loads", count, lambda: wait_for_loads(flags, armed, errors, layer=4),
+        lambda: number.add_(1),
+    )  # fmt: skip
     assert not errors.item()
     return row
 
@@ -110,14 +106,12 @@ def look() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = bench_parser(__doc__)
-    args = parser.parse_args()
+    args = bench_parser(__doc__).parse_args()
     rows = [row for count in (8, 64, 512) for row in transfers(count)]
     rows += [join(count) for count in (16, 1024, 16384)]
     rows += [ready_flags(count) for count in (0, 1, PLACES)]
     rows.append(look())
-    print_table(rows)
-    write_results("kernels_step_parts", {"rows": rows, "calls": CALLS}, args.out)
+    report("kernels_step_parts", {"calls": CALLS}, rows, args.out)
 
 
 if __name__ == "__main__":

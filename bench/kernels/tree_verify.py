@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import bench_parser, report
 from bench.gpu_timing import CALLS, call_us
 from hetero_llm.gpu.kernels.tree_verify import make_verified_trees, verify_trees
 
@@ -62,30 +62,17 @@ def verify_us(num_groups: int, rows: int, accepted: int, *, tree: bool) -> float
 
 
 def main() -> None:
-    parser = bench_parser(__doc__)
-    args = parser.parse_args()
+    args = bench_parser(__doc__).parse_args()
     number = torch.zeros(1, device=DEVICE)
     add_us = call_us(lambda: number.add_(1))
+    trees = ((1, 0, False), (8, 0, False), (8, 7, False), (8, 3, True), (64, 63, False))
     rows = [
-        {
-            "groups": groups,
-            "rows": width,
-            "accepted": accepted,
-            "moves": tree,
-            "ours_us": verify_us(groups, width, accepted, tree=tree),
-            "add_us": add_us,
-        }
+        {"groups": groups, "rows": width, "accepted": accepted, "moves": tree,
+         "ours_us": verify_us(groups, width, accepted, tree=tree), "add_us": add_us}
         for groups in (1, 8, 64, 256)
-        for width, accepted, tree in (
-            (1, 0, False),
-            (8, 0, False),
-            (8, 7, False),
-            (8, 3, True),
-            (64, 63, False),
-        )
-    ]
-    print_table(rows)
-    write_results("kernels_tree_verify", {"rows": rows, "calls": CALLS}, args.out)
+        for width, accepted, tree in trees
+    ]  # fmt: skip
+    report("kernels_tree_verify", {"calls": CALLS}, rows, args.out)
 
 
 if __name__ == "__main__":

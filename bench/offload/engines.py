@@ -346,21 +346,6 @@ class Engines:
         return served
 
 
-def link_rate(mib: int = 1024, repeats: int = 5) -> float:
-    """Bytes a second from pinned host memory to the device in large pieces: the best of a few."""
-    source = torch.zeros(mib << 20, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device="cuda")
-    best = 0.0
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        best = max(best, source.numel() / begin.elapsed_time(end) * 1e3)
-    return best
-
-
 def summary(values: list[float], name: str) -> dict[str, float]:
     """Median and 99th percentile as two columns."""
     return {

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.common import median_ratio
 from bench.generation import greedy, seconds
 from bench.offload.engines import (
     BLOCK,
@@ -238,7 +239,7 @@ def stores(engines: Engines, settings: Settings) -> dict[str, Any]:
     stored = found.d2h / on.block_bytes / rounds
     if stored < _LEAST_STORED * full or found.h2d or found.cpu:
         raise WrongTier(f"of {full} blocks a round {stored:.0f} were stored: {found}")
-    ratios = [b / a for a, b in zip(times["off"][1:], times["on"][1:], strict=True)]
+    ratio = median_ratio(times["on"][1:], times["off"][1:])
     without, with_ = (float(np.median(times[name][1:])) for name in ("off", "on"))
     return {
         "rows": [
@@ -247,7 +248,7 @@ def stores(engines: Engines, settings: Settings) -> dict[str, Any]:
                 "off_s": without,
                 "on_s": with_,
                 "tok_per_s": requests * tokens / with_,
-                "loss": float(np.median(ratios)) - 1.0,
+                "loss": ratio - 1.0,
                 "goal": 0.01,
                 "stored_blocks": stored,
                 "of_blocks": full,

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.offload.engines import BLOCK, Engines, Served, Settings, link_rate, summary
+from bench.gpu_timing import link_rate
+from bench.offload.engines import BLOCK, Engines, Served, Settings, summary
 from bench.shapes import Prompts
 
 SUFFIXES = (0, 256, 1024)

@@ -17,23 +17,20 @@ each sends one text after the other over a connection of its own.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 import tokenizers
 import torch
 import transformers
 
-from bench.common import bench_parser, numbers, print_table, write_results
-from bench.server.http_serving import HOST, free_port, wait_until_ready
+from bench.common import Rows, bench_parser, numbers, print_table, report
+from bench.server.processes import serving
 from hetero_llm import LLM
 
 WORDS = 30_000
@@ -105,7 +102,7 @@ class Transformers:
         return torch.nn.functional.normalize(mean, dim=1).numpy()
 
 
-def offline(folder: Path, texts: list[str], rounds: int, threads: int) -> list[dict[str, Any]]:
+def offline(folder: Path, texts: list[str], rounds: int, threads: int) -> Rows:
     """Texts and tokens a second of each arm; all arms have to agree."""
     theirs = Transformers(folder)
     taken: dict[str, list[tuple[float, float]]] = {}
@@ -143,41 +140,33 @@ def offline(folder: Path, texts: list[str], rounds: int, threads: int) -> list[d
     return rows
 
 
-def over_http(
-    folder: Path, texts: list[str], clients: list[int], threads: int
-) -> list[dict[str, Any]]:
+def over_http(folder: Path, texts: list[str], clients: list[int], threads: int) -> Rows:
     """Texts a second, latencies in ms and inputs of a step by number of clients."""
-    port = free_port()
-    url = f"http://{HOST}:{port}"
-    flags = [f"--port={port}", "--device=cpu", f"--cpu-threads={threads}", "--disable-log-requests",
-             "--uvicorn-log-level=warning"]  # fmt: skip
-    command = [sys.executable, "-m", "hetero_llm.cli", "serve", str(folder), *flags]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        wait_until_ready(server, url, 300)
-        load(url, texts[:BATCH], 4)
-        rows = []
+    words = ("serve", str(folder), "--device=cpu", f"--cpu-threads={threads}",
+             "--disable-log-requests", "--uvicorn-log-level=warning")  # fmt: skip
+    rows: Rows = []
+    with serving(*words) as server:
+        load(server.url, texts[:BATCH], 4)
         for count in clients:
-            before = steps_of(url)
+            before = steps_of(server.url)
             begun = time.perf_counter()
-            latencies = load(url, texts, count)
+            latencies = load(server.url, texts, count)
             seconds = time.perf_counter() - begun
             p50, p99 = np.percentile(latencies, (50, 99)) * 1e3
             rows.append(
                 {
                     "clients": count, "texts_per_s": len(texts) / seconds,
                     "p50_ms": float(p50), "p99_ms": float(p99),
-                    "texts_per_step": len(texts) / (steps_of(url) - before),
+                    "texts_per_step": len(texts) / (steps_of(server.url) - before),
                 }
             )  # fmt: skip
-        return rows
-    finally:
-        server.terminate()
-        server.wait(60)
+    return rows
 
 
 def load(url: str, texts: list[str], clients: int) -> list[float]:
     """Seconds of each request."""
+
+    import httpx
 
     def client(own: list[str]) -> list[float]:
         taken = []
@@ -197,7 +186,8 @@ def load(url: str, texts: list[str], clients: int) -> list[float]:
 def steps_of(url: str) -> int:
     """The server's steps so far; its figures are at most a tenth of a second old."""
     time.sleep(0.3)
-    text = httpx.get(f"{url}/metrics", trust_env=False).text
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        text = answer.read().decode()
     (line,) = (one for one in text.splitlines() if one.startswith("hetero_llm:num_steps_total"))
     return int(float(line.rpartition(" ")[2]))
 
@@ -215,14 +205,13 @@ def main() -> None:
         make_model(folder)
         texts = make_texts(args.texts, seed=1)
         rows = offline(folder, texts, args.rounds, args.threads)
-        print_table(rows)
         served = over_http(folder, texts, args.clients, args.threads)
         print_table(served)
-    results = {
-        "rows": rows, "served": served, "texts": args.texts, "threads": args.threads,
-        "dtype": "float32", "model": "6 layers, 384 wide, random",
+    about = {
+        "served": served, "texts": args.texts, "threads": args.threads, "dtype": "float32",
+        "model": "6 layers, 384 wide, random",
     }  # fmt: skip
-    write_results("embeddings.c", results, args.out)
+    report("embeddings.c", about, rows, args.out)
 
 
 if __name__ == "__main__":

@@ -17,20 +17,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import socket
-import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.common import bench_parser, environment, numbers, print_table, write_results
+from bench.common import (
+    Rows,
+    bench_parser,
+    environment,
+    numbers,
+    print_table,
+    write_results,
+)
 from bench.generation import add_requests, greedy, step_outputs
 from bench.server.http_first_token import ROUNDS, compare
+from bench.server.processes import HOST, Serving, serving
 from bench.server.status_recording import recorded
 from hetero_llm import LLM
 from hetero_llm.bench_client.client import Server
@@ -40,7 +44,6 @@ from hetero_llm.bench_client.report import Point
 from hetero_llm.bench_client.serve import ServeBench, run_bench
 
 TOKENS = 128
-HOST = "127.0.0.1"
 SERVER_MEMORY = 0.45
 """The server's share of the GPU: the other engine takes the same out of the default of 0.9."""
 
@@ -65,44 +68,17 @@ ROWS = (
 )
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        port: int = listener.getsockname()[1]
-    return port
-
-
-def wait_until_ready(server: subprocess.Popen[bytes], url: str, seconds: float) -> float:
-    """Seconds until `/ready` answers."""
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < seconds:
-        if server.poll() is not None:
-            raise SystemExit(f"the server ended with {server.returncode}")
-        try:
-            with urllib.request.urlopen(f"{url}/ready", timeout=2):
-                return time.perf_counter() - begin
-        except OSError:
-            time.sleep(0.1)
-    raise SystemExit(f"the server was not ready after {seconds:g} s")
-
-
 @contextmanager
-def served(args: argparse.Namespace, budget: int) -> Iterator[tuple[int, float]]:
-    """The port of a server, and the seconds it took to be ready; it ends with the context."""
-    port = free_port()
+def served(args: argparse.Namespace, budget: int) -> Iterator[Serving]:
+    """A server without a prefix cache; it ends with the context."""
     values = settings(args, budget) | {"gpu_memory_utilization": SERVER_MEMORY}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
-    command = [sys.executable, "-m", "hetero_llm.cli", "serve", args.model, f"--port={port}",
-               "--no-enable-prefix-caching", "--disable-log-requests", *flags]  # fmt: skip
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        yield port, wait_until_ready(server, f"http://{HOST}:{port}", 300)
-    finally:
-        server.terminate()
-        server.wait(60)
+    words = ("serve", args.model, "--no-enable-prefix-caching", "--disable-log-requests", *flags)
+    with serving(*words) as server:
+        yield server
 
 
-def through_http(args: argparse.Namespace, url: str, rows: list[Row]) -> list[dict[str, Any]]:
+def through_http(args: argparse.Namespace, url: str, rows: list[Row]) -> Rows:
     """Each row's figures."""
     recording: AbstractContextManager[None] = nullcontext()
     if args.record_status:
@@ -121,12 +97,18 @@ def http_row(url: str, row: Row, vocab: int) -> dict[str, Any]:
         num_warmups=min(row.streams, 8), extra={"ignore_eos": True, "temperature": 0},
     )  # fmt: skip
     asyncio.run(run_bench(bench, lambda _, point: points.append(point)))
-    (point,) = points
+    return {"streams": row.streams, **figures_of(points[0])}
+
+
+def figures_of(point: Point) -> dict[str, float]:
+    """Throughput, latencies in ms, and cores that the client used. A failed request ends the
+    bench."""
     metrics = point.pooled
     assert metrics.failed == 0, metrics.errors
     first, gap = metrics.latencies["ttft"], metrics.latencies["itl"]
     return {
-        "streams": row.streams, "tok/s": metrics.output_throughput, "first p50": first.median,
+        "tok/s": metrics.output_throughput,
+        "first p50": first.median, "first p99": first.percentiles[99.0],
         "gap p50": gap.median, "gap p99": gap.percentiles[99.0],
         "client cpu": max(run.health.cpu for run in point.runs),
     }  # fmt: skip
@@ -191,19 +173,19 @@ def main() -> None:
         for row in ROWS
         if row.streams in args.streams
     ]
-    table: list[dict[str, Any]] = []
-    firsts: list[dict[str, Any]] = []
+    table: Rows = []
+    firsts: Rows = []
     for budget in args.budgets:
-        with served(args, budget) as (port, ready):
-            http = through_http(args, f"http://{HOST}:{port}", rows)
+        with served(args, budget) as server:
+            http = through_http(args, server.url, rows)
             # The server stays: it has nothing to do, and is needed for the first tokens.
             with LLM(args.model, enable_prefix_caching=False, **settings(args, budget)) as llm:
                 alone = offline(args, llm, rows)
-                first = compare(llm, HOST, port, vocab=args.vocab, rounds=args.rounds)
+                first = compare(llm, HOST, server.port, vocab=args.vocab, rounds=args.rounds)
                 firsts.append({"budget": budget, **first})
         for row, ours, speed in zip(rows, http, alone, strict=True):
             names = ("vLLM tok/s", "vLLM first p50", "vLLM gap p50", "vLLM gap p99")
-            table.append({"budget": budget, "ready s": ready, **ours, "offline tok/s": speed,
+            table.append({"budget": budget, "ready s": server.ready, **ours, "offline tok/s": speed,
                           "of offline": ours["tok/s"] / speed,
                           **dict(zip(names, row.vllm, strict=True))})  # fmt: skip
         print_table(table)

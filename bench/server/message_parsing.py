@@ -15,12 +15,10 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from bench.common import bench_parser, numbers, print_table, write_results
+from bench.common import Rows, bench_parser, numbers, report
 from hetero_llm.demo_models import demo_folder
 from hetero_llm.engine.text.tokenizer import load_tokenizer
 from hetero_llm.server.message_events import MessageParser, PlainParser
-from hetero_llm.server.message_parsers import markers_of
-from hetero_llm.server.message_words import MessageWords
 from hetero_llm.server.regions.formats import TOOL_PARSER_NAMES, MessageFormat, named_format
 from hetero_llm.server.regions.region_parser import RegionParser
 from hetero_llm.server.regions.special_tokens import NO_TOKENS, SpecialTokens, Start
@@ -42,7 +40,7 @@ class Message:
         if self.format.tools is not None:
             self.format = named_format(name, "qwen3")
         self.start: Start = "header" if self.format.channels is not None else "content"
-        markers = list(dict.fromkeys(markers_of(self.format)))
+        markers = list(dict.fromkeys(markers_in(self.format)))
         ids = {one: -1 - index for index, one in enumerate(markers)} if marked else {}
         tokenizer = load_tokenizer(demo_folder("demo"), mode="auto", trust_remote_code=False)
         decode = partial(tokenizer.decode, skip_special_tokens=False)
@@ -65,6 +63,8 @@ class Message:
 
     def seconds(self) -> float:
         """The time of one reading."""
+        from hetero_llm.server.endpoints.chat import MessageWords  # needs more than the engine does
+
         words = MessageWords(self.parser())
         begun = time.thread_time()
         for text, token_ids in self.pieces:
@@ -106,13 +106,19 @@ def written(message_format: MessageFormat, num_tokens: int) -> Iterable[str]:
     return split(f"<think>{prose}</think>{prose}{call}", message_format)
 
 
+def markers_in(message_format: MessageFormat) -> Iterable[str]:
+    from hetero_llm.server.message_parsers import markers_of
+
+    return markers_of(message_format)
+
+
 def split(text: str, message_format: MessageFormat) -> Iterable[str]:
-    for marker in markers_of(message_format):
+    for marker in markers_in(message_format):
         text = text.replace(marker, f"\0{marker}\0")
     return [piece for piece in text.split("\0") if piece]
 
 
-def measure(names: list[str], lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+def measure(names: list[str], lengths: list[int], rounds: int) -> Rows:
     kinds = [("plain", False)] + [(name, marked) for name in names for marked in (True, False)]
     messages = {
         (kind, length): Message(kind[0], length, marked=kind[1])
@@ -142,8 +148,7 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join(TOOL_PARSER_NAMES))
     args = parser.parse_args()
     rows = measure(args.formats.split(","), args.lengths, args.rounds)
-    print_table(rows)
-    write_results("message_parsing", {"rounds": args.rounds, "rows": rows}, args.out)
+    report("message_parsing", {"rounds": args.rounds}, rows, args.out)
 
 
 if __name__ == "__main__":

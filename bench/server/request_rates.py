@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.common import bench_parser, print_table, write_results
-from bench.server.http_serving import HOST, served
+from bench.common import Rows, bench_parser, report, settings_of
+from bench.server.http_serving import figures_of, served
 from hetero_llm.bench_client.client import Server
 from hetero_llm.bench_client.datasets import DatasetOptions
 from hetero_llm.bench_client.load import Load
@@ -36,20 +35,15 @@ def rates(text: str) -> list[float]:
 
 
 def row_of(point: Point) -> dict[str, Any]:
-    """The figures of one rate. A failed request ends the bench."""
-    metrics = point.pooled
-    assert metrics.failed == 0, metrics.errors
-    first, gap = metrics.latencies["ttft"], metrics.latencies["itl"]
+    """The figures of one rate."""
+    figures, metrics = figures_of(point), point.pooled
     return {
         "rate": point.rate, "requests": metrics.completed, "req/s": metrics.request_throughput,
-        "tok/s": metrics.output_throughput,
-        "first p50": first.median, "first p99": first.percentiles[99.0],
-        "gap p50": gap.median, "gap p99": gap.percentiles[99.0],
-        "client cpu": max(run.health.cpu for run in point.runs),
+        **figures,
     }  # fmt: skip
 
 
-def measure(args: argparse.Namespace, url: str) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, url: str) -> Rows:
     """One row for each rate."""
     points: list[Point] = []
     for index, rate in enumerate(args.rates * args.repeats):
@@ -78,12 +72,10 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=4000, help="random ids are below this")
     parser.add_argument("--budget", type=int, default=2048, help="max_num_batched_tokens")
     args = parser.parse_args()
-    with served(args, args.budget) as (port, _):
-        rows = measure(args, f"http://{HOST}:{port}")
-    print_table(rows)
-    names = ("device", "seconds", "repeats", "input_len", "output_len", "budget")
-    settings = {"model": Path(args.model).name, **{name: vars(args)[name] for name in names}}
-    write_results("request_rates", {**settings, "rows": rows}, args.out)
+    with served(args, args.budget) as server:
+        rows = measure(args, server.url)
+    about = settings_of(args, "model device seconds repeats input_len output_len budget")
+    report("request_rates", about, rows, args.out)
 
 
 if __name__ == "__main__":

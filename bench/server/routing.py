@@ -26,13 +26,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
-
-from bench.common import bench_parser, print_table, write_results
-from bench.server.http_serving import HOST, free_port, wait_until_ready
+from bench.common import bench_parser, report
+from bench.server.processes import HOST, free_port, serving
 from hetero_llm.utils.topology import split_cpus
+
+if TYPE_CHECKING:
+    import aiohttp
 
 TOKENS = 16
 WARM = 1  # rounds over all groups before the clock starts
@@ -66,20 +67,6 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 @contextmanager
-def process(words: Sequence[str], port: int, cpus: Sequence[int] = ()) -> Iterator[str]:
-    """A command of ours that listens on this port; its URL."""
-    pinned = ["taskset", "-c", ",".join(map(str, cpus))] if cpus else []
-    command = [*pinned, sys.executable, "-m", "hetero_llm.cli", *words, f"--port={port}"]
-    running = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        wait_until_ready(running, f"http://{HOST}:{port}", 300)
-        yield f"http://{HOST}:{port}"
-    finally:
-        running.terminate()
-        running.wait(60)
-
-
-@contextmanager
 def servers(args: argparse.Namespace) -> Iterator[list[str]]:
     if args.urls:
         yield args.urls.split(",")
@@ -87,13 +74,7 @@ def servers(args: argparse.Namespace) -> Iterator[list[str]]:
     with ExitStack() as stack:
         words = ["serve", args.model, "--device=cpu", f"--num-gpu-blocks-override={args.blocks}",
                  "--disable-log-requests", "--max-num-seqs=16"]  # fmt: skip
-        yield [stack.enter_context(process(words, free_port(), cpus)) for cpus in split_cpus(2)]
-
-
-@contextmanager
-def router(urls: Sequence[str], *flags: str) -> Iterator[str]:
-    with process(["route", *urls, *flags], free_port()) as url:
-        yield url
+        yield [stack.enter_context(serving(*words, cpus=cpus)).url for cpus in split_cpus(2)]
 
 
 def prompts(args: argparse.Namespace) -> list[list[int]]:
@@ -133,6 +114,8 @@ async def run(arm: Arm, requests: Sequence[list[int]], args: argparse.Namespace)
             if number >= num_warm:
                 arm.first.append(first)
                 arm.whole.append(time.perf_counter() - sent)
+
+    import aiohttp
 
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
@@ -211,13 +194,12 @@ def hop() -> dict[str, float]:
     with subprocess.Popen([sys.executable, "-c", code]) as server:
         try:
             wait_for_port(port)
-            with router([f"http://{HOST}:{port}"]) as url:
-                through = int(url.rpartition(":")[2])
+            with serving("route", f"http://{HOST}:{port}") as router:
                 direct: list[float] = []
                 proxied: list[float] = []
                 for _ in range(10):
                     direct += round_trips(port, HOP_REQUESTS // 10)
-                    proxied += round_trips(through, HOP_REQUESTS // 10)
+                    proxied += round_trips(router.port, HOP_REQUESTS // 10)
         finally:
             server.terminate()
     return {
@@ -243,22 +225,21 @@ def main() -> None:
     requests = prompts(args)
     arms: list[Arm] = []
     with servers(args) as urls:
-        with router(urls, "--prefix-weight=0") as url:
-            arms.append(Arm("least load", [url]))
+        with serving("route", *urls, "--prefix-weight=0") as router:
+            arms.append(Arm("least load", [router.url]))
             asyncio.run(run(arms[-1], requests, args))
         arms.append(Arm("round robin", urls))
         asyncio.run(run(arms[-1], requests, args))
-        with router(urls) as url:
-            arms.append(Arm("router", [url]))
+        with serving("route", *urls) as router:
+            arms.append(Arm("router", [router.url]))
             asyncio.run(run(arms[-1], requests, args))
     rows = [arm.row() for arm in arms]
     by_name = {row["arm"]: row for row in rows}
     ratio = by_name["router"]["tokens_per_s"] / by_name["round robin"]["tokens_per_s"]
     hops = hop()
-    print_table(rows)
     print(f"router over round robin: {ratio:.2f}x; hop p50 {hops['hop_p50_ms']:.2f} ms")
-    figures = {"arguments": vars(args), "rows": rows, "router_over_round_robin": ratio, "hop": hops}
-    write_results("routing", figures, args.out)
+    about = {"arguments": vars(args), "router_over_round_robin": ratio, "hop": hops}
+    report("routing", about, rows, args.out)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from statistics import quantiles
 from typing import Any
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import Rows, bench_parser, report
 
 RATE = 200.0
 STREAMS = 1000
@@ -218,7 +218,7 @@ def machine_cpu_seconds() -> float:
     return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
 
 
-async def measure(args: argparse.Namespace, port: int, pid: int) -> list[dict[str, Any]]:
+async def measure(args: argparse.Namespace, port: int, pid: int) -> Rows:
     """The rows of the table."""
     rows = []
     await short_requests(port, args.rate, WARM_SECONDS, seed=0)
@@ -283,9 +283,7 @@ def main() -> None:
         except subprocess.TimeoutExpired:
             server.kill()
             raise
-    print_table(rows)
-    settings = {"rate": args.rate, "seconds": args.seconds, "rows": rows}
-    write_results("server_idle", settings, args.out)
+    report("server_idle", {"rate": args.rate, "seconds": args.seconds}, rows, args.out)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import Rows, bench_parser, median_ratio, print_table, report, settings_of
+from bench.speculation.arms import repeats
 from hetero_llm import LLM, SamplingParams
 from hetero_llm.commands.demo import DEMO_PROMPTS
 from hetero_llm.demo_models import heldout_prompts
@@ -107,21 +108,13 @@ def measure(
                     figures, tokens = run(engines[arm], groups[name], params)
                     runs[name, when, arm].append(figures)
                     if arm == "off":
-                        loops[name] = repeats(tokens)
+                        loops[name] = repeats(tokens, _SPAN)
         for llm in engines.values():
             llm.close()
     return runs, loops
 
 
-def repeats(tokens: list[int]) -> bool:
-    """Whether a span of `_SPAN` tokens occurs twice."""
-    spans = [tuple(tokens[i : i + _SPAN]) for i in range(len(tokens) - _SPAN + 1)]
-    return len(set(spans)) < len(spans)
-
-
-def rows_of(
-    runs: dict[tuple[str, str, str], list[Run]], loops: dict[str, bool]
-) -> list[dict[str, Any]]:
+def rows_of(runs: dict[tuple[str, str, str], list[Run]], loops: dict[str, bool]) -> Rows:
     """A row for each prompt and time."""
     rows = []
     for name, looping in loops.items():
@@ -129,8 +122,7 @@ def rows_of(
             off, again, on = (runs[name, when, arm] for arm in _ARMS)
 
             def over(which: str, some: list[Run], others: list[Run]) -> float:
-                pairs = zip(some, others, strict=True)
-                return median(a[which] / b[which] for a, b in pairs)
+                return median_ratio([a[which] for a in some], [b[which] for b in others])
 
             rows.append({
                 "prompt": name, "time": when, "loops": looping,
@@ -144,14 +136,14 @@ def rows_of(
     return rows
 
 
-def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summary(rows: Rows) -> Rows:
     """A row for each kind of prompts and time: least and median ratios, share below the goal."""
     table = []
     kinds: dict[str, Any] = {
-        "demo": lambda row: row["prompt"].startswith("demo"),
-        "code": lambda row: row["prompt"].startswith("code"),
-        "prose": lambda row: row["prompt"].startswith("prose"),
-        "random": lambda row: row["prompt"].startswith("random"),
+        **{
+            kind: lambda row, kind=kind: row["prompt"].startswith(kind)
+            for kind in ("demo", "code", "prose", "random")
+        },
         "without loops": lambda row: not row["loops"],
         "with loops": lambda row: row["loops"],
         "all": lambda row: True,
@@ -191,12 +183,9 @@ def main() -> None:
     runs, loops = measure(args, prompts(vocab_size=4096), params)
     rows = rows_of(runs, loops)
     print_table(rows)
-    table = summary(rows)
-    print_table(table)
-    settings = {"model": args.model, "tokens": args.tokens, "rounds": args.rounds,
-                "threads": args.threads, "temperature": args.temperature, "batch": args.batch,
-                "goal": _GOAL}  # fmt: skip
-    write_results("any_prompt.c", {**settings, "rows": table, "by prompt": rows}, args.out)
+    named = "model tokens rounds threads temperature batch"
+    about = {**settings_of(args, named), "goal": _GOAL, "by prompt": rows}
+    report("any_prompt.c", about, summary(rows), args.out)
 
 
 if __name__ == "__main__":

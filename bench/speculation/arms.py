@@ -87,9 +87,9 @@ def _order() -> np.ndarray:
     return np.random.default_rng(0).permutation(len(heldout_prompts().prompts))
 
 
-def repeats(tokens: list[int]) -> bool:
-    """Whether a span of `SPAN` tokens occurs twice."""
-    spans = [tuple(tokens[i : i + SPAN]) for i in range(len(tokens) - SPAN + 1)]
+def repeats(tokens: list[int], span: int = SPAN) -> bool:
+    """Whether a span of `span` tokens occurs twice."""
+    spans = [tuple(tokens[i : i + span]) for i in range(len(tokens) - span + 1)]
     return len(set(spans)) < len(spans)
 
 
@@ -248,9 +248,9 @@ class Bench:
             self.draft.worker.close()
 
     @property
-    def profile(self) -> list[tuple[int, float]]:
-        """Rows and seconds of captured steps as measured at start; none on a CPU."""
-        return self.switch.profile or []
+    def profile_ms(self) -> list[tuple[int, float]]:
+        """Rows and milliseconds of captured steps as measured at start; none on a CPU."""
+        return [(rows, round(seconds * 1e3, 3)) for rows, seconds in self.switch.profile or []]
 
     def use(self, arm: str) -> None:
         """Gives the engine a new drafter of an arm, with the step times of the last one."""

@@ -16,11 +16,9 @@ import contextlib
 import os
 import signal
 import time
-from pathlib import Path
 from statistics import median
-from typing import Any
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import Rows, bench_parser, report, settings_of
 from bench.generation import add_requests, greedy
 from bench.speculation.arms import Bench, add_arguments, batches_of
 
@@ -105,7 +103,7 @@ def main() -> None:
     begin = time.monotonic()
     bench = Bench(args)
     print(f"loaded after {time.monotonic() - begin:.0f} s", flush=True)
-    table: list[dict[str, Any]] = []
+    table: Rows = []
     for size, batches in zip(args.batches, batches_of(args.batches, args.prompt), strict=True):
         if table:
             bench.use("none")
@@ -113,12 +111,7 @@ def main() -> None:
         table.append({"batch": size, **measure(bench, batches[0], args.tokens, args.stops)})
         print(f"batch {size}: after {time.monotonic() - begin:.0f} s", flush=True)
     bench.close()
-    print_table(table)
-    write_results(
-        "draft_faults",
-        {"model": Path(args.model).name, "draft": Path(args.draft).name, "rows": table},
-        args.out,
-    )
+    report("draft_faults", settings_of(args, "model draft"), table, args.out)
 
 
 if __name__ == "__main__":

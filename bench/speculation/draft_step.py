@@ -19,12 +19,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from bench.common import bench_parser, numbers, print_table, write_results
+from bench.common import Rows, bench_parser, numbers, report, say, settings_of
 from bench.cpu_limits import ReadProbe
 from bench.shapes import CPU_SHAPES, INT4_BYTES, step_bytes, write_config
 from hetero_llm.cpu import native
@@ -108,6 +107,39 @@ def slot_mapping(work: Work, tables: np.ndarray) -> np.ndarray:
     return np.concatenate(slots).astype(np.int32)
 
 
+def random_model(config: ModelConfig) -> CausalLM:
+    """Seeded random bf16 weights."""
+    return load_model(
+        Path("."), config, dtype=torch.bfloat16, device="cpu", show_progress=False,
+        load_format="dummy",
+    )  # fmt: skip
+
+
+def make_cache(config: ModelConfig, num_blocks: int) -> PagedKVCache:
+    """A cache in bf16, every block of which holds the same random numbers."""
+    shape = KVCacheShape(
+        config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, torch.bfloat16
+    )
+    cache = PagedKVCache(shape, num_blocks, torch.device("cpu"))
+    cache.data[0].normal_(generator=torch.Generator().manual_seed(0))
+    cache.data[1:] = cache.data[0]
+    return cache
+
+
+def make_executor(
+    config: ModelConfig, cache: PagedKVCache, weight_format: str, threads: int
+) -> Executor:
+    """A new executor of `random_model`; pinned if this process has as many cores."""
+    library = native.load()
+    assert library is not None, "no compiled library"
+    cpus = compute_cpus(reserve=0)
+    return Executor(
+        random_model(config), config, cache, library=library, threads=threads,
+        cpus=cpus[:threads] if len(cpus) >= threads else None, weight_format=weight_format,
+        isa=native.isa_level(),
+    )  # fmt: skip
+
+
 def step_arrays(work: Work, tables: np.ndarray) -> tuple[StepInput, StepSamples]:
     """The executor's view of the work: branches are children of the last cached token."""
     rows, is_tree = work.rows, work.kind == "branches"
@@ -125,15 +157,7 @@ def step_arrays(work: Work, tables: np.ndarray) -> tuple[StepInput, StepSamples]
         ancestors=np.uint64(1) << own_bits,
         block_tables=tables,
     )
-    samples = StepSamples(
-        token_indices=np.arange(rows, dtype=np.int32),
-        modes=np.full(rows, GREEDY, np.uint8),
-        temperatures=np.ones(rows, np.float32),
-        seeds=np.zeros(rows, np.uint64),
-        positions=np.full(rows, work.context, np.int32),
-        sample_indices=np.zeros(rows, np.int32),
-    )
-    return step, samples
+    return step, StepSamples.plain(np.arange(rows), GREEDY)
 
 
 def executor_step(executor: Executor, work: Work, num_blocks: int) -> Callable[[], None]:
@@ -219,33 +243,12 @@ class Bench:
             self._config: ModelConfig = load_model_config(
                 write_config(CPU_SHAPES[shape], Path(folder))
             )
-        config = self._config
-        sizes = KVCacheShape(
-            config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, torch.bfloat16
-        )
-        self._cache = PagedKVCache(sizes, self.num_blocks, torch.device("cpu"))
-        self._cache.data[0].normal_()
-        self._cache.data[1:] = self._cache.data[0]
-        self._plain = self._model()
-        self._fast = self._model()
+        self._cache = make_cache(self._config, self.num_blocks)
+        self._plain, self._fast = random_model(self._config), random_model(self._config)
         speed_up(self._fast)
 
-    def _model(self) -> CausalLM:
-        return load_model(
-            Path("."), self._config, dtype=torch.bfloat16, device="cpu", show_progress=False,
-            load_format="dummy",
-        )  # fmt: skip
-
     def executor(self, weight_format: str, threads: int) -> Executor:
-        """A new executor; pinned if this process has as many cores."""
-        library = native.load()
-        assert library is not None, "no compiled library"
-        cpus = compute_cpus(reserve=0)
-        return Executor(
-            self._model(), self._config, self._cache, library=library, threads=threads,
-            cpus=cpus[:threads] if len(cpus) >= threads else None, weight_format=weight_format,
-            isa=native.isa_level(),
-        )  # fmt: skip
+        return make_executor(self._config, self._cache, weight_format, threads)
 
     def torch_steps(self, work: Work) -> dict[str, Callable[[], None]]:
         """ "eager" and our "torch path"."""
@@ -282,7 +285,7 @@ def measure(
     threads: int,
     steps: int,
     wanted: Wanted | None,
-) -> list[dict[str, Any]]:
+) -> Rows:
     """One row per format and work."""
     torch.set_num_threads(threads)
     torch_ms: dict[Work, dict[str, float]] = {}
@@ -306,8 +309,7 @@ def measure(
                      "ours/read": ours["ours_ms"] / read, **beside,
                      "eager/ours": beside["eager_ms"] / ours["ours_ms"]}
                 )  # fmt: skip
-                print({k: v if not isinstance(v, float) else round(v, 3)
-                       for k, v in table[-1].items()}, flush=True)  # fmt: skip
+                say(table[-1])
         del executor  # frees the cores of its threads for the next one
     return table
 
@@ -346,17 +348,9 @@ def main() -> None:
             bench, works, args.formats, threads=threads, steps=args.steps, wanted=wanted
         )
     print(f"{args.shape}, context {args.context}, {native.ISA_NAMES[native.isa_level()]}")
-    print_table(table)
-    results = {
-        "shape": args.shape,
-        "context": args.context,
-        "steps": args.steps,
-        "candidates": args.candidates,
-        "noisy": args.noisy,
-        "isa": native.ISA_NAMES[native.isa_level()],
-        "rows": table,
-    }
-    write_results(f"draft_step.{args.shape}", results, args.out)
+    about = settings_of(args, "shape context steps candidates noisy")
+    about["isa"] = native.ISA_NAMES[native.isa_level()]
+    report(f"draft_step.{args.shape}", about, table, args.out)
 
 
 if __name__ == "__main__":

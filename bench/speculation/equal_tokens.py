@@ -17,17 +17,13 @@ from one step. The first row is the first plain run once more: 1.0 unless runs d
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 
-from bench.common import bench_parser, names_of, print_table, write_results
+from bench.common import Rows, bench_parser, names_of, report, settings_of
 from bench.speculation.arms import ARMS, Bench, add_arguments
 from bench.speculation.never_slower import calm_prompts
 
 Outputs = list[list[int]]
-Row = dict[str, Any]
 
 
 def equal_prefix(found: list[int], plain: list[int]) -> int:
@@ -43,7 +39,7 @@ def compared(found: Outputs, plain: Outputs) -> dict[str, float]:
     return {"equal": float(np.mean(whole)), "prefix": float(np.mean(prefixes))}
 
 
-def measure(bench: Bench, prompts: Outputs, sizes: list[int], arms: list[str]) -> list[Row]:
+def measure(bench: Bench, prompts: Outputs, sizes: list[int], arms: list[str]) -> Rows:
     """One row for each comparison.
 
     Args:
@@ -51,7 +47,7 @@ def measure(bench: Bench, prompts: Outputs, sizes: list[int], arms: list[str]) -
         sizes: batch sizes, the one that others are compared with first.
         arms: of `ARMS`, beside "none".
     """
-    rows: list[Row] = []
+    rows: Rows = []
 
     def run(arm: str, size: int) -> tuple[Outputs, dict[str, float]]:
         return bench.run(arm, [prompts[at : at + size] for at in range(0, len(prompts), size)])
@@ -92,13 +88,8 @@ def main() -> None:
     prompts = calm_prompts(bench, args.prompts, args.prompt, max(args.batches))
     rows = measure(bench, prompts, args.batches, arms)
     bench.close()
-    print_table(rows)
-    settings = {
-        "model": Path(args.model).name, "draft": args.draft and Path(args.draft).name,
-        "device": args.device, "dtype": args.dtype, "prompts": args.prompts,
-        "prompt": args.prompt, "tokens": args.tokens + 1,
-    }  # fmt: skip
-    write_results(f"equal_tokens.{args.dtype}", {**settings, "rows": rows}, args.out)
+    settings = settings_of(args, "model draft device dtype prompts prompt")
+    report(f"equal_tokens.{args.dtype}", {**settings, "tokens": args.tokens + 1}, rows, args.out)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,11 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import bench_parser, report, settings_of
 from bench.speculation.arms import ARMS, Bench, add_arguments, batches_of
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.output_processor import OutputProcessor
@@ -135,11 +134,8 @@ def main() -> None:
             bench.run(arm, batches[:1])
             table.append({"batch": size, "drafts": arm, **clock.figures()})
     bench.close()
-    print_table(table)
-    settings = {"model": Path(args.model).name, "device": args.device, "prompt": args.prompt,
-                "tokens": args.tokens, "clock": args.clock, "draft": args.draft,
-                "overlap": args.overlap}  # fmt: skip
-    write_results("host_gap", {**settings, "rows": table}, args.out)
+    settings = settings_of(args, "model device prompt tokens clock draft overlap")
+    report("host_gap", settings, table, args.out)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import bench_parser, report
 from bench.speculation.replay_drafts import ARMS, END_ID, VOCAB, sequence_of
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.request import Sequence
@@ -104,9 +104,8 @@ def main() -> None:
         for batch in args.batches:
             figures = measure(ARMS[name] or {}, batch, args)
             table.append({"cache": name, "batch": batch, "threads": args.threads, **figures})
-    print_table(table)
-    settings = {"tokens": args.tokens, "prompt": PROMPT, "new": NEW}
-    write_results("lookahead_cache", {**settings, "rows": table}, args.out)
+    about = {"tokens": args.tokens, "prompt": PROMPT, "new": NEW}
+    report("lookahead_cache", about, table, args.out)
 
 
 if __name__ == "__main__":

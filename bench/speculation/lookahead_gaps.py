@@ -12,12 +12,11 @@ both without drafts.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import bench_parser, report, settings_of
 from bench.speculation.arms import Bench, add_arguments, batches_of
 from bench.speculation.graph_clock import GraphClock, same_share
 from hetero_llm.gpu.model_runner import GpuModelRunner
@@ -62,9 +61,7 @@ def main() -> None:
         for arm in args.arms
     ]
     bench.close()
-    print_table(table)
-    settings = {"model": Path(args.model).name, "prompt": args.prompt, "tokens": args.tokens}
-    write_results("lookahead_gaps", {**settings, "rows": table}, args.out)
+    report("lookahead_gaps", settings_of(args, "model prompt tokens"), table, args.out)
 
 
 if __name__ == "__main__":

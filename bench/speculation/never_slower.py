@@ -20,11 +20,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import Rows, bench_parser, print_table, settings_of, write_results
 from bench.speculation.arms import ARMS, Bench, add_arguments, num_batches, repeats
 from hetero_llm.demo_models import heldout_prompts
 
@@ -63,7 +62,7 @@ def calm_prompts(bench: Bench, count: int, length: int, at_once: int) -> list[li
 
 def measure(
     bench: Bench, arm: str, works: dict[int, list[list[list[int]]]], num_repeats: int
-) -> list[dict[str, Any]]:
+) -> Rows:
     """One row for each batch size: an arm beside the run without drafts."""
     rows = []
     warm = next(iter(works.values()))[0][:1]
@@ -118,12 +117,9 @@ def main() -> None:
         size: [[next(prompts) for _ in range(size)] for _ in range(count)]
         for size, count in num.items()
     }
-    table: list[dict[str, Any]] = []
-
-    profile = [(rows, round(seconds * 1e3, 3)) for rows, seconds in bench.profile]
-    settings = {"model": Path(args.model).name, "device": args.device, "dtype": args.dtype,
-                "prompt": args.prompt, "tokens": args.tokens, "repeats": args.repeats,
-                "profile_ms": profile}  # fmt: skip
+    table: Rows = []
+    settings = settings_of(args, "model device dtype prompt tokens repeats")
+    settings["profile_ms"] = bench.profile_ms
 
     def note(name: str, temperature: float, goal: dict[int, float], arm: str) -> None:
         bench.set_temperature(temperature)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import RESULTS, bench_parser, print_table, write_results
+from bench.common import RESULTS, bench_parser, print_table, settings_of, write_results
 from bench.generation import greedy
 from bench.speculation.arms import repeats
 from hetero_llm import LLM
@@ -52,31 +52,17 @@ ARMS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def record(
-    path: Path,
-    prompts: np.ndarray,
-    tokens: int,
-    *,
-    temperature: float = 0.0,
-    seeds: list[int] | None = None,
-) -> np.ndarray:
+def record(path: Path, prompts: np.ndarray, tokens: int) -> np.ndarray:
     """[N, tokens] outputs of the demo target behind `prompts`, [N, length]; from `path` if they
-    were recorded there before. seeds: one of each prompt."""
+    were recorded there before."""
     if not path.exists():
         print(f"recording {path}")
-        length = prompts.shape[1]
-        params = [
-            greedy(tokens, temperature=temperature, seed=s) for s in seeds or [0] * len(prompts)
-        ]
+        width = prompts.shape[1] + tokens + 16
         with LLM(
-            "demo",
-            device="cpu",
-            dtype="float32",
-            max_model_len=length + tokens + 16,
-            max_num_seqs=32,
+            "demo", device="cpu", dtype="float32", max_model_len=width, max_num_seqs=32
         ) as llm:
             outputs = llm.generate(
-                prompt_token_ids=prompts.tolist(), sampling_params=params, use_tqdm=False
+                prompt_token_ids=prompts.tolist(), sampling_params=greedy(tokens), use_tqdm=False
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(path, outputs=[o.outputs[0].token_ids for o in outputs])
@@ -93,21 +79,11 @@ def halves() -> dict[str, np.ndarray]:
     return {"a": order[mask], "b": order[~mask]}
 
 
-def sequence_of(
-    name: str,
-    prompt: list[int],
-    tokens: int,
-    *,
-    nodes: int | None = None,
-    temperature: float = 1.0,
-    seed: int = 0,
-) -> Sequence:
+def sequence_of(name: str, prompt: list[int], tokens: int, *, nodes: int | None = None) -> Sequence:
     """A sequence of a request for `tokens` tokens. nodes: the request's num_speculative_tokens."""
-    params = SamplingParams(
-        max_tokens=tokens, num_speculative_tokens=nodes, temperature=temperature
-    )
+    params = SamplingParams(max_tokens=tokens, num_speculative_tokens=nodes)
     request = Request(
-        request_id=name, prompt=None, prompt_token_ids=prompt, params=params, seed=seed,
+        request_id=name, prompt=None, prompt_token_ids=prompt, params=params, seed=0,
         end_ids=frozenset(), eos_ids=frozenset(), max_total_tokens=len(prompt) + tokens,
         root_hash=b"replay", metrics=RequestMetrics(arrival_time=0.0),
     )  # fmt: skip
@@ -316,9 +292,7 @@ def main() -> None:
             over = rates[name] / rates["ngram"] if "ngram" in rates else float("nan")
             table.append({"batch": batch, "drafts": name, **figures, "vs ngram": over})
     print_table(table)
-    settings = {"half": args.half, "nodes": args.nodes, "prompt": args.prompt,
-                "tokens": args.tokens, "warm": args.warm, "calm": args.calm, "costs": args.costs,
-                "gap": args.gap}  # fmt: skip
+    settings = settings_of(args, "half nodes prompt tokens warm calm costs gap")
     if args.out:
         write_results("replay_drafts", {**settings, "rows": table}, args.out)
 

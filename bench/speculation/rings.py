@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import Rows, bench_parser, report
 from hetero_llm.bridge.ipc.messages import (
     HEADER,
     NODE_WORDS,
@@ -97,20 +97,15 @@ def pause() -> None:
         pass
 
 
-def through_rings(mode: str, batch: int, rounds: int, cpus: tuple[int, int]) -> list[dict]:
+def through_rings(mode: str, batch: int, rounds: int, cpus: tuple[int, int]) -> Rows:
     """A row for each direction."""
     os.sched_setaffinity(0, {cpus[0]})
     there, back = create_ring(), create_ring()
     reading, writing = os.pipe()
     command = [
-        sys.executable,
-        "-m",
-        "bench.speculation.rings",
-        "--worker",
-        there.handle,
-        back.handle,
-    ]
-    command += ["--mode", mode, "--batch", str(batch), "--cpu", str(cpus[1]), "--fd", str(writing)]
+        sys.executable, "-m", "bench.speculation.rings", "--worker", there.handle, back.handle,
+        "--mode", mode, "--batch", str(batch), "--cpu", str(cpus[1]), "--fd", str(writing),
+    ]  # fmt: skip
     fds = (there.fd, back.fd, writing)
     process = subprocess.Popen(command, pass_fds=fds, cwd=_ROOT)
     os.close(writing)
@@ -214,18 +209,9 @@ def main() -> None:
             rows += through_rings(mode, batch, options.rounds, cpus)
         rows.append(through_a_socket(batch, options.rounds, cpus))
     os.sched_setaffinity(0, usable)  # the environment in the results counts the cores
-    print_table(rows)
-    write_results(
-        "rings",
-        {
-            "cpus": list(cpus),
-            "rounds": options.rounds,
-            "new_tokens": NEW_TOKENS,
-            "nodes": NODES,
-            "rows": rows,
-        },
-        options.out,
-    )
+    about = {"cpus": list(cpus), "rounds": options.rounds}
+    about |= {"new_tokens": NEW_TOKENS, "nodes": NODES}
+    report("rings", about, rows, options.out)
 
 
 if __name__ == "__main__":

@@ -18,29 +18,33 @@ the run without drafts. "no loops" leaves out prompts whose plain output repeats
 tokens, which any such drafter finds; "random" has prompts of random tokens, where there is nothing
 to find. "same": share of requests whose tokens are those of the plain run; in bfloat16 a verify
 step's sums may differ from a decode step's in the last bits.
+
+`--adapter`: all requests have a LoRA adapter of rank 16 in all linear layers, so small that the
+text is nearly the base model's: drafts are as good, and what differs is what steps cost.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
-from bench.common import bench_parser, print_table, write_results
+from bench.common import Rows, bench_parser, print_table, settings_of, write_results
+from bench.made_adapters import MadeAdapters, adapters_of
 from bench.speculation.arms import ARMS, VOCAB, Bench, add_arguments, batches_of, repeats
 from hetero_llm.core.step_times import StepTimes
 from hetero_llm.spec_decode.proposal_account import ProposalAccount
+
+RANK = 16  # of the adapter
 
 
 def random_batch(size: int, length: int) -> list[list[int]]:
     return np.random.default_rng(1).integers(3, VOCAB, (size, length)).tolist()
 
 
-def measure(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(bench: Bench, args: argparse.Namespace) -> Rows:
     works = {
         str(size): batches
         for size, batches in zip(args.batches, batches_of(args.batches, args.prompt), strict=True)
@@ -48,7 +52,7 @@ def measure(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
     works["random"] = [random_batch(args.random, args.prompt)]
     for arm in args.arms:  # compiles what is compiled at first use, and learns times of steps
         bench.run(arm, [[[5 + i % 90 for i in range(64)]] * 2])
-    table: list[dict[str, Any]] = []
+    table: Rows = []
     largest, is_calm = str(max(args.batches)), [False]
     for work in [*works, "no loops"]:
         if work == "no loops":
@@ -73,9 +77,9 @@ def measure(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
     return table
 
 
-def rows_of(work: str, size: int, runs: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+def rows_of(work: str, size: int, runs: dict[str, list[dict[str, float]]]) -> Rows:
     """Rows of the table: medians of each arm's runs."""
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     middle = {
         arm: {name: median(run[name] for run in of_arm) for name in of_arm[0]}
         for arm, of_arm in runs.items()
@@ -102,6 +106,7 @@ def main() -> None:
     parser.add_argument(
         "--gpu-draft", action="store_true", help="have --draft on the device of --model, too"
     )
+    parser.add_argument("--adapter", action="store_true", help="all requests have a LoRA adapter")
     parser.add_argument(
         "--no-budget", action="store_true",
         help="verify all that is proposed, whatever it costs: for tokens per step, not for speed",
@@ -117,17 +122,18 @@ def main() -> None:
     if len(set(args.batches)) < len(args.batches):
         parser.error("batches of one size would be one row")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    bench = Bench(args, gpu_draft=args.gpu_draft)
-    profile = [(rows, round(seconds * 1e3, 3)) for rows, seconds in bench.profile]
-    print("profile, rows and ms:", *(f"{rows}:{ms}" for rows, ms in profile))
-    table = measure(bench, args)
-    bench.close()
-    settings = {"model": Path(args.model).name, "device": args.device, "dtype": args.dtype,
-                "temperature": args.temperature, "prompt": args.prompt, "tokens": args.tokens,
-                "repeats": args.repeats,
-                "draft": args.draft and Path(args.draft).name, "draft_tokens": args.draft_tokens,
-                "overlap": args.overlap,
-                "budget": not args.no_budget, "profile_ms": profile}  # fmt: skip
+    lora = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1} if args.adapter else {}
+    with MadeAdapters(1, RANK, args.device, b_size=1e-6).in_place():
+        bench = Bench(args, gpu_draft=args.gpu_draft, engine_args=lora)
+        if args.adapter:
+            bench.set_adapter(*adapters_of(1))
+        profile = bench.profile_ms
+        print("profile, rows and ms:", *(f"{rows}:{ms}" for rows, ms in profile))
+        table = measure(bench, args)
+        bench.close()
+    settings = settings_of(args, "model device dtype temperature prompt tokens repeats adapter")
+    settings |= settings_of(args, "draft draft_tokens overlap")
+    settings |= {"budget": not args.no_budget, "profile_ms": profile}
     write_results(f"speculation.{args.device}", {**settings, "rows": table}, args.out)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hetero_llm.bench_client.wire_format import Sample
 from hetero_llm.core.errors import ConfigError, shown
-from hetero_llm.utils.files import MIB, read_text
+from hetero_llm.utils.files import MIB, as_config_errors, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -225,12 +225,8 @@ def _sized(
 
 
 def _text(path: str) -> str:
-    try:
+    with as_config_errors("dataset_path", path):
         return read_text(path, most=_MOST_DATASET, pipes=True)
-    except OSError as error:
-        raise ConfigError("dataset_path", path, error.strerror or str(error)) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError("dataset_path", path, f"is not UTF-8 text: {error}") from None
 
 
 def _parsed(where: str, text: str) -> Any:

@@ -21,7 +21,7 @@ from hetero_llm.bench_client.client import (
 from hetero_llm.bench_client.datasets import DatasetOptions, load_samples
 from hetero_llm.bench_client.errors import ServerError
 from hetero_llm.bench_client.load import Load, LoadResult, arrival_times, run_load
-from hetero_llm.bench_client.metrics import Counted, Metrics, count_request, summarise
+from hetero_llm.bench_client.metrics import Metrics, count_request, summarise
 from hetero_llm.bench_client.report import Point, Run
 from hetero_llm.bench_client.wire_format import Sample, api_of, request_body
 
@@ -227,24 +227,21 @@ def _point(bench: ServeBench, load: Load, runs: Sequence[Run]) -> Point:
         backend=bench.backend,
         rate=load.rate,
         max_concurrency=load.max_concurrency,
-        pooled=pooled([(run.metrics, run.results, run.counts) for run in runs], bench.percentiles),
+        pooled=pooled(runs, bench.percentiles),
         runs=tuple(runs),
     )
 
 
-def pooled(
-    runs: Sequence[tuple[Metrics, Sequence[RequestResult], Sequence[Counted]]],
-    percentiles: Sequence[float],
-) -> Metrics:
+def pooled(runs: Sequence[Run], percentiles: Sequence[float]) -> Metrics:
     """Figures of the requests of all runs, as of one run with the sum of their durations."""
     if len(runs) == 1:
-        return runs[0][0]
-    known = [metrics.retokenized for metrics, _, _ in runs]
+        return runs[0].metrics
+    known = [run.metrics.retokenized for run in runs]
     return replace(
         summarise(
-            [result for _, results, _ in runs for result in results],
-            [count for _, _, counts in runs for count in counts],
-            duration=sum(metrics.duration for metrics, _, _ in runs),
+            [result for run in runs for result in run.results],
+            [count for run in runs for count in run.counts],
+            duration=sum(run.metrics.duration for run in runs),
             retokenized=None,
             percentiles=percentiles,
         ),

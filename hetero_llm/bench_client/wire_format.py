@@ -105,10 +105,10 @@ def request_body(
             limit = "max_output_tokens"
         case Api.MESSAGES:
             messages = _messages(sample)
-            body["messages"] = [one for one in messages if one["role"] != "system"]
+            body["messages"] = [one for one in messages if one.get("role") != "system"]
             for one in messages:
-                if one["role"] == "system":
-                    body["system"] = [*body.get("system", ()), *_blocks(one["content"])]
+                if one.get("role") == "system":
+                    body["system"] = [*body.get("system", ()), *_blocks(one.get("content"))]
             most = _MESSAGE_TOKENS if most is None else most
     if most is not None:
         body[limit] = most
@@ -132,7 +132,10 @@ def _messages(sample: Sample) -> list[Mapping[str, Any]]:
 
 
 def _blocks(content: Any) -> list[Any]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    """A system message's content; what is neither text nor list is the server's to refuse."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return content if isinstance(content, list) else [content]
 
 
 def read_event(data: str) -> Piece:

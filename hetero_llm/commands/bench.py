@@ -7,12 +7,12 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_llm.commands.console import note_neighbours
+from hetero_llm.commands.console import Finish, add_command, note_neighbours
 from hetero_llm.commands.dataset_flags import DATASET_FLAGS, dataset_of
 from hetero_llm.commands.options import (
     SERVER_FLAGS,
@@ -25,13 +25,12 @@ from hetero_llm.commands.options import (
 )
 from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped
 from hetero_llm.core.errors import ConfigError, HeteroLLMError
+from hetero_llm.utils.files import as_config_errors
 
 if TYPE_CHECKING:
     from hetero_llm.bench_client.load import Load
     from hetero_llm.bench_client.report import Point
     from hetero_llm.bench_client.serve import ServeBench
-
-Finish = Callable[[argparse.ArgumentParser, Any], None]
 
 COMPLETION_BACKENDS = ("openai", "vllm", "taco_llm", "hetero_llm")
 CHAT_BACKENDS = {
@@ -129,16 +128,7 @@ def add_bench(parser: argparse.ArgumentParser, finish: Finish) -> None:
         ("throughput", bench_offline.add_throughput, "measure this process on many prompts"),
         ("latency", bench_offline.add_latency, "measure this process on one batch, repeatedly"),
     ):
-        bench = kinds.add_parser(
-            name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
-        )
-        bench.add_argument(
-            "--verbose",
-            action="store_true",
-            default=argparse.SUPPRESS,
-            help="log more, and show the traceback of errors",
-        )
-        add(bench, finish)
+        add(add_command(kinds, name, text), finish)
 
 
 def _add_serve(parser: argparse.ArgumentParser, finish: Finish) -> None:
@@ -307,10 +297,8 @@ def _about(
 
 def _make_folder(folder: Path) -> None:
     """Creates the folder before the bench runs, so that an error shows at once."""
-    try:
+    with as_config_errors("result_dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("result_dir", str(folder), error.strerror or str(error)) from None
 
 
 def _save(output: _Output, points: list[Point], about: dict[str, Any], model: str) -> None:
@@ -321,16 +309,15 @@ def _save(output: _Output, points: list[Point], about: dict[str, Any], model: st
     title = f"{model}, {about['dataset_name']} prompts"
     answers = [report.as_json(point, about=about, detailed=output.detailed) for point in points]
     rows = [report.csv_row(path.stem, point, output.metadata) for point in points]
-    try:
+    with as_config_errors("result_dir", path):
         report.write_json(path, answers)
         report.write_csv(path.with_suffix(".csv"), rows)
         print(f"written: {path}, {path.with_suffix('.csv')}")
-        plots.write_plot(path.with_suffix(".png"), points, title)
-        print(f"written: {path.with_suffix('.png')}")
-    except OSError as error:
-        raise ConfigError("result_dir", str(path), error.strerror or str(error)) from None
-    except HeteroLLMError as error:
-        print(f"no picture: {error}", file=sys.stderr)
+        try:
+            plots.write_plot(path.with_suffix(".png"), points, title)
+            print(f"written: {path.with_suffix('.png')}")
+        except HeteroLLMError as error:
+            print(f"no picture: {error}", file=sys.stderr)
 
 
 def _file_name(label: str, points: Sequence[Point], model: str, date: str) -> str:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero_llm.commands.console import DEMO_MODEL, llm_class, note_neighbours
+from hetero_llm.commands.console import DEMO_MODEL, Finish, llm_class, note_neighbours
 from hetero_llm.commands.dataset_flags import DATASET_FLAGS, dataset_of
 from hetero_llm.commands.options import add_model_word, add_rows, chosen_model, values_of
 from hetero_llm.config.args import add_engine_arguments, engine_args_from_namespace
 from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped
-from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.sampling_params import SamplingParams
-
-Finish = Callable[[argparse.ArgumentParser, Any], None]
+from hetero_llm.utils.files import as_config_errors
 
 _REQUEST_FLAGS: tuple[ArgSpec, ...] = grouped(
     "Requests",
@@ -44,21 +42,13 @@ _LATENCY_FLAGS: tuple[ArgSpec, ...] = grouped(
 
 def add_throughput(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `bench throughput`."""
-    _add_model(parser)
-    add_rows(parser, (*DATASET_FLAGS, *_REQUEST_FLAGS))
-    add_engine_arguments(parser)
-    parser.usage = "%(prog)s [MODEL] [options]"
-    parser.epilog = "--seed is the engine's seed and draws the prompts, too."
+    _add_flags(parser, (*DATASET_FLAGS, *_REQUEST_FLAGS))
     finish(parser, run_throughput)
 
 
 def add_latency(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `bench latency`."""
-    _add_model(parser)
-    add_rows(parser, (*_LATENCY_FLAGS, *_REQUEST_FLAGS))
-    add_engine_arguments(parser)
-    parser.usage = "%(prog)s [MODEL] [options]"
-    parser.epilog = "--seed is the engine's seed and draws the prompts, too."
+    _add_flags(parser, (*_LATENCY_FLAGS, *_REQUEST_FLAGS))
     finish(parser, run_latency)
 
 
@@ -107,8 +97,12 @@ def run_latency(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def _add_flags(parser: argparse.ArgumentParser, rows: Sequence[ArgSpec]) -> None:
     add_model_word(parser, f"folder or Hugging Face name of the model (default: {DEMO_MODEL})")
+    add_rows(parser, rows)
+    add_engine_arguments(parser)
+    parser.usage = "%(prog)s [MODEL] [options]"
+    parser.epilog = "--seed is the engine's seed and draws the prompts, too."
 
 
 def _engine_args(options: argparse.Namespace) -> dict[str, Any]:
@@ -134,7 +128,5 @@ def _report(figures: Any, values: Mapping[str, Any]) -> None:
     path = values["output_json"]
     if path is None:
         return
-    try:
+    with as_config_errors("output_json", path):
         Path(path).write_text(json.dumps(figures.as_json(), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError("output_json", path, error.strerror or str(error)) from None

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_llm.commands.console import DEMO_MODEL, PROGRAM, common_flags, write
+from hetero_llm.commands.console import DEMO_MODEL, PROGRAM, Finish, add_command, held_files, write
 from hetero_llm.config.args import (
     ENGINE_ARGS,
     add_flags,
@@ -23,7 +23,7 @@ from hetero_llm.config.args import (
 )
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import ConfigError, SnapshotError
-from hetero_llm.utils.files import MIB, read_bytes
+from hetero_llm.utils.files import MIB, as_config_errors, read_bytes
 
 if TYPE_CHECKING:
     from hetero_llm.engine.text.tokenizer import Tokenizer
@@ -159,9 +159,8 @@ def compiled(options: argparse.Namespace) -> str:
     for folder in cache_folder.folders():
         if folder != written and not folder.is_dir():
             continue
-        held = cache_folder.usage(folder)
         kind = "" if folder == written else ", read only"
-        lines.append(f"{folder}: {held.files} files, {held.bytes / 1e6:.1f} MB{kind}\n")
+        lines.append(f"{folder}: {held_files(folder)}{kind}\n")
     return "".join(lines)
 
 
@@ -185,14 +184,11 @@ COMMANDS = (
 """(name, function that adds the arguments, function that runs, help text) of each command."""
 
 
-def add_cache(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:
+def add_cache(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `cache`."""
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, add, run, text in COMMANDS:
-        command = commands.add_parser(
-            name, help=text, description=f"{text[0].upper()}{text[1:]}.", parents=[common_flags()],
-            allow_abbrev=False,
-        )  # fmt: skip
+        command = add_command(commands, name, text)
         add(command)
         finish(command, partial(run_cache, run))
 
@@ -233,9 +229,5 @@ def _open(options: argparse.Namespace) -> tuple[SnapshotRequirements, Tokenizer]
 
 
 def _text(name: str) -> str:
-    try:
+    with as_config_errors("TEXT", name):
         return read_bytes(name, most=_MOST_TEXT, pipes=True).decode("utf-8")
-    except OSError as error:
-        raise ConfigError("TEXT", name, error.strerror or str(error)) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError("TEXT", name, f"is not UTF-8 text: {error}") from None

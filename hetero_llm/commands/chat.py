@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hetero_llm.bench_client.errors import ServerError
-from hetero_llm.commands.console import EXIT_INTERRUPTED, llm_class, write
+from hetero_llm.commands.console import EXIT_INTERRUPTED, Finish, llm_class, write
 from hetero_llm.commands.options import (
     SERVER_FLAGS,
     add_model_word,
@@ -33,7 +33,6 @@ from hetero_llm.utils.files import MIB, read_text
 if TYPE_CHECKING:
     from hetero_llm.bench_client.client import Server
 
-Finish = Callable[[argparse.ArgumentParser, Any], None]
 Write = Callable[[str], None]
 Messages = list[dict[str, str]]
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
-from hetero_llm.commands.console import PROGRAM, write
+from hetero_llm.commands.console import PROGRAM, Finish, write
 from hetero_llm.commands.deferred import fill_all
 from hetero_llm.core.errors import HeteroLLMError
 
@@ -17,7 +16,7 @@ _WHERE = (
 )
 
 
-def add_completion(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:
+def add_completion(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `completion`."""
     parser.add_argument("shell", choices=SHELLS, help="the shell that the script is for")
     parser.epilog = _WHERE

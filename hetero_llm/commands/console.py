@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.core.errors import HeteroLLMError
@@ -12,6 +14,9 @@ from hetero_llm.utils.neighbours import busy_line
 
 if TYPE_CHECKING:
     from hetero_llm.core.outputs import RequestOutput
+
+Finish = Callable[[argparse.ArgumentParser, Any], None]
+"""Sets the function that runs the command of a parser."""
 
 PROGRAM = "hetero-llm"
 DEMO_MODEL = "demo"
@@ -31,6 +36,17 @@ def common_flags() -> argparse.ArgumentParser:
     return common
 
 
+def add_command(commands: Any, name: str, text: str) -> Any:
+    """Adds a command to argparse's `commands`; `text`: what it does. Returns its parser."""
+    return commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        parents=[common_flags()],
+        allow_abbrev=False,
+    )
+
+
 def llm_class() -> Any:
     try:
         from hetero_llm.engine.llm import LLM
@@ -41,6 +57,18 @@ def llm_class() -> Any:
             f"module {error.name!r} is not installed; `{PROGRAM} doctor` shows what is missing"
         ) from error
     return LLM
+
+
+@contextmanager
+def needs_server_packages(what: str) -> Iterator[None]:
+    """Imports inside may lack a package of the extra "server", which `what` needs."""
+    try:
+        yield
+    except ImportError as error:
+        if error.name is None or error.name.startswith("hetero_llm"):
+            raise  # ours: nothing to install
+        reason = f"{what} needs {error.name}: pip install 'hetero-llm[server]'"
+        raise HeteroLLMError(reason) from None
 
 
 def stream_text(updates: Iterator[RequestOutput]) -> RequestOutput:
@@ -60,6 +88,14 @@ def write(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
+
+
+def held_files(folder: Path) -> str:
+    """Number and size of a folder of compiled code, in words."""
+    from hetero_llm.utils import cache_folder
+
+    held = cache_folder.usage(folder)
+    return f"{held.files} files, {held.bytes / 1e6:.1f} MB"
 
 
 def note_neighbours() -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm import __version__
-from hetero_llm.commands.console import write
+from hetero_llm.commands.console import Finish, held_files, write
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.cpu import ipex_version
 
@@ -350,20 +350,12 @@ def _compiled_code() -> Facts:
     from hetero_llm.utils.env import cache_dir
 
     written, chosen = cache_folder.write_folder(), cache_dir()
-    facts = {"compiled code": _held(written)}
-    if chosen not in (None, written):
-        facts["compiled code, read only"] = _held(chosen)
+    folders = {"compiled code": written}
+    if chosen is not None and chosen != written:
+        folders["compiled code, read only"] = chosen
     if cache_folder.PREBUILT.is_dir():
-        facts["prebuilt libraries"] = _held(cache_folder.PREBUILT)
-    return facts
-
-
-def _held(folder: Path | None) -> str:
-    from hetero_llm.utils import cache_folder
-
-    assert folder is not None
-    held = cache_folder.usage(folder)
-    return f"{folder}, {held.files} files, {held.bytes / 1e6:.1f} MB"
+        folders["prebuilt libraries"] = cache_folder.PREBUILT
+    return {name: f"{folder}, {held_files(folder)}" for name, folder in folders.items()}
 
 
 def _first(error: Exception) -> str:
@@ -456,7 +448,7 @@ SECTIONS: dict[str, Callable[[], tuple[Facts, list[Missing]]]] = {
 """Titles in the order in which the sections are shown, and what makes each."""
 
 
-def add_doctor(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:
+def add_doctor(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `doctor`."""
     parser.add_argument(
         "model",
@@ -552,19 +544,18 @@ def _prediction_sections(
         )
     of_model["read by each step"] = f"{gib(sizes.read)} besides"
     of_model["KV cache"] = f"{sizes.kv_token / 1024:.0f} KiB a token"
-    machine = {
-        "GPU memory": gib(rates.gpu_bytes),
-        "GPU reads": f"{rates.gpu / 1e9:.0f} GB/s",
-        "host to GPU": f"{rates.link / 1e9:.1f} GB/s",
-        "host memory": gib(rates.host_bytes),
-        "cores read": f"{rates.dram / 1e9:.1f} GB/s",
+    rows = [
+        ("GPU memory", "gpu_bytes", gib(rates.gpu_bytes)),
+        ("GPU reads", "gpu", f"{rates.gpu / 1e9:.0f} GB/s"),
+        ("host to GPU", "link", f"{rates.link / 1e9:.1f} GB/s"),
+        ("host memory", "host_bytes", gib(rates.host_bytes)),
+        ("cores read", "dram", f"{rates.dram / 1e9:.1f} GB/s"),
+    ]
+    machine: Facts = {
+        name: f"{value} ({rates.sources[source]})"
+        for name, source, value in rows
+        if rates.gpu_bytes or source not in ("gpu", "link")
     }
-    named = zip(machine, ("gpu_bytes", "gpu", "link", "host_bytes", "dram"), strict=True)
-    if not rates.gpu_bytes:
-        machine = {name: machine[name] for name in ("GPU memory", "host memory", "cores read")}
-        named = zip(machine, ("gpu_bytes", "host_bytes", "dram"), strict=True)
-    for line, source in list(named):
-        machine[line] += f" ({rates.sources[source]})"
     prediction: Facts = {"placement": found.where}
     if found.plan is not None:
         prediction["experts"] = str(found.plan)
@@ -573,7 +564,7 @@ def _prediction_sections(
         if abs(speed.local - speed.uniform) > 0.01 * speed.local:
             tokens = f"{speed.uniform:.1f} to {speed.local:.1f} tokens/s, uniform to local use"
         prediction[f"batch {speed.batch}"] = tokens
-    sections = {"Model": of_model, "Machine": {**machine}, "Prediction": prediction}
+    sections = {"Model": of_model, "Machine": machine, "Prediction": prediction}
     sections["Assumptions"] = {str(i): one for i, one in enumerate(predict.assumptions(), 1)}
     if warnings:
         sections["Warnings"] = {str(i): one for i, one in enumerate(warnings, 1)}

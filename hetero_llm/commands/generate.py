@@ -6,12 +6,13 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.commands.console import (
     DEMO_MODEL,
     EXIT_INTERRUPTED,
+    Finish,
     llm_class,
     shortened,
     stream_text,
@@ -28,7 +29,7 @@ from hetero_llm.config.args_sampling import SAMPLING_ARGS
 from hetero_llm.config.args_spec import Kind
 from hetero_llm.core.errors import ConfigError, HeteroLLMError
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.utils.files import MIB, read_bytes
+from hetero_llm.utils.files import MIB, as_config_errors, read_bytes
 
 if TYPE_CHECKING:
     from hetero_llm.core.outputs import RequestOutput, TokenLogprobs
@@ -37,7 +38,7 @@ _MOST_PROMPT = 256 * MIB
 _EARLY_STOPPING_WORDS: dict[str, bool | str] = {"true": True, "false": False}
 
 
-def add_generate(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:
+def add_generate(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `generate`."""
     add_model_word(parser, f"folder or Hugging Face name of the model (default: {DEMO_MODEL})")
     prompts = parser.add_argument_group("Prompts")
@@ -137,14 +138,10 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 def _prompt_in(name: str) -> str:
     """The whole text of a file, its last newline included."""
-    try:
+    with as_config_errors("prompt_file", name):
         if name == "-":
             return sys.stdin.buffer.read().decode("utf-8")
         return read_bytes(name, most=_MOST_PROMPT, pipes=True).decode("utf-8")
-    except OSError as error:
-        raise ConfigError("prompt_file", name, error.strerror or str(error)) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError("prompt_file", name, f"is not UTF-8 text: {error}") from None
 
 
 def _heading(prompts: Sequence[str], index: int) -> str:

@@ -5,27 +5,21 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from hetero_llm.commands.console import Finish
+from hetero_llm.commands.options import add_source_flags, model_folder
 from hetero_llm.core.errors import ConfigError
 
 
-def add_manifest(
-    parser: argparse.ArgumentParser, finish: Callable[[argparse.ArgumentParser, Any], None]
-) -> None:
+def add_manifest(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `manifest`."""
     parser.add_argument(
         "model",
         metavar="MODEL",
         help="folder, GGUF file or Hugging Face name of the model, or 'demo'",
     )
-    parser.add_argument("--revision", default=None, help="branch, tag or commit of the model")
-    parser.add_argument("--download-dir", default=None, help="where the hub's cache is")
-    parser.add_argument(
-        "--allow-pickle-weights", action="store_true", help="fetch pickled weights, too"
-    )
+    add_source_flags(parser, "fetch")
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -38,16 +32,10 @@ def add_manifest(
 def run_manifest(options: argparse.Namespace) -> int:
     """Writes the manifest and shows its SHA-256, which `--model-sha256` also accepts."""
     from hetero_llm.engine.resolve import resolve_alias
-    from hetero_llm.models.folders import resolve_model_folder
     from hetero_llm.models.manifest import MANIFEST_NAME, folder_of, manifest_of
 
     name = resolve_alias(options.model)
-    folder = resolve_model_folder(
-        name,
-        revision=options.revision,
-        download_dir=options.download_dir,
-        allow_pickle=options.allow_pickle_weights,
-    )
+    folder = model_folder(options, name)
     text = manifest_of(folder)
     if not text:
         raise ConfigError("model", options.model, "there is nothing to serve in its folder")

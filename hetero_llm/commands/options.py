@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hetero_llm.config.args import add_flags
@@ -62,6 +63,32 @@ def chosen_model(options: argparse.Namespace) -> str | None:
     if word is not None and flag not in (None, word):
         raise ConfigError("model", flag, f"contradicts the first argument, {word!r}")
     return word if flag is None else flag
+
+
+def add_source_flags(parser: argparse.ArgumentParser, pickled: str) -> None:
+    """Adds the flags with which `model_folder` finds a model. `pickled`: what is done with pickled
+    weights."""
+    parser.add_argument("--revision", default=None, help="branch, tag or commit of the model")
+    parser.add_argument("--download-dir", default=None, help="where the hub's cache is")
+    parser.add_argument(
+        "--allow-pickle-weights", action="store_true", help=f"{pickled} pickled weights, too"
+    )
+
+
+def model_folder(options: argparse.Namespace, name: str) -> Path:
+    """The folder of a model, which is fetched if it is a hub's.
+
+    Raises:
+        ModelLoadError: there is none.
+    """
+    from hetero_llm.models.folders import resolve_model_folder
+
+    return resolve_model_folder(
+        name,
+        revision=options.revision,
+        download_dir=options.download_dir,
+        allow_pickle=options.allow_pickle_weights,
+    )
 
 
 def values_of(rows: Sequence[ArgSpec], options: argparse.Namespace) -> dict[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from hetero_llm.commands.console import Finish
+from hetero_llm.commands.options import add_source_flags, model_folder
 from hetero_llm.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,9 +22,7 @@ _SELF, _NONE = "self", "none"
 _TOKENS = 65536
 
 
-def add_quantize(
-    parser: argparse.ArgumentParser, finish: Callable[[argparse.ArgumentParser, Any], None]
-) -> None:
+def add_quantize(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `quantize`."""
     parser.add_argument(
         "model", metavar="MODEL", help="folder or Hugging Face name of the model, or 'demo'"
@@ -56,27 +55,17 @@ def add_quantize(
     parser.add_argument(
         "--device", default="cpu", help="where matrices are quantized: 'cpu' or 'cuda'"
     )
-    parser.add_argument("--revision", default=None, help="branch, tag or commit of the model")
-    parser.add_argument("--download-dir", default=None, help="where the hub's cache is")
-    parser.add_argument(
-        "--allow-pickle-weights", action="store_true", help="read pickled weights, too"
-    )
+    add_source_flags(parser, "read")
     finish(parser, run_quantize)
 
 
 def run_quantize(options: argparse.Namespace) -> int:
     """Writes the checkpoint, and says what it is and how large."""
     from hetero_llm.engine.resolve import resolve_alias
-    from hetero_llm.models.folders import resolve_model_folder
     from hetero_llm.models.quantized_writer import check_out, write_quantized
     from hetero_llm.models.read_config import load_model_config
 
-    folder = resolve_model_folder(
-        resolve_alias(options.model),
-        revision=options.revision,
-        download_dir=options.download_dir,
-        allow_pickle=options.allow_pickle_weights,
-    )
+    folder = model_folder(options, resolve_alias(options.model))
     out = Path(options.out).expanduser()
     check_out(out)
     # Refuses what cannot be quantized before the model samples text.

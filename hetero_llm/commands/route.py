@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
 
+from hetero_llm.commands.console import Finish, needs_server_packages
 from hetero_llm.commands.options import add_rows, values_of
 from hetero_llm.config.args_spec import Kind, effective, grouped
-from hetero_llm.core.errors import HeteroLLMError
 
 _ROWS = grouped(
     "Router",
@@ -51,7 +50,7 @@ _ROWS = grouped(
 )  # fmt: skip
 
 
-def add_route(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:
+def add_route(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `route`."""
     parser.add_argument(
         "urls", metavar="URL", nargs="+", help="servers of one model, such as http://10.0.0.1:8000"
@@ -65,16 +64,11 @@ def add_route(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> N
 def run_route(options: argparse.Namespace) -> int:
     """Routes until SIGTERM, SIGHUP or Ctrl-C, after which the exit code is 0."""
     values = values_of(_ROWS, options)
-    try:
+    with needs_server_packages("the router"):
         from hetero_llm.engine.processes.replica_choice import ChoiceWeights
         from hetero_llm.server.connection import bind, connections_possible
         from hetero_llm.server.router.serving import serve_router
         from hetero_llm.server.router.settings import RouterSettings, read_addresses
-    except ImportError as error:
-        if error.name is None or error.name.startswith("hetero_llm"):
-            raise  # ours: nothing to install
-        reason = f"the router needs {error.name}: pip install 'hetero-llm[server]'"
-        raise HeteroLLMError(reason) from None
     settings = RouterSettings(
         replicas=read_addresses(options.urls),
         weights=ChoiceWeights(

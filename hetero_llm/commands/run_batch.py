@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from hetero_llm.commands.console import Finish
 from hetero_llm.commands.options import add_model_word, add_rows, values_of
 from hetero_llm.commands.serve import gather
 from hetero_llm.config.args import SERVER_ARGS, add_engine_arguments, resolve_server_args
 from hetero_llm.config.args_spec import Kind, effective, grouped
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.utils import env
+from hetero_llm.utils.files import as_config_errors
 
 if TYPE_CHECKING:
     from hetero_llm.server.batch import BatchCounts
@@ -44,7 +46,7 @@ _WITHOUT_CLIENTS = frozenset(
 file of --config may hold, have no effect."""
 
 
-def add_run_batch(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:
+def add_run_batch(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `run-batch`."""
     add_model_word(parser)
     add_rows(parser, _ROWS)
@@ -69,10 +71,8 @@ def run_run_batch(options: argparse.Namespace) -> int:
     from hetero_llm.server.batch import check_batch_file
 
     total = check_batch_file(source)
-    try:
+    with as_config_errors("output_file", target):
         output = target.open("wb")
-    except OSError as error:
-        raise ConfigError("output_file", str(target), error.strerror or str(error)) from None
     with output:
         counts = _answer_all(
             engine_args, checked, source, output, total=total, most=values["max_concurrency"]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from hetero_llm.commands import angel
+from hetero_llm.commands.console import Finish, needs_server_packages
 from hetero_llm.commands.options import add_model_word, chosen_model
 from hetero_llm.config.args import (
     ARGS,
@@ -28,14 +29,13 @@ from hetero_llm.config.args import (
     spec_of,
 )
 from hetero_llm.config.args_spec import ArgSpec, Kind, Scope, from_text
-from hetero_llm.core.errors import ConfigError, HeteroLLMError
+from hetero_llm.core.errors import ConfigError
 from hetero_llm.utils import env
 from hetero_llm.utils.files import MIB, read_text
 
 logger = logging.getLogger(__name__)
 
 _MOST_FILE = MIB
-Finish = Callable[[argparse.ArgumentParser, Any], None]
 
 
 def add_serve(parser: argparse.ArgumentParser, finish: Finish) -> None:
@@ -83,13 +83,8 @@ def _serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> in
     if without_effect:
         logger.warning("variables of vLLM without effect here: %s", ", ".join(without_effect))
     checked = resolve_server_args(server_args)
-    try:
+    with needs_server_packages("the server"):
         from hetero_llm.server.serving import serve
-    except ImportError as error:
-        if error.name is None or error.name.startswith("hetero_llm"):
-            raise  # ours: nothing to install
-        reason = f"the server needs {error.name}: pip install 'hetero-llm[server]'"
-        raise HeteroLLMError(reason) from None
     return serve(engine_args, checked)
 
 

@@ -12,10 +12,9 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from hetero_llm.commands.console import DEMO_MODEL, llm_class, write
+from hetero_llm.commands.console import DEMO_MODEL, Finish, held_files, llm_class, write
 from hetero_llm.commands.options import add_model_word, chosen_model
 from hetero_llm.config.args import add_engine_arguments, engine_args_from_namespace
 from hetero_llm.core.errors import ConfigError, HeteroLLMError
@@ -37,7 +36,7 @@ VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 on this machine's device."""
 
 
-def add_warmup(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:
+def add_warmup(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `warmup`."""
     add_model_word(parser, "folder or Hugging Face name of a model to warm up as well")
     add_engine_arguments(parser)
@@ -65,14 +64,8 @@ def run_warmup(options: argparse.Namespace) -> int:
     if model is not None:
         _timed(model, partial(_start, model, engine_args))
     folder = cache_folder.write_folder()
-    write(f"{describe(folder)}\n")
+    write(f"{folder}: {held_files(folder)}\n")
     return 0
-
-
-def describe(folder: Path) -> str:
-    """A folder of compiled code in words."""
-    held = cache_folder.usage(folder)
-    return f"{folder}: {held.files} files, {held.bytes / 1e6:.1f} MB"
 
 
 def _timed(name: str, work: Callable[[], object]) -> None:

@@ -29,26 +29,6 @@ from hetero_llm.config.foreign_args import FOREIGN_ARGS
 from hetero_llm.config.foreign_spec import ForeignArg, Takes, check_foreign
 from hetero_llm.core.errors import ConfigError
 
-__all__ = [
-    "ARGS",
-    "ENGINE_ARGS",
-    "SERVER_ARGS",
-    "ArgSpec",
-    "Kind",
-    "Scope",
-    "Status",
-    "add_engine_arguments",
-    "add_flags",
-    "engine_args_from_namespace",
-    "foreign_flags",
-    "foreign_of",
-    "is_argument_of",
-    "nearest",
-    "resolve_engine_args",
-    "resolve_server_args",
-    "spec_of",
-]
-
 logger = logging.getLogger(__name__)
 
 ARGS: tuple[ArgSpec, ...] = ENGINE_ARGS + SERVER_ARGS

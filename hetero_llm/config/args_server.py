@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from hetero_llm.config.args_spec import ArgSpec, Kind, Scope, effective, grouped, not_yet, obsolete
+from hetero_llm.config.args_spec import ArgSpec, Kind, Scope, argument, grouped, not_yet, obsolete
 
-_serve = partial(effective, scope=Scope.SERVE)
+_serve = partial(argument, scope=Scope.SERVE)
 _later = partial(not_yet, scope=Scope.SERVE)
 _vain = partial(obsolete, scope=Scope.SERVE)
 
@@ -36,53 +36,47 @@ TOOL_PARSERS = (
     "qwen3_xml",
 )
 """Names of formats of tool calls; `server/regions/formats.py` describes them."""
-_BOOL, _INT, _FLOAT, _STR, _LIST = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.LIST
+_BOOL, _INT, _FLOAT, _STR = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR
 
 _MANUAL: tuple[ArgSpec, ...] = (
-    _serve("config", Kind.PATH, None, "YAML file with options; variables and flags override it."),
-    _serve("host", _STR, "127.0.0.1", "Address to listen on."),
-    _serve("port", _INT, 8000, "Port to listen on; 0 for any.", minimum=0, maximum=65535),
+    _serve("config", Kind.PATH, "YAML file with options; variables and flags override it."),
+    _serve("host", "127.0.0.1", "Address to listen on."),
+    _serve("port", 8000, "Port to listen on; 0 for any.", minimum=0, maximum=65535),
     _serve(
         "uvicorn_log_level",
-        _STR,
         "info",
         "Log level of uvicorn.",
         choices=("debug", "info", "warning", "error", "critical", "trace"),
     ),
-    _serve("allow_credentials", _BOOL, False, "CORS: allow credentials; needs allowed_origins."),
-    _serve("allowed_origins", _LIST, (), "CORS: origins allowed; none unless given."),
-    _serve("allowed_methods", _LIST, ("*",), "CORS: methods allowed; needs allowed_origins."),
-    _serve("allowed_headers", _LIST, ("*",), "CORS: headers allowed; needs allowed_origins."),
+    _serve("allow_credentials", False, "CORS: allow credentials; needs allowed_origins."),
+    _serve("allowed_origins", (), "CORS: origins allowed; none unless given."),
+    _serve("allowed_methods", ("*",), "CORS: methods allowed; needs allowed_origins."),
+    _serve("allowed_headers", ("*",), "CORS: headers allowed; needs allowed_origins."),
     _serve(
         "api_key",
-        _LIST,
         (),
         "Key that requests must carry in their Authorization header; repeatable.",
         aliases=("api_keys",),
     ),
     _serve(
         "served_model_name",
-        _LIST,
         (),
         "Names that requests may use for the model; the first one is in the responses.",
         many_words=True,
     ),
-    _serve("chat_template", _STR, None, "Chat template: a file, or the template in one line."),
+    _serve("chat_template", _STR, "Chat template: a file, or the template in one line."),
     _serve(
         "response_role",
-        _STR,
         "assistant",
         "Role of a response when request.add_generation_prompt is true.",
     ),
     _serve(
         "return_tokens_as_token_ids",
-        _BOOL,
         False,
         "Show single tokens as 'token_id:{id}' in log probabilities.",
     ),
     _serve(
         "enable_auto_tool_choice",
-        _BOOL,
         False,
         "Refuse to start unless the model's tool calls can be parsed. A model whose chat template "
         "shows a known format may choose among tools without this, too.",
@@ -90,14 +84,12 @@ _MANUAL: tuple[ArgSpec, ...] = (
     _serve(
         "tool_call_parser",
         _STR,
-        None,
         "How the model writes its tool calls (default: as its chat template shows; none: they "
         "are not parsed).",
         choices=("none", *TOOL_PARSERS),
     ),
     _serve(
         "lora_modules",
-        _LIST,
         (),
         "LoRA adapters that clients may name as the model: name=path, or JSON with the keys "
         '"name", "path" and "base_model_name"; needs enable_lora.',
@@ -106,57 +98,50 @@ _MANUAL: tuple[ArgSpec, ...] = (
     _serve(
         "lora_root",
         Kind.PATH,
-        None,
         "Folder inside which clients may load further adapters (/v1/load_lora_adapter and "
         "/v1/unload_lora_adapter, which do not exist without it); needs enable_lora.",
     ),
     _serve(
         "prompt_adapters",
-        _LIST,
         (),
         "Prompt adapters that clients may name as the model, as name=path; needs "
         "enable_prompt_adapter.",
         many_words=True,
     ),
-    _serve("ssl_keyfile", Kind.PATH, None, "TLS key file."),
-    _serve("ssl_certfile", Kind.PATH, None, "TLS certificate file."),
-    _serve("ssl_ca_certs", Kind.PATH, None, "TLS file of CA certificates."),
+    _serve("ssl_keyfile", Kind.PATH, "TLS key file."),
+    _serve("ssl_certfile", Kind.PATH, "TLS certificate file."),
+    _serve("ssl_ca_certs", Kind.PATH, "TLS file of CA certificates."),
     _serve(
         "ssl_cert_reqs",
-        _INT,
         0,
         "Whether clients need a certificate: 0 no, 1 optional, 2 yes (see module ssl).",
         minimum=0,
         maximum=2,
     ),
-    _serve("ssl_ciphers", _STR, None, "TLS ciphers, as OpenSSL names them."),
-    _serve("root_path", _STR, None, "Path prefix when behind a proxy."),
-    _serve("middleware", _LIST, (), "Import path of ASGI middleware; repeatable."),
+    _serve("ssl_ciphers", _STR, "TLS ciphers, as OpenSSL names them."),
+    _serve("root_path", _STR, "Path prefix when behind a proxy."),
+    _serve("middleware", (), "Import path of ASGI middleware; repeatable."),
     _vain(
         "disable_frontend_multiprocessing",
-        _BOOL,
         False,
         "Run the API in the engine's process.",
         reason="the engine has a process of its own; no answer depends on it.",
     ),
-    _serve("disable_log_requests", _BOOL, False, "Log no requests."),
+    _serve("disable_log_requests", False, "Log no requests."),
     _serve(
         "max_log_len",
         _INT,
-        None,
         "Most characters or token ids of a prompt in the log; 0 for none (default: all).",
         minimum=0,
     ),
     _serve(
         "otlp_traces_endpoint",
         _STR,
-        None,
         "Address that OpenTelemetry spans of requests are sent to, such as http://localhost:4317.",
     ),
     _later(
         "collect_detailed_traces",
         _STR,
-        None,
         "Parts to trace in detail: model, worker, all.",
         feature="tracing inside a step",
     ),
@@ -164,40 +149,34 @@ _MANUAL: tuple[ArgSpec, ...] = (
 _OURS: tuple[ArgSpec, ...] = (
     _serve(
         "log_format",
-        _STR,
         "text",
         "Form of the log: lines of text, or one JSON object on each line.",
         choices=("text", "json"),
     ),
     _serve(
         "log_stats_interval",
-        _FLOAT,
         10.0,
         "Seconds between the lines about throughput, which --disable-log-stats turns off.",
         above=0,
     ),
     _serve(
         "disable_uvicorn_access_log",
-        _BOOL,
         False,
         "Log no HTTP requests. Successful ones of monitors are logged with "
         "--uvicorn-log-level debug only.",
     ),
     _serve(
         "legacy_metric_names",
-        _BOOL,
         True,
         "Export metrics also under vLLM's names since 0.4, such as gpu_cache_usage_perc.",
     ),
     _serve(
         "log_prompts",
         _BOOL,
-        None,
         "Log the prompt of each request that is logged; default: yes, as in TACO-LLM.",
     ),
     _serve(
         "max_queued_requests",
-        _INT,
         1024,
         "Requests that may wait for a place; more are answered 503.",
         minimum=0,
@@ -206,30 +185,24 @@ _OURS: tuple[ArgSpec, ...] = (
     _serve(
         "request_timeout",
         _FLOAT,
-        None,
         "Seconds after which a request ends with what it has.",
         above=0,
     ),
     _serve(
         "header_timeout",
-        _FLOAT,
         10.0,
         "Seconds that a client has to send a request's headers.",
         above=0,
     ),
-    _serve(
-        "body_timeout", _FLOAT, 30.0, "Seconds that a client has to send a request's body.", above=0
-    ),
+    _serve("body_timeout", 30.0, "Seconds that a client has to send a request's body.", above=0),
     _serve(
         "write_timeout",
-        _FLOAT,
         60.0,
         "Seconds that a client may let one write of a stream wait; then its request is aborted.",
         above=0,
     ),
     _serve(
         "max_connections",
-        _INT,
         2048,
         "Connections at once; requests over more of them are answered 503.",
         minimum=1,
@@ -237,27 +210,23 @@ _OURS: tuple[ArgSpec, ...] = (
     _serve(
         "step_timeout",
         _FLOAT,
-        None,
         "Seconds without a sign of life after which the engine counts as hung (default: 30 on a "
         "GPU, 120 on a CPU).",
         above=0,
     ),
     _serve(
         "keep_alive_on_hang",
-        _BOOL,
         False,
         "Go on answering 503 when the engine hangs, instead of ending with code 70.",
     ),
     _serve(
         "shutdown_timeout",
-        _FLOAT,
         30.0,
         "Seconds that running requests get after the first SIGTERM or SIGHUP.",
         minimum=0,
     ),
     _serve(
         "drain_delay",
-        _FLOAT,
         0.0,
         "Seconds between SIGTERM, when /ready turns to 503, and the refusal of new requests.",
         minimum=0,
@@ -265,27 +234,23 @@ _OURS: tuple[ArgSpec, ...] = (
     _serve(
         "max_requests_per_key",
         _INT,
-        None,
         "Requests of one API key that may run at once; more are answered 429.",
         minimum=1,
     ),
     _serve(
         "max_requests_per_minute",
         _INT,
-        None,
         "Requests that one API key may send in a minute; more are answered 429.",
         minimum=1,
     ),
     _serve(
         "stream_interval",
-        _INT,
         1,
         "Tokens that a chunk of a stream waits for; the first and the last one come at once.",
         minimum=1,
     ),
     _serve(
         "stream_keep_alive",
-        _FLOAT,
         15.0,
         "Seconds after which a silent stream gets a comment; 0 for never.",
         minimum=0,
@@ -293,27 +258,23 @@ _OURS: tuple[ArgSpec, ...] = (
     ),
     _serve(
         "allowed_chat_template_kwargs",
-        _LIST,
         (),
         "Names that a request's chat_template_kwargs may set, besides the usual ones.",
     ),
-    _serve("strict_fields", _BOOL, False, "Unknown fields of a request are errors."),
+    _serve("strict_fields", False, "Unknown fields of a request are errors."),
     _serve(
         "enable_force_include_usage",
-        _BOOL,
         False,
         "Streams have token counts in each chunk and at the end without being asked.",
     ),
     _serve(
         "max_stored_responses",
-        _INT,
         0,
         "Responses of /v1/responses that are kept in memory for previous_response_id; 0 for none.",
         minimum=0,
     ),
     _serve(
         "max_stored_response_bytes",
-        _INT,
         256 << 20,
         "Bytes of the responses that are kept; those not used for longest are dropped.",
         minimum=1,
@@ -322,7 +283,6 @@ _OURS: tuple[ArgSpec, ...] = (
     _serve(
         "prefix_cache_isolation",
         _STR,
-        None,
         "Whose prompts find whose in the prefix cache (default: by key if there are several).",
         choices=("key", "none"),
     ),

@@ -119,18 +119,42 @@ def effective(name: str, kind: Kind, default: Any, help: str, **rest: Any) -> Ar
     return ArgSpec(name, kind, default, Status.EFFECTIVE, help, **rest)
 
 
+def argument(name: str, value: Any, help: str, *, kind: Kind | None = None, **rest: Any) -> ArgSpec:
+    """An argument whose value is checked and used, as the tables write it.
+
+    Args:
+        value: the default, whose type is that of the argument; or a `Kind`: the default is None.
+        kind: where the type of the default does not say it.
+    """
+    return effective(name, *_kind_and_default(value, kind), help, **rest)
+
+
 def obsolete(
-    name: str, kind: Kind, default: Any, help: str, *, reason: str, **rest: Any
+    name: str, value: Any, help: str, *, reason: str, kind: Kind | None = None, **rest: Any
 ) -> ArgSpec:
-    """An argument that is accepted without effect; `reason` says why it is not needed."""
-    return ArgSpec(name, kind, default, Status.OBSOLETE, help, reason=reason, **rest)
+    """An argument that is accepted without effect; `reason` says why it is not needed. `value` and
+    `kind`: see `argument`."""
+    typed = _kind_and_default(value, kind)
+    return ArgSpec(name, *typed, Status.OBSOLETE, help, reason=reason, **rest)
 
 
-def not_yet(
-    name: str, kind: Kind, default: Any, help: str, *, feature: str, **rest: Any
-) -> ArgSpec:
-    """An argument of a feature that is not available yet."""
-    return ArgSpec(name, kind, default, Status.NOT_YET, help, feature=feature, **rest)
+def not_yet(name: str, value: Any, help: str, *, feature: str, **rest: Any) -> ArgSpec:
+    """An argument of a feature that is not available yet. `value`: see `argument`."""
+    typed = _kind_and_default(value, None)
+    return ArgSpec(name, *typed, Status.NOT_YET, help, feature=feature, **rest)
+
+
+_KINDS: dict[type, Kind] = {
+    bool: Kind.BOOL,
+    int: Kind.INT,
+    float: Kind.FLOAT,
+    str: Kind.STR,
+    tuple: Kind.LIST,
+}
+
+
+def _kind_and_default(value: Any, kind: Kind | None) -> tuple[Kind, Any]:
+    return (value, None) if isinstance(value, Kind) else (kind or _KINDS[type(value)], value)
 
 
 def grouped(group: str, *specs: ArgSpec) -> tuple[ArgSpec, ...]:

@@ -16,7 +16,7 @@ from hetero_llm.config.args_features import (
     POOLING,
     SPECULATIVE,
 )
-from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped, not_yet, obsolete
+from hetero_llm.config.args_spec import ArgSpec, Kind, argument, grouped, not_yet, obsolete
 
 _BOOL, _INT, _FLOAT, _STR, _JSON = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.JSON
 
@@ -25,39 +25,34 @@ _OWN_THREADS = "tokenization needs no pool of workers."
 
 _MODEL = grouped(
     "Model",
-    effective(
+    argument(
         "model",
         Kind.PATH,
-        None,
         "Folder or Hugging Face name of the model; 'demo' is the embedded one.",
         required=True,
     ),
-    effective("revision", _STR, None, "Branch, tag or commit of the model to fetch."),
+    argument("revision", _STR, "Branch, tag or commit of the model to fetch."),
     not_yet(
         "code_revision",
         _STR,
-        None,
         "Branch, tag or commit of the model's remote code.",
         feature="pinning the revision of remote code",
     ),
-    effective(
+    argument(
         "trust_remote_code",
-        _BOOL,
         False,
         "Let code run that comes with the model or its tokenizer.",
     ),
-    effective(
+    argument(
         "model_impl",
-        _STR,
         "auto",
         "What computes the model: 'native' is our implementation, 'transformers' the class of that "
         "library with our attention; 'auto' is the first where there is one. Not in TACO-LLM.",
         choices=("auto", "native", "transformers"),
     ),
-    effective("download_dir", Kind.PATH, None, "Where to download; default: Hugging Face cache."),
-    effective(
+    argument("download_dir", Kind.PATH, "Where to download; default: Hugging Face cache."),
+    argument(
         "load_format",
-        _STR,
         "auto",
         "How weights are stored: 'auto' is safetensors, or a GGUF file if the model is one, 'pt' "
         "is pickled files (needs allow_pickle_weights), 'gguf' is the GGUF file in a folder; "
@@ -70,24 +65,21 @@ _MODEL = grouped(
         ),
         later_choices=("tensorizer", "sharded_state", "runai_streamer_sharded", "mistral"),
     ),
-    effective(
+    argument(
         "allow_pickle_weights",
-        _BOOL,
         False,
         "Read pickled weights (*.bin, *.pt) where there are no safetensors files. Nothing but "
         "tensors is unpickled, but the format invites attacks. Not in TACO-LLM.",
     ),
-    effective(
+    argument(
         "model_sha256",
         Kind.PATH,
-        None,
         "Manifest of the model's files, as sha256sum writes it, or the SHA-256 of the file "
         "SHA256SUMS in the model's folder: nothing else is served. `hetero-llm manifest` writes "
         "one. Not in TACO-LLM.",
     ),
-    effective(
+    argument(
         "config_format",
-        _STR,
         "auto",
         "Format of the model's configuration file.",
         choices=("auto", "hf"),
@@ -96,96 +88,85 @@ _MODEL = grouped(
     not_yet(
         "model_loader_extra_config",
         _JSON,
-        None,
         "Options for the loader of the chosen load format.",
         feature="a loader with options of its own",
         harmless=({},),
     ),
     obsolete(
         "ignore_patterns",
-        Kind.LIST,
         ("original/**/*",),
         "Patterns of files not to download with the model; repeatable.",
         reason="only the files that serving needs are downloaded.",
         many_words=True,
     ),
-    effective(
+    argument(
         "dtype",
-        Kind.DTYPE,
         "auto",
         "Type of weights and activations. 'auto' is the checkpoint's, but bfloat16 for float32 "
         "and, on the CPU, for float16. 'half' is float16, 'float' is float32.",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+        kind=Kind.DTYPE,
     ),
-    effective(
+    argument(
         "quantization",
         _STR,
-        None,
         "How the weights are quantized; default: what the checkpoint says. Plain weights are "
         "quantized while they are loaded by 'fp8' (a scale for each row), 'fp8_block' (for each "
         "128 x 128), 'ifq' (int8), 'ifq_nf4' (bitsandbytes) or 'int4'.",
         short=("-q",),
     ),
-    effective(
+    argument(
         "quantization_param_path",
         Kind.PATH,
-        None,
         "JSON file with the scaling factors of an FP8 KV cache (kv_cache_dtype=fp8), instead of "
         "those that the checkpoint may have.",
     ),
-    effective(
+    argument(
         "max_model_len",
         _INT,
-        None,
         "Longest context (prompt and output); default: what the model was made for.",
         minimum=1,
         suffixes=True,
     ),
-    effective(
+    argument(
         "rope_scaling",
         _JSON,
-        None,
         'RoPE scaling instead of the model\'s, such as {"rope_type": "linear", "factor": 2}.',
     ),
-    effective("rope_theta", _FLOAT, None, "RoPE base; default: the model's.", above=0),
-    effective(
+    argument("rope_theta", _FLOAT, "RoPE base; default: the model's.", above=0),
+    argument(
         "hf_overrides",
         _JSON,
-        None,
         "Keys of the model's config.json to add or to replace, such as "
         '{"max_position_embeddings": 4096}; mappings inside are merged.',
     ),
-    effective(
+    argument(
         "generation_config",
-        Kind.PATH,
         "auto",
         "Where requests get the sampling fields that they leave out: 'auto' is the model's "
         "generation_config.json, 'vllm' the defaults of SamplingParams, else a folder with such "
         "a file.",
         harmless=(None,),
+        kind=Kind.PATH,
     ),
-    effective(
+    argument(
         "override_generation_config",
         _JSON,
-        None,
         'Sampling fields that replace those of generation_config, such as {"temperature": 0.5}; '
         "stop_token_ids may be among them.",
     ),
-    effective(
+    argument(
         "disable_sliding_window",
-        _BOOL,
         False,
         "Attend to everything, and cap the context length at the model's window.",
     ),
-    effective(
+    argument(
         "limit_mm_per_prompt",
         Kind.COUNTS,
-        None,
         "Images allowed in each prompt, as image=16; default: one.",
     ),
-    effective(
+    argument(
         "allowed_media_domains",
-        Kind.LIST,
         (),
         "Hosts, as host or host:port, whose https URLs conversations may name as images; by "
         "default only data URIs are read.",
@@ -196,32 +177,28 @@ _MODEL = grouped(
 
 _TOKENIZER = grouped(
     "Tokenizer",
-    effective("tokenizer", Kind.PATH, None, "Folder or name of the tokenizer; default: the model."),
-    effective(
+    argument("tokenizer", Kind.PATH, "Folder or name of the tokenizer; default: the model."),
+    argument(
         "tokenizer_mode",
-        _STR,
         "auto",
         "'auto' takes the fast tokenizer if there is one, 'slow' never does.",
         choices=("auto", "slow"),
         later_choices=("mistral",),
     ),
-    effective("tokenizer_revision", _STR, None, "Branch, tag or commit of the tokenizer."),
-    effective(
+    argument("tokenizer_revision", _STR, "Branch, tag or commit of the tokenizer."),
+    argument(
         "skip_tokenizer_init",
-        _BOOL,
         False,
         "Load no tokenizer: prompts are token ids, and outputs have no text.",
     ),
     obsolete(
         "tokenizer_pool_size",
-        _INT,
         0,
         "Size of the pool for asynchronous tokenization.",
         reason=_OWN_THREADS,
     ),
     obsolete(
         "tokenizer_pool_type",
-        _STR,
         "ray",
         "Type of the tokenizer pool.",
         reason=_OWN_THREADS,
@@ -229,7 +206,6 @@ _TOKENIZER = grouped(
     obsolete(
         "tokenizer_pool_extra_config",
         _JSON,
-        None,
         "Options of the tokenizer pool.",
         reason=_OWN_THREADS,
     ),
@@ -237,16 +213,14 @@ _TOKENIZER = grouped(
 
 _MEMORY = grouped(
     "Device and memory",
-    effective(
+    argument(
         "device",
-        _STR,
         "auto",
         "Where the model runs; 'auto' is the GPU if there is one.",
         choices=("auto", "cpu", "cuda"),
     ),
-    effective(
+    argument(
         "gpu_memory_utilization",
-        _FLOAT,
         0.9,
         "Share of the GPU's memory for weights, activations and KV cache, in (0, 1]. "
         "On the CPU: share of the free host memory that the KV cache may take.",
@@ -254,31 +228,27 @@ _MEMORY = grouped(
         maximum=1,
         aliases=("device_memory_utilization",),
     ),
-    effective(
+    argument(
         "block_size",
-        _INT,
         16,
         "Tokens in one KV cache block.",
         choices=(8, 16, 32),
         harmless=(None,),
     ),
-    effective(
+    argument(
         "num_gpu_blocks_override",
         _INT,
-        None,
         "Number of KV cache blocks on the device, instead of what fits in memory.",
         minimum=1,
     ),
-    effective(
+    argument(
         "enable_prefix_caching",
-        _BOOL,
         True,
         "Reuse the KV cache of prompts that start alike.",
         harmless=(None,),
     ),
-    effective(
+    argument(
         "kv_cache_dtype",
-        _STR,
         "auto",
         "Type of the KV cache: 'auto' is the model's, or fp8 on a GPU if the checkpoint has a KV "
         "cache scheme; 'fp8' (e4m3, with the scales of the checkpoint or of "
@@ -295,29 +265,27 @@ _MEMORY = grouped(
     ),
     obsolete(
         "swap_space",
-        _FLOAT,
         4,
         "Host memory (GiB) for swapped-out requests.",
         reason="a preempted request is computed again, with the help of the prefix cache.",
+        kind=_FLOAT,
     ),
-    effective(
+    argument(
         "conservative_dry_run",
-        _BOOL,
         False,
         "Size the KV cache by what the driver reports at the fullest moment of the profile run, "
         "memory that kernels take for themselves included. For runs that end out of memory.",
     ),
-    effective(
+    argument(
         "cpu_offload_gb",
-        _FLOAT,
         0,
         "GiB of weights to keep in pinned host memory, for each GPU of the model; each step copies "
         "them to the GPU. Needs one.",
         minimum=0,
+        kind=_FLOAT,
     ),
-    effective(
+    argument(
         "cpu_backend",
-        _STR,
         "native",
         "What runs the model on a CPU: our compiled executor, torch, or torch with the matrix "
         "products of Intel's extension (IPEX; needs an installation that fits torch). Models that "
@@ -325,9 +293,8 @@ _MEMORY = grouped(
         "by torch.",
         choices=("native", "torch", "ipex"),
     ),
-    effective(
+    argument(
         "cpu_weight_dtype",
-        _STR,
         "auto",
         "How the native CPU backend holds weights: 'auto' is the model's type, 'int8' rounds "
         "them to 8 bits with one scale for each output, 'int4' to 4 bits with a scale and a zero "
@@ -335,16 +302,14 @@ _MEMORY = grouped(
         "checkpoint stay as they are, and with 'int8' and 'int4' the blocks of a GGUF file.",
         choices=("auto", "int8", "int4"),
     ),
-    effective(
+    argument(
         "cpu_threads",
         _INT,
-        None,
         "Threads of a model on the CPU; default: one for each usable core.",
         minimum=1,
     ),
     obsolete(
         "use_v2_block_manager",
-        _BOOL,
         False,
         "Use the second block manager.",
         reason="there is one block manager, and it does what this one did.",
@@ -353,75 +318,65 @@ _MEMORY = grouped(
 
 _SCHEDULING = grouped(
     "Scheduling and execution",
-    effective(
+    argument(
         "max_num_batched_tokens",
         _INT,
-        None,
         "Most tokens in one step; default: chosen for the device.",
         minimum=1,
         suffixes=True,
     ),
-    effective(
+    argument(
         "max_num_seqs",
         _INT,
-        None,
         "Most sequences in one step; default: 256, or max_num_batched_tokens if that is smaller.",
         minimum=1,
     ),
-    effective(
+    argument(
         "enable_chunked_prefill",
         _BOOL,
-        None,
         "Spread long prompts over several steps; on unless switched off.",
         optional_value=True,
     ),
-    effective(
+    argument(
         "max_logprobs",
-        _INT,
         20,
         "Most log probabilities per token that a request may ask for; -1 is no limit.",
         minimum=-1,
     ),
-    effective(
+    argument(
         "seed",
-        _INT,
         0,
         "Seed of everything random; requests without a seed of their own derive it from this.",
         minimum=0,
         maximum=2**64 - 1,
         harmless=(None,),
     ),
-    effective(
+    argument(
         "enforce_eager",
         _BOOL,
-        None,
         "Never use CUDA graphs: ready sooner, slower steps. Default: use them on a GPU.",
     ),
-    effective(
+    argument(
         "batch_invariant",
-        _BOOL,
         False,
         "Compute each row in the same way whatever shares its batch: slower, but the output "
         "does not depend on other requests. Not in TACO-LLM.",
     ),
-    effective("disable_log_stats", _BOOL, False, "Log no throughput statistics."),
+    argument("disable_log_stats", False, "Log no throughput statistics."),
     obsolete(
         "num_scheduler_steps",
-        _INT,
         1,
         "Steps taken for one call of the scheduler.",
         reason="every step is scheduled on its own.",
     ),
     obsolete(
         "scheduler_delay_factor",
-        _FLOAT,
         0.0,
         "Delay before the next prompt is scheduled, in units of the last prompt's latency.",
         reason="prompts join running requests in one step, so that waiting saves nothing.",
     ),
     obsolete(
         "num_lookahead_slots",
-        _INT,
         0,
         "KV slots reserved for each sequence beyond its tokens.",
         reason="the scheduler reserves the slots that each step needs.",
@@ -429,20 +384,17 @@ _SCHEDULING = grouped(
     obsolete(
         "preemption_mode",
         _STR,
-        None,
         "What becomes of a preempted request: 'recompute' or 'swap'.",
         reason="a preempted request is always computed again ('recompute').",
     ),
     obsolete(
         "disable_async_output_proc",
-        _BOOL,
         False,
         "Process outputs in step with the model.",
         reason="the order of output processing changes no result.",
     ),
     obsolete(
         "max_seq_len_to_capture",
-        _INT,
         8192,
         "Longest context covered by CUDA graphs.",
         reason=_GRAPH_LENGTH,
@@ -450,14 +402,12 @@ _SCHEDULING = grouped(
     obsolete(
         "max_context_len_to_capture",
         _INT,
-        None,
         "Older name of max_seq_len_to_capture.",
         reason=_GRAPH_LENGTH,
     ),
     obsolete(
         "override_neuron_config",
         _JSON,
-        None,
         "Configuration of Neuron devices.",
         reason="Neuron devices are not supported.",
     ),

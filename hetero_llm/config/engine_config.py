@@ -4,27 +4,18 @@ Values that are resolved at start-up (number of blocks, device) are passed as pl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from hetero_llm.config.constraints_config import ConstraintsConfig as ConstraintsConfig
-from hetero_llm.config.constraints_config import constraints_from_args
-from hetero_llm.config.expert_config import ExpertConfig as ExpertConfig
-from hetero_llm.config.expert_config import experts_from_args
-from hetero_llm.config.kv_events_config import KvEventsConfig as KvEventsConfig
-from hetero_llm.config.kv_events_config import kv_events_from_args
-from hetero_llm.config.lora_config import LoraConfig as LoraConfig
-from hetero_llm.config.lora_config import lora_from_args
-from hetero_llm.config.offload_config import OffloadConfig as OffloadConfig
-from hetero_llm.config.offload_config import offload_from_args
-from hetero_llm.config.parallel_config import ParallelConfig as ParallelConfig
-from hetero_llm.config.parallel_config import parallel_from_args
-from hetero_llm.config.pooling_config import PoolingConfig as PoolingConfig
-from hetero_llm.config.pooling_config import pooling_from_args
-from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig as PromptAdapterConfig
-from hetero_llm.config.prompt_adapter_config import prompt_adapters_from_args
-from hetero_llm.config.speculation_config import SpeculationConfig as SpeculationConfig
-from hetero_llm.config.speculation_config import speculation_from_args
+from hetero_llm.config.constraints_config import ConstraintsConfig, constraints_from_args
+from hetero_llm.config.expert_config import ExpertConfig, experts_from_args
+from hetero_llm.config.kv_events_config import KvEventsConfig, kv_events_from_args
+from hetero_llm.config.lora_config import LoraConfig, lora_from_args
+from hetero_llm.config.offload_config import OffloadConfig, offload_from_args
+from hetero_llm.config.parallel_config import ParallelConfig, parallel_from_args
+from hetero_llm.config.pooling_config import PoolingConfig, pooling_from_args
+from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig, prompt_adapters_from_args
+from hetero_llm.config.speculation_config import SpeculationConfig, speculation_from_args
 from hetero_llm.core.errors import ConfigError
 
 _MAX_NUM_SEQS = 256
@@ -66,6 +57,14 @@ class LoadConfig:
     quantization: str | None = None
     model_impl: str = "auto"
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def refuse_native_options(self, class_name: str, *names: str) -> None:
+        """Raises ConfigError: one of these fields is given, and transformers' class of this name
+        runs the model."""
+        for name in names:
+            if getattr(self, name) not in (None, 0):
+                reason = f"needs a native implementation, and {class_name} runs on transformers"
+                raise ConfigError(name, getattr(self, name), reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,31 +184,15 @@ class EngineConfig:
         model = args["model"]
         if not model:
             raise ConfigError("model", model, "a folder or a hub id is needed")
-        load = LoadConfig(
-            model=model,
-            tokenizer=args["tokenizer"] or model,
-            tokenizer_mode=args["tokenizer_mode"],
-            skip_tokenizer_init=args["skip_tokenizer_init"],
-            trust_remote_code=args["trust_remote_code"],
-            revision=args["revision"],
+        load = _same_names(LoadConfig, args) | {
+            "tokenizer": args["tokenizer"] or model,
             # The model's revision means nothing in another repository.
-            tokenizer_revision=args["tokenizer_revision"]
+            "tokenizer_revision": args["tokenizer_revision"]
             or (args["revision"] if args["tokenizer"] in (None, model) else None),
-            download_dir=args["download_dir"],
-            load_format=_LOAD_FORMATS.get(args["load_format"], args["load_format"]),
-            allow_pickle_weights=args["allow_pickle_weights"],
-            model_sha256=args["model_sha256"],
-            dtype=args["dtype"],
-            device=args["device"],
-            rope_scaling=args["rope_scaling"],
-            rope_theta=args["rope_theta"],
-            disable_sliding_window=args["disable_sliding_window"],
-            cpu_offload_gb=args["cpu_offload_gb"],
-            seed=args["seed"],
-            model_impl=args["model_impl"],
-            hf_overrides=args["hf_overrides"] or {},
-            quantization=_quantization(args["load_format"], args["quantization"]),
-        )
+            "load_format": _LOAD_FORMATS.get(args["load_format"], args["load_format"]),
+            "hf_overrides": args["hf_overrides"] or {},
+            "quantization": _quantization(args["load_format"], args["quantization"]),
+        }
         cache = CacheConfig(
             block_size=args["block_size"],
             dtype=args["kv_cache_dtype"],
@@ -219,23 +202,16 @@ class EngineConfig:
             enable_prefix_caching=args["enable_prefix_caching"],
             scales_path=args["quantization_param_path"],
         )
+        own = _same_names(EngineConfig, args) | {
+            "max_num_seqs": _max_num_seqs(args["max_num_seqs"], args["max_num_batched_tokens"]),
+            "enable_chunked_prefill": args["enable_chunked_prefill"] is not False,
+            "enforce_eager": bool(args["enforce_eager"]),
+        }
         return EngineConfig(
-            load=load,
+            **own,
+            load=LoadConfig(**load),
             cache=cache,
-            cpu=CpuConfig(
-                backend=args["cpu_backend"],
-                weight_dtype=args["cpu_weight_dtype"],
-                threads=args["cpu_threads"],
-            ),
-            max_model_len=args["max_model_len"],
-            max_num_seqs=_max_num_seqs(args["max_num_seqs"], args["max_num_batched_tokens"]),
-            max_num_batched_tokens=args["max_num_batched_tokens"],
-            enable_chunked_prefill=args["enable_chunked_prefill"] is not False,
-            max_logprobs=args["max_logprobs"],
-            batch_invariant=args["batch_invariant"],
-            enforce_eager=bool(args["enforce_eager"]),
-            disable_log_stats=args["disable_log_stats"],
-            seed=args["seed"],
+            cpu=CpuConfig(args["cpu_backend"], args["cpu_weight_dtype"], args["cpu_threads"]),
             speculation=speculation_from_args(args),
             offload=offload_from_args(args),
             max_images=_max_images(args["limit_mm_per_prompt"]),
@@ -279,6 +255,11 @@ class EngineConfig:
                 "`hetero-llm serve`, or one process for each device"
             )
             raise ConfigError("data_parallel_size", self.num_replicas, reason)
+
+
+def _same_names(config: type, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that have the name of a field of the configuration."""
+    return {field.name: args[field.name] for field in fields(config) if field.name in args}
 
 
 def _num_replicas(size: int, local: int | None) -> int:

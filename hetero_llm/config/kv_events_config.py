@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,14 +44,10 @@ class KvEventsConfig:
         if not replica:
             return self
         replay = self.replay_endpoint
-        return KvEventsConfig(
-            _moved(self.endpoint, replica),
-            None if replay is None else _moved(replay, replica),
-            self.buffer_steps,
-            self.hwm,
-            self.max_queue_size,
-            self.topic,
-            self.event_format,
+        return dataclasses.replace(
+            self,
+            endpoint=_moved(self.endpoint, replica),
+            replay_endpoint=None if replay is None else _moved(replay, replica),
         )
 
 
@@ -94,17 +91,13 @@ def _check(name: str, value: Any) -> None:
             return
         if not isinstance(value, str) or not value.startswith(_SCHEMES):
             raise ConfigError(field, value, "must begin with tcp://, ipc:// or inproc://")
-        if value.startswith("tcp://") and not _port(value).isdecimal():
+        if value.startswith("tcp://") and not value.rpartition(":")[2].isdecimal():
             raise ConfigError(field, value, "must end with a port")
     elif name == "event_format":
         if value not in _FORMATS:
             raise ConfigError(field, value, "must be 'array' or 'map'")
     elif not isinstance(value, str):
         raise ConfigError(field, value, "must be a text")
-
-
-def _port(endpoint: str) -> str:
-    return endpoint.rpartition(":")[2]
 
 
 def _moved(endpoint: str, replica: int) -> str:

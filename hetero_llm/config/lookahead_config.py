@@ -171,15 +171,6 @@ class Given(NamedTuple):
     value: Any
 
 
-def load_lookahead_config(folder: str | None) -> LookaheadConfig:
-    """The configuration in a folder; the defaults if the folder is None or has no such file.
-
-    Raises:
-        ConfigError: As `read_lookahead_file` and `lookahead_config`.
-    """
-    return lookahead_config({} if folder is None else read_lookahead_file(folder))
-
-
 def lookahead_config(given: Mapping[str, Given]) -> LookaheadConfig:
     """The configuration with some keys given.
 

@@ -115,16 +115,23 @@ _MAPPING_ROWS: dict[str, ArgSpec] = {
 _LATER_KEYS = ("draft_tensor_parallel_size", "quantization")
 """Keys of vLLM's for draft models that are not available yet."""
 
-_NEEDED = {
-    _COUNT: f"a draft model, speculative_model={_NGRAM_NAMES[0]!r} or the lookahead cache",
-    _LONGEST: f"speculative_model={_NGRAM_NAMES[0]!r}",
-    _SHORTEST: f"speculative_model={_NGRAM_NAMES[0]!r}",
-    **dict.fromkeys(
-        (_MOST_SEQUENCES, *_OF_ACCEPTANCE), "drafts of some kind, such as the lookahead cache"
-    ),
-    **dict.fromkeys((*_OF_WORKER, _LONGEST_TEXT, _REVISION), "a draft model (speculative_model)"),
+_ANY = frozenset((NGRAM, LOOKAHEAD, DRAFT_MODEL))
+_OF_ALL = (_ANY, "drafts of some kind, such as the lookahead cache")
+_OF_NGRAM = (frozenset((NGRAM,)), f"speculative_model={_NGRAM_NAMES[0]!r}")
+_OF_MODEL = (frozenset((DRAFT_MODEL,)), "a draft model (speculative_model)")
+_OF_CACHE = (
+    frozenset((LOOKAHEAD,)),
+    "the lookahead cache (use_lookahead or lookahead_cache_config_dir)",
+)
+_NEEDS = {
+    _COUNT: (_ANY, f"a draft model, {_OF_NGRAM[1]} or the lookahead cache"),
+    _LONGEST: _OF_NGRAM,
+    _SHORTEST: _OF_NGRAM,
+    **dict.fromkeys((_MOST_SEQUENCES, *_OF_ACCEPTANCE), _OF_ALL),
+    **dict.fromkeys((*_OF_WORKER, _LONGEST_TEXT, _REVISION, _MODEL), _OF_MODEL),
 }
-_NEEDED_ELSE = "the lookahead cache (use_lookahead or lookahead_cache_config_dir)"
+"""Methods one of which each value needs to have an effect, and their names in errors; all other
+values need the lookahead cache."""
 
 
 def speculation_from_args(args: Mapping[str, Any]) -> SpeculationConfig | None:
@@ -288,18 +295,10 @@ def _together(methods: list[tuple[str, Given]]) -> frozenset[str]:
 
 def _refuse_idle(given: Mapping[str, Given], methods: frozenset[str]) -> None:
     """Raises ConfigError for a value that has no effect with these methods."""
-    of_model = (*_OF_WORKER, _LONGEST_TEXT, _REVISION, _MODEL)
     for name, (path, value) in given.items():
-        if name in (_COUNT, _MOST_SEQUENCES, *_OF_ACCEPTANCE):
-            idle = not methods
-        elif name in (_LONGEST, _SHORTEST):
-            idle = NGRAM not in methods
-        elif name in of_model:
-            idle = DRAFT_MODEL not in methods
-        else:
-            idle = LOOKAHEAD not in methods
-        if idle:
-            raise ConfigError(path, value, f"needs {_NEEDED.get(name, _NEEDED_ELSE)}")
+        needed, words = _NEEDS.get(name, _OF_CACHE)
+        if not needed & methods:
+            raise ConfigError(path, value, f"needs {words}")
 
 
 def _draft_model(

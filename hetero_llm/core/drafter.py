@@ -39,7 +39,6 @@ class Drafter(Protocol):
     def idle(self) -> bool:
         """Whether it expects to propose nothing. Then `propose` is not called, and a step may be
         launched before the tokens of the last one are known."""
-        ...
 
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         """Drafts for sequences all of whose tokens are known.
@@ -52,21 +51,17 @@ class Drafter(Protocol):
         Returns:
             One draft for each sequence, in order; drafts may be empty.
         """
-        ...
 
     def close(self, request: Request) -> None:
         """Drops the state of an ended request, whose tokens are final; `propose` may not have seen
         it."""
-        ...
 
     def observe_step(self, report: StepReport) -> None:
         """Reports a finished step without prompt chunks."""
-        ...
 
     def run_deferred(self) -> None:
         """Does work that the next proposals do not need; called once a step while the device
         works."""
-        ...
 
 
 ROW, NUM_KNOWN, MAX_KNOWN, NUM_WRITABLE, FIRST_END_ID = range(5)
@@ -107,7 +102,6 @@ class ArrayDrafter(Protocol):
             [S] a number for each sequence, for the next `propose_next`; None if that must not be
             called for these.
         """
-        ...
 
     def propose_next(
         self,
@@ -132,7 +126,6 @@ class ArrayDrafter(Protocol):
             token. Then nothing was taken in. What was taken in is not passed to `propose` again,
             even if the step comes to nothing.
         """
-        ...
 
 
 @runtime_checkable
@@ -149,7 +142,6 @@ class CostAware(Protocol):
             launches_ahead: whether the engine launches steps ahead while the drafter is idle.
                 Otherwise it waits before these steps, too, but for the drafter.
         """
-        ...
 
 
 @runtime_checkable
@@ -159,7 +151,6 @@ class PromptObserver(Protocol):
     def prompts_started(self, sequences: list[Sequence]) -> None:
         """Called while the device works, once for each sequence whose prompt a launched step has
         begun to compute. Sequences that fork from another first appear in `propose`."""
-        ...
 
 
 @runtime_checkable
@@ -168,8 +159,6 @@ class BackgroundDrafter(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """Counters and states of the worker, flat."""
-        ...
 
     def shut_down(self) -> None:
         """Ends the worker."""
-        ...

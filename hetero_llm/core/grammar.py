@@ -32,19 +32,15 @@ class GrammarMatcher(Protocol):
     @property
     def error(self) -> str | None:
         """Why the grammar can no longer be followed (a limit of its parser); None: it can."""
-        ...
 
     def observe(self, token_id: int) -> None:
         """Takes in the next output token. One that the grammar refuses is an error."""
-        ...
 
     def try_observe(self, token_id: int) -> bool:
         """Takes in the next token of a draft. False: the grammar refuses it; nothing changes."""
-        ...
 
     def copy(self) -> GrammarMatcher:
         """A state of its own that has taken in the same tokens."""
-        ...
 
     def fill_mask(self, mask: NDArray[np.int32]) -> bool:
         """Writes which tokens may come next: bit i of word w stands for token 32 w + i.
@@ -55,7 +51,6 @@ class GrammarMatcher(Protocol):
         Returns:
             False: all tokens may come, since the grammar has not begun.
         """
-        ...
 
 
 OpenMatcher = Callable[[Grammar, Sequence[int]], GrammarMatcher]
@@ -67,7 +62,6 @@ class DraftGrammar(Protocol):
 
     def observe(self, token_id: int) -> None:
         """Takes in the next output token."""
-        ...
 
     def constrained(
         self, token_ids: Sequence[int], parents: Sequence[int], most: int
@@ -82,7 +76,6 @@ class DraftGrammar(Protocol):
             Token ids and parents of the nodes, and how many of them are forced: only they can
             follow what is before them.
         """
-        ...
 
 
 OpenDraftGrammar = Callable[[Grammar, Sequence[int]], DraftGrammar]

@@ -5,10 +5,13 @@ LoRA: "LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al. 2021).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from hetero_llm.core.errors import AdapterError
+from hetero_llm.core.errors import AdapterError, RequestError
+
+R = TypeVar("R")
 
 NO_ADAPTER = -1
 """In the place of an adapter slot: the base model alone."""
@@ -38,17 +41,7 @@ class LoRARequest:
     load_inplace: bool = False
 
     def __post_init__(self) -> None:
-        name, number = self.lora_name, self.lora_int_id
-        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
-            reason = f"must be a string of 1 to {_LONGEST_NAME} characters"
-            raise AdapterError("lora_name", name, reason)
-        if not name.isprintable():
-            raise AdapterError("lora_name", name, "holds a character that cannot be printed")
-        if type(number) is not int or not 1 <= number < 1 << 31:
-            raise AdapterError("lora_int_id", number, "must be an integer of at least 1")
-        path = self.lora_path
-        if not isinstance(path, str) or not path or "\0" in path:
-            raise AdapterError("lora_path", path, "must be the path of a folder")
+        check_adapter_fields(self, "lora_name", "lora_int_id", "lora_path")
         if self.long_lora_max_len is not None:
             reason = "adapters with a longer context than their base are not available yet"
             raise AdapterError("long_lora_max_len", self.long_lora_max_len, reason)
@@ -108,19 +101,51 @@ class AdapterMemory(Protocol):
         Raises:
             AdapterError: its files have gone or changed.
         """
-        ...
 
     def release(self, adapter: AdapterRef) -> None:
         """Ends a `hold`."""
-        ...
 
 
-def check_lora_request(value: Any) -> LoRARequest:
+def check_adapter_fields(
+    request: object, name_field: str, number_field: str, path_field: str
+) -> None:
+    """Raises AdapterError: one of these fields of a request has a value that no adapter has."""
+    name, number, path = (getattr(request, one) for one in (name_field, number_field, path_field))
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+        reason = f"must be a string of 1 to {_LONGEST_NAME} characters"
+        raise AdapterError(name_field, name, reason)
+    if not name.isprintable():
+        raise AdapterError(name_field, name, "holds a character that cannot be printed")
+    if type(number) is not int or not 1 <= number < 1 << 31:
+        raise AdapterError(number_field, number, "must be an integer of at least 1")
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise AdapterError(path_field, path, "must be the path of a folder")
+
+
+def check_request(value: Any, kind: type[R], field: str) -> R:
     """Returns the value.
 
     Raises:
-        AdapterError: it is no `LoRARequest`.
+        AdapterError: it is no `kind`.
     """
-    if not isinstance(value, LoRARequest):
-        raise AdapterError("lora_request", value, "must be a LoRARequest")
+    if not isinstance(value, kind):
+        raise AdapterError(field, value, f"must be a {kind.__name__}")
     return value
+
+
+def pair_requests(given: Any, count: int, kind: type[R], field: str) -> list[R | None]:
+    """One request of an adapter (or none) for all prompts, or a list with one or None for each.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if given is None or isinstance(given, kind):
+        return [given] * count
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
+        raise RequestError(field, given, f"must be one {kind.__name__} or a list of {count}")
+    return [None if one is None else check_request(one, kind, field) for one in given]
+
+
+def check_lora_request(value: Any) -> LoRARequest:
+    """See `check_request`."""
+    return check_request(value, LoRARequest, "lora_request")

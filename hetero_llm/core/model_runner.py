@@ -18,12 +18,9 @@ class ModelRunner(Protocol[P]):
 
     def launch(self, step: SchedulerOutput) -> P:
         """Starts a step without waiting for the device; the result is for `finish`."""
-        ...
 
     def set_open_matcher(self, open_matcher: OpenMatcher) -> None:
         """Sets what opens the grammars of admitted sequences; call it before one has any."""
-        ...
 
     def finish(self, pending: P) -> ModelRunnerOutput:
         """Waits for a launched step, and for no later one, and returns its output."""
-        ...

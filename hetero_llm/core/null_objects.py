@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def do_nothing(*_: object) -> None:
+def do_nothing(*_: object, **__: object) -> None:
     pass
 
 

@@ -5,20 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hetero_llm.core.errors import AdapterError, RequestError
+from hetero_llm.core.errors import AdapterError
 from hetero_llm.core.images import PromptImage, PromptImages
+from hetero_llm.core.lora import check_adapter_fields, check_request, pair_requests
 
 VIRTUAL_TOKEN = 0
 """The id that stands in a sequence for each virtual token, as in vLLM."""
 EMBEDDINGS = "embeddings"
 """The name of a virtual prompt's array in its `PromptImage`."""
-_LONGEST_NAME = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +41,8 @@ class PromptAdapterRequest:
     prompt_adapter_num_virtual_tokens: int
 
     def __post_init__(self) -> None:
-        name, number = self.prompt_adapter_name, self.prompt_adapter_id
-        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
-            reason = f"must be a string of 1 to {_LONGEST_NAME} characters"
-            raise AdapterError("prompt_adapter_name", name, reason)
-        if not name.isprintable():
-            reason = "holds a character that cannot be printed"
-            raise AdapterError("prompt_adapter_name", name, reason)
-        if type(number) is not int or not 1 <= number < 1 << 31:
-            raise AdapterError("prompt_adapter_id", number, "must be an integer of at least 1")
-        path = self.prompt_adapter_local_path
-        if not isinstance(path, str) or not path or "\0" in path:
-            raise AdapterError("prompt_adapter_local_path", path, "must be the path of a folder")
+        fields = "prompt_adapter_name", "prompt_adapter_id", "prompt_adapter_local_path"
+        check_adapter_fields(self, *fields)
         count = self.prompt_adapter_num_virtual_tokens
         if type(count) is not int or count < 1:
             reason = "must be an integer of at least 1"
@@ -96,25 +85,10 @@ class VirtualPrompt:
 
 
 def check_prompt_adapter_request(value: Any) -> PromptAdapterRequest:
-    """Returns the value.
-
-    Raises:
-        AdapterError: it is no `PromptAdapterRequest`.
-    """
-    if not isinstance(value, PromptAdapterRequest):
-        raise AdapterError("prompt_adapter_request", value, "must be a PromptAdapterRequest")
-    return value
+    """See `check_request`."""
+    return check_request(value, PromptAdapterRequest, "prompt_adapter_request")
 
 
 def pair_prompt_adapters(given: Any, count: int) -> list[PromptAdapterRequest | None]:
-    """One `PromptAdapterRequest` (or none) for all prompts, or a list with one or None for each.
-
-    Raises:
-        RequestError: it is neither.
-    """
-    if given is None or isinstance(given, PromptAdapterRequest):
-        return [given] * count
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
-        reason = f"must be one PromptAdapterRequest or a list of {count}"
-        raise RequestError("prompt_adapter_request", given, reason)
-    return [None if one is None else check_prompt_adapter_request(one) for one in given]
+    """See `pair_requests`."""
+    return pair_requests(given, count, PromptAdapterRequest, "prompt_adapter_request")

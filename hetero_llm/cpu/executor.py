@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from hetero_llm.core.lora import NO_ADAPTER
+from hetero_llm.cpu import native
 from hetero_llm.cpu.core_watch import CoreWatch
 from hetero_llm.cpu.weight_forms import (
     HEAD_FORMATS,
     Form,
-    KeptMatrix,
     describe_others,
     form_of,
     keep,
@@ -37,7 +37,7 @@ from hetero_llm.models.configs.mixture import MixtralConfig, Qwen2MoeConfig, Qwe
 from hetero_llm.models.layers import CausalLM, Linear
 from hetero_llm.models.llama import LlamaForCausalLM
 from hetero_llm.models.mixtral import MixtralBlock, MixtralForCausalLM
-from hetero_llm.models.qwen2_moe import Qwen2MoeBlock, Qwen2MoeForCausalLM
+from hetero_llm.models.qwen2_moe import Qwen2MoeForCausalLM
 from hetero_llm.models.qwen3_moe import Qwen3MoeForCausalLM
 from hetero_llm.models.registry import model_class
 from hetero_llm.quantization.matrix import (
@@ -75,7 +75,6 @@ _OUTSIDE_LAYERS = -1
 # Of a layer, in the order of `hetero_executor_new`'s forms.
 _LAYER_MATRICES = (_QKV, _OUT, _GATE_UP, _DOWN, _ROUTER, _EXPERTS_GATE_UP, _EXPERTS_DOWN)
 _EXPERTS = (_EXPERTS_GATE_UP, _EXPERTS_DOWN)
-_MIXTURES = (MixtralBlock, Qwen2MoeBlock)
 _ROUTERS = (_ROUTER, _SHARED_GATE)  # of the type of the model, whatever other weights have
 # In the order of `HeteroAdapterProduct.product`.
 _ADAPTED = (_QKV, _OUT, _GATE_UP, _DOWN, _ROUTER, _SHARED_GATE)
@@ -98,7 +97,7 @@ class _Model(ctypes.Structure):
 
 
 class _Form(ctypes.Structure):
-    """`HeteroForm`."""
+    """`Form` of csrc/step/matmul.h."""
 
     _fields_ = [(name, _LONG) for name in ("format", "group", "half_scales", "zeros")]
 
@@ -266,6 +265,20 @@ class StepSamples:
     positions: np.ndarray
     sample_indices: np.ndarray
     masks: SampleMasks | None = None
+
+    @classmethod
+    def plain(cls, after: np.ndarray, mode: int) -> StepSamples:
+        """A sample without noise after each of these tokens of a step."""
+        count = len(after)
+        zeros = np.zeros(count, np.int32)
+        return cls(
+            token_indices=np.ascontiguousarray(after, np.int32),
+            modes=np.full(count, mode, np.uint8),
+            temperatures=np.ones(count, np.float32),
+            seeds=np.zeros(count, np.uint64),
+            positions=zeros,
+            sample_indices=zeros,
+        )
 
     def __post_init__(self) -> None:
         _check(self, _SAMPLES)
@@ -491,19 +504,6 @@ class Executor:
         self._call(inputs, samples, tokens)
         return tokens
 
-    def candidates(
-        self, inputs: StepInput, samples: StepSamples, count: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Runs a step whose samples all are `CANDIDATES`, for the `count` likeliest tokens of each.
-
-        Returns:
-            `Candidates.tokens` and `log_probs`.
-        """
-        assert (samples.modes == CANDIDATES).all()
-        found = Candidates.empty(len(samples.modes), count)
-        self._call(inputs, samples, np.empty(0, np.int64), candidates=found)
-        return found.tokens, found.log_probs
-
     def prepare(
         self,
         inputs: StepInput,
@@ -551,17 +551,8 @@ class Executor:
         Returns:
             [N, vocab] float32 logits after these tokens.
         """
-        count = len(after)
-        zeros = np.zeros(count, np.int32)
-        samples = StepSamples(
-            token_indices=np.ascontiguousarray(after, np.int32),
-            modes=np.full(count, LOGITS_ONLY, np.uint8),
-            temperatures=np.ones(count, np.float32),
-            seeds=np.zeros(count, np.uint64),
-            positions=zeros,
-            sample_indices=zeros,
-        )
-        logits = torch.empty(count, self._vocab_size)
+        samples = StepSamples.plain(after, LOGITS_ONLY)
+        logits = torch.empty(len(after), self._vocab_size)
         self._call(inputs, samples, np.empty(0, np.int64), logits=logits)
         return logits
 
@@ -571,7 +562,6 @@ class Executor:
         samples: StepSamples,
         tokens: np.ndarray,
         *,
-        candidates: Candidates | None = None,
         logits: torch.Tensor | None = None,
     ) -> None:
         trees = inputs.is_tree != 0
@@ -582,7 +572,7 @@ class Executor:
         self._check_masks(samples.masks)
         if samples.masks is not None:
             assert (samples.masks.rows < len(samples.masks.words)).all()
-        step = _step(inputs, samples, tokens, candidates)
+        step = _step(inputs, samples, tokens, None)
         step.num_tokens, step.num_sequences = len(inputs.token_ids), len(inputs.request_slots)
         step.num_samples = len(samples.modes)
         step.adapter_slots = self._slots_address(inputs.adapter_slots)
@@ -634,26 +624,23 @@ def _step(
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    library.hetero_executor_new.restype = _POINTER
-    library.hetero_executor_new.argtypes = [
-        *(_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG)
-    ]
-    library.hetero_executor_slept.restype = _LONG
-    library.hetero_executor_slept.argtypes = [_POINTER]
-    library.hetero_executor_free.restype = None
-    library.hetero_executor_free.argtypes = [_POINTER]
-    library.hetero_executor_set.restype = _LONG
-    library.hetero_executor_set.argtypes = [
-        *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _LONG, _LONG)
-    ]
-    library.hetero_executor_set_quantized.restype = _LONG
-    library.hetero_executor_set_quantized.argtypes = [_POINTER, _LONG, _LONG, _LONG, _POINTER]
-    library.hetero_executor_make_slots.restype = None
-    library.hetero_executor_make_slots.argtypes = [_POINTER, _LONG, _LONG]
-    library.hetero_executor_fill_slot.restype = _LONG
-    library.hetero_executor_fill_slot.argtypes = [_POINTER, _LONG, _POINTER]
-    library.hetero_executor_step.restype = None
-    library.hetero_executor_step.argtypes = [_POINTER, _POINTER]
+    native.declare_functions(
+        library,
+        "hetero_executor_",
+        {
+            "new": (
+                _POINTER,
+                [_POINTER] * 3 + [_LONG] + [_POINTER] * 2 + [_LONG] + [_POINTER] * 2 + [_LONG],
+            ),
+            "slept": (_LONG, [_POINTER]),
+            "free": (None, [_POINTER]),
+            "set": (_LONG, [_POINTER] + [_LONG] * 3 + [_POINTER] + [_LONG] * 3),
+            "set_quantized": (_LONG, [_POINTER] + [_LONG] * 3 + [_POINTER]),
+            "make_slots": (None, [_POINTER, _LONG, _LONG]),
+            "fill_slot": (_LONG, [_POINTER, _LONG, _POINTER]),
+            "step": (None, [_POINTER, _POINTER]),
+        },
+    )
 
 
 def _check(arrays: StepInput | StepSamples, types: tuple[tuple[str, type], ...]) -> None:
@@ -698,7 +685,7 @@ def _sizes(
 def _sparse_layers(model: DecoderLM) -> np.ndarray:
     """[layers] uint8: whether a layer has experts."""
     layers = cast("Sequence[Any]", model.layers)
-    return np.array([isinstance(layer.mlp, _MIXTURES) for layer in layers], np.uint8)
+    return np.array([isinstance(layer.mlp, MixtralBlock) for layer in layers], np.uint8)
 
 
 def _is_tied(model: DecoderLM) -> bool:
@@ -772,7 +759,11 @@ def _set(
     if isinstance(weight, QuantizedMatrix):
         kept = None if place[1] in _ROUTERS else keep(weight)
         if kept is not None:
-            _set_quantized(library, handle, place, kept, weight.shape)
+            tensors = (kept.data, kept.scales, kept.points, kept.offsets)
+            addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+            given = _Quantized(*weight.shape, *addresses)
+            failed = library.hetero_executor_set_quantized(handle, *place, ctypes.byref(given))
+            assert not failed, (place, weight.shape, kept.form)
             return
         weight = dequantize(weight, torch.float32)
     data = weight.contiguous()
@@ -781,20 +772,6 @@ def _set(
         handle, *place, data.data_ptr(), rows, columns, _DTYPES[data.dtype]
     )
     assert not failed, (place, tuple(data.shape))
-
-
-def _set_quantized(
-    library: ctypes.CDLL,
-    handle: int,
-    place: tuple[int, int, int],
-    kept: KeptMatrix,
-    shape: tuple[int, int],
-) -> None:
-    tensors = (kept.data, kept.scales, kept.points, kept.offsets)
-    addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-    given = _Quantized(*shape, *addresses)
-    failed = library.hetero_executor_set_quantized(handle, *place, ctypes.byref(given))
-    assert not failed, (place, shape, kept.form)
 
 
 _Weights = Iterator[tuple[int, int, nn.Parameter | QuantizedWeight]]
@@ -819,8 +796,8 @@ def _weights(model: DecoderLM) -> _Weights:
 
 
 def _mlp_weights(index: int, mlp: Any) -> _Weights:
-    """Of a `GatedMLP` or of one of `_MIXTURES`."""
-    dense, is_mixture = mlp, isinstance(mlp, _MIXTURES)
+    """Of a `GatedMLP` or a `MixtralBlock`."""
+    dense, is_mixture = mlp, isinstance(mlp, MixtralBlock)
     if is_mixture:
         dense = getattr(mlp, "shared", None)
         yield index, _ROUTER, mlp.router.gate.weight
@@ -847,9 +824,7 @@ def _adapter_places(model: DecoderLM) -> dict[str, tuple[int, int]]:
     }
 
 
-def _linear(
-    layer: int, linear: Linear, weight: int, bias: int
-) -> Iterator[tuple[int, int, nn.Parameter | QuantizedWeight]]:
+def _linear(layer: int, linear: Linear, weight: int, bias: int) -> _Weights:
     yield layer, weight, linear.weight
     if linear.bias is not None:
         yield layer, bias, linear.bias

@@ -54,7 +54,7 @@ _LONG, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
 class _Form(ctypes.Structure):
-    """`HeteroExpertForm`."""
+    """`Form` of csrc/experts/matrix.h."""
 
     _fields_ = [
         (name, _LONG) for name in ("kind", "scale", "group", "scale_rows", "rows", "depth", "zeros")
@@ -62,7 +62,7 @@ class _Form(ctypes.Structure):
 
 
 class _Setting(ctypes.Structure):
-    """`HeteroExpertSetting`."""
+    """`Setting` of csrc/experts/exchange.h."""
 
     _fields_ = [
         *((name, _LONG) for name in ("layers", "experts", "hidden", "inner")),
@@ -72,7 +72,8 @@ class _Setting(ctypes.Structure):
         ("gate", _LONG),
         ("alpha", _DOUBLE),
         ("limit", _DOUBLE),
-        *((name, _LONG) for name in ("input", "tile_tokens", "isa")),
+        *((name, _LONG) for name in ("input", "tile_tokens")),
+        ("isa", ctypes.c_int),
         *((name, _POINTER) for name in ("addresses", "ids", "weights", "x", "y")),
         *((name, _POINTER) for name in ("request", "answer")),
     ]
@@ -186,18 +187,20 @@ def serves(matrices: HostMatrices, library: ctypes.CDLL) -> bool:
 
 def declare(library: ctypes.CDLL) -> None:
     """Sets argument and result types of the functions used here."""
-    for name, result, arguments in (
-        ("fit", _LONG, [_POINTER]),
-        ("new", _POINTER, [_POINTER, _LONG, _POINTER, _LONG]),
-        ("size", _LONG, [_POINTER]),
-        ("wake", None, [_POINTER]),
-        ("stop", None, [_POINTER]),
-        ("free", None, [_POINTER]),
-        ("running", None, [_POINTER, _POINTER]),
-        ("post", _LONG, [_POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER]),
-    ):
-        function = getattr(library, f"hetero_experts_{name}")
-        function.restype, function.argtypes = result, arguments
+    native.declare_functions(
+        library,
+        "hetero_experts_",
+        {
+            "fit": (_LONG, [_POINTER]),
+            "new": (_POINTER, [_POINTER, _LONG, _POINTER, _LONG]),
+            "size": (_LONG, [_POINTER]),
+            "wake": (None, [_POINTER]),
+            "stop": (None, [_POINTER]),
+            "free": (None, [_POINTER]),
+            "running": (None, [_POINTER, _POINTER]),
+            "post": (_LONG, [_POINTER] * 2 + [_LONG] * 4 + [_POINTER]),
+        },
+    )
 
 
 def post(

@@ -13,9 +13,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import subprocess
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.utils import native_build
@@ -83,24 +85,33 @@ def open_library(*, sanitize: bool = False) -> ctypes.CDLL:
 
 def declare(library: ctypes.CDLL) -> None:
     """Sets argument and result types: of the torch path's functions and of `hetero_isa_best`."""
-    library.hetero_attention_cut.restype = _INT
-    for name in ("attention_partial", "can_attend_chunk"):
-        function = getattr(library, f"hetero_{name}")
-        function.restype, function.argtypes = _INT, [_INT]
-    library.hetero_store_kv.restype = None
-    library.hetero_store_kv.argtypes = [_POINTER] * 4 + [_INT] * 7
-    library.hetero_attend_rows.restype = None
-    library.hetero_attend_rows.argtypes = (
-        [_POINTER] * 6 + [_INT] * 9 + [_FLOAT, _FLOAT, _POINTER, _POINTER, _INT, _INT]
+    declare_functions(
+        library,
+        "hetero_",
+        {
+            "attention_cut": (_INT, []),
+            "attention_partial": (_INT, [_INT]),
+            "can_attend_chunk": (_INT, [_INT]),
+            "store_kv": (None, [_POINTER] * 4 + [_INT] * 7),
+            "attend_rows": (
+                None,
+                [_POINTER] * 6 + [_INT] * 9 + [_FLOAT] * 2 + [_POINTER] * 2 + [_INT] * 2,
+            ),
+            "attend_chunk": (None, [_POINTER] * 4 + [_INT] * 9 + [_FLOAT, _INT]),
+            "rms_norm_bf16": (None, [_POINTER] * 4 + [_INT] * 3 + [_FLOAT, _INT]),
+            "silu_mul_bf16": (None, [_POINTER] * 2 + [_INT] * 3),
+            "isa_best": (_INT, []),
+        },
     )
-    library.hetero_attend_chunk.restype = None
-    library.hetero_attend_chunk.argtypes = [_POINTER] * 4 + [_INT] * 9 + [_FLOAT, _INT]
-    library.hetero_rms_norm_bf16.restype = None
-    library.hetero_rms_norm_bf16.argtypes = [_POINTER] * 4 + [_INT] * 3 + [_FLOAT, _INT]
-    library.hetero_silu_mul_bf16.restype = None
-    library.hetero_silu_mul_bf16.argtypes = [_POINTER] * 2 + [_INT] * 3
-    library.hetero_isa_best.restype = _INT
-    library.hetero_isa_best.argtypes = []
+
+
+def declare_functions(
+    library: ctypes.CDLL, prefix: str, functions: Mapping[str, tuple[Any, list[Any]]]
+) -> None:
+    """Sets the result and argument types of functions, by their names behind `prefix`."""
+    for name, (result, arguments) in functions.items():
+        function = getattr(library, prefix + name)
+        function.restype, function.argtypes = result, arguments
 
 
 def build(*, sanitize: bool = False, force: bool = False) -> Path:

@@ -57,7 +57,11 @@ class ChunkPlan:
 class NativeRowKernel:
     """Attends decoded tokens, one of a sequence, and, where the CPU has bf16 dot products and
     scores are only scaled, chunks of one sequence. A token's result depends on its own context
-    only: neither on the batch nor on the number of threads."""
+    only: neither on the batch nor on the number of threads.
+
+    Attributes:
+        supports_chunks: whether `plan_chunk` and `attend_chunk` may be called.
+    """
 
     def __init__(
         self,
@@ -71,28 +75,19 @@ class NativeRowKernel:
         self._library = library
         self._cache = cache
         self._num_heads = num_heads
-        self._scoring = scoring
+        self.scoring = scoring
         self._slopes = None
         if scoring.slopes is not None:
             assert len(scoring.slopes) == num_heads
             self._slopes = np.array(scoring.slopes, np.float32)
         self._cut = int(library.hetero_attention_cut())
         self._partial = int(library.hetero_attention_partial(cache.shape.head_dim))
-        self._supports_chunks = (
+        self.supports_chunks = (
             chunks
             and scoring.is_plain
             and cache.shape.dtype == torch.bfloat16
             and bool(library.hetero_can_attend_chunk(cache.shape.head_dim))
         )
-
-    @property
-    def supports_chunks(self) -> bool:
-        """Whether `plan_chunk` and `attend_chunk` may be called."""
-        return self._supports_chunks
-
-    @property
-    def scoring(self) -> Scoring:
-        return self._scoring
 
     def plan(self, contexts: np.ndarray, pieces: np.ndarray, window: int | None) -> RowPlan:
         """Prepares B decoded tokens, each the last one of its sequence.
@@ -143,8 +138,8 @@ class NativeRowKernel:
             plan.tables.shape[1],
             q.stride(0),
             2 * layer,
-            self._scoring.scale,
-            self._scoring.softcap or 0.0,
+            self.scoring.scale,
+            self.scoring.softcap or 0.0,
             None if self._slopes is None else self._slopes.ctypes.data,
             plan.partial.data_ptr(),
             int(shape.dtype == torch.bfloat16),
@@ -185,7 +180,7 @@ class NativeRowKernel:
             q.stride(0),
             2 * layer,
             plan.window,
-            self._scoring.scale,
+            self.scoring.scale,
             torch.get_num_threads(),
         )
         return out

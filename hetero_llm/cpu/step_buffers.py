@@ -97,6 +97,10 @@ class StepBuffers:
             ancestors=of_tokens(np.uint64),
             block_tables=block_tables,
         )
+        self._masks = SampleMasks(
+            np.full(max(max_tokens, max_sequences), NO_MASK, np.int32),
+            np.zeros((max_sequences, mask_words), np.int32),
+        )
         self.samples = StepSamples(
             token_indices=of_samples(),
             modes=of_samples(np.uint8),
@@ -104,10 +108,7 @@ class StepBuffers:
             seeds=of_samples(np.uint64),
             positions=of_samples(),
             sample_indices=of_samples(),
-            masks=SampleMasks(
-                np.full(max(max_tokens, max_sequences), NO_MASK, np.int32),
-                np.zeros((max_sequences, mask_words), np.int32),
-            ),
+            masks=self._masks,
         )
         self._num_masked = 0  # samples of the last step that may have masks
         self.tokens = of_samples(np.int64)
@@ -155,9 +156,7 @@ class StepBuffers:
     @property
     def mask_words(self) -> np.ndarray:
         """[num_masks, words] int32 masks of the step, to be written."""
-        masks = self.samples.masks
-        assert masks is not None
-        return masks.words
+        return self._masks.words
 
     @property
     def num_masks(self) -> int:
@@ -172,12 +171,10 @@ class StepBuffers:
         """
         if places is None and not self._num_masked:
             return
-        masks = self.samples.masks
-        assert masks is not None
-        masks.rows[: self._num_masked] = NO_MASK
+        self._masks.rows[: self._num_masked] = NO_MASK
         self._num_masked = 0 if places is None else len(places)
         if places is not None:
-            masks.rows[: len(places)] = places
+            self._masks.rows[: len(places)] = places
 
     def verify(
         self, step: SchedulerOutput, drafts: DraftBatch, num_samples: int

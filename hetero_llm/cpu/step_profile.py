@@ -77,12 +77,4 @@ def _step_of(executor: Executor, cache: PagedKVCache, num_tokens: int) -> Callab
         ancestors=(np.uint64(2) << numbers.astype(np.uint64)) - np.uint64(1),
         block_tables=np.arange(blocks, dtype=np.int32).reshape(1, blocks),
     )
-    samples = StepSamples(
-        token_indices=numbers,
-        modes=np.full(num_tokens, GREEDY, np.uint8),
-        temperatures=np.ones(num_tokens, np.float32),
-        seeds=np.zeros(num_tokens, np.uint64),
-        positions=numbers,
-        sample_indices=zeros,
-    )
-    return partial(executor.step, inputs, samples)
+    return partial(executor.step, inputs, StepSamples.plain(numbers, GREEDY))

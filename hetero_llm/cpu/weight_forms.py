@@ -34,7 +34,7 @@ _ONLINE_GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """`HeteroForm` of csrc/step/executor.h."""
+    """`Form` of csrc/step/matmul.h."""
 
     format: int
     group: int = 0

@@ -20,12 +20,10 @@ class Agreement(Protocol):
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values."""
-        ...
 
     def of_first(self, values: Sequence[int]) -> list[int]:
         """The values of the first rank that shares this rank's layers; all that share them give as
         many."""
-        ...
 
 
 class Alone:

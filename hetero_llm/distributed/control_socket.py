@@ -1,20 +1,17 @@
 """Messages between the engine's process and one rank outside of steps: settings, readiness, errors.
 
-A message is a length of four bytes and a value in its plain form.
+A message is a value in its plain form.
 """
 
 from __future__ import annotations
 
 import socket
-import struct
 from dataclasses import dataclass
 from typing import Any
 
 from hetero_llm.core.errors import ConfigError, HeteroLLMError, ModelLoadError, RankDeadError
 from hetero_llm.distributed.plain_form import PlainForm
-
-_LENGTH = struct.Struct("<I")
-_CHUNK = 1 << 16
+from hetero_llm.utils.message_socket import MessageSocket
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +57,25 @@ _FORM = PlainForm(RankReached, RankFailed)
 
 
 class ControlSocket:
-    """One end of a socket pair. Sends wait for room; receives do not wait.
+    """One end of a socket pair. Sends wait for room; messages to a closed end are dropped.
 
     Args:
         end: the socket, owned by this object from now on.
     """
 
     def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._unread = bytearray()
-
-    def fileno(self) -> int:
-        return self._end.fileno()
+        self._socket = MessageSocket(end)
 
     def send(self, message: RankReached | RankFailed) -> None:
-        """Raises OSError: the other end has closed."""
         self.send_bytes(_FORM.write(message))
 
     def send_bytes(self, data: bytes) -> None:
-        """Raises OSError: the other end has closed."""
-        self._end.sendall(_LENGTH.pack(len(data)) + data)
+        self._socket.send(data)
+        self._socket.drain()
 
     def receive(self) -> list[RankReached | RankFailed]:
         """The messages that have come."""
-        return [_FORM.read(data) for data in self._arrived()]
+        return [_FORM.read(data) for data in self._socket.receive()]
 
     def receive_bytes(self) -> bytes:
         """Waits for one message.
@@ -91,40 +83,10 @@ class ControlSocket:
         Raises:
             EOFError: the other end has closed.
         """
-        while (found := self._take()) is None:
-            data = self._end.recv(_CHUNK)
-            if not data:
-                raise EOFError
-            self._unread += data
-        return found
-
-    def _arrived(self) -> list[bytes]:
-        while True:
-            try:
-                data = self._end.recv(_CHUNK, socket.MSG_DONTWAIT)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError:  # reset by the other end
-                break
-            if not data:
-                break
-            self._unread += data
-        found = []
-        while (one := self._take()) is not None:
-            found.append(one)
-        return found
-
-    def _take(self) -> bytes | None:
-        """The first whole message of what was read; None if there is none."""
-        size = _LENGTH.size
-        if len(self._unread) < size:
-            return None
-        end = size + _LENGTH.unpack_from(self._unread)[0]
-        if len(self._unread) < end:
-            return None
-        data = bytes(self._unread[size:end])
-        del self._unread[:end]
+        data = self._socket.wait()
+        if data is None:
+            raise EOFError
         return data
 
     def close(self) -> None:
-        self._end.close()
+        self._socket.close()

@@ -29,10 +29,14 @@ class PlainForm:
             same order. A subclass needs an entry of its own.
     """
 
-    def __init__(self, *types: type) -> None:
+    def __init__(self, *types: Any) -> None:
         self._types = types
         self._places = {one: place for place, one in enumerate(types)}
-        self._names = [_field_names(one) for one in types]
+        # Of a dataclass's fields; an enumeration has none.
+        self._names = [
+            () if issubclass(one, Enum) else tuple(field.name for field in fields(one))
+            for one in types
+        ]
 
     def write(self, value: Any) -> bytes:
         """Raises TypeError: the value holds something else."""
@@ -143,11 +147,6 @@ class PlainForm:
             value, at = self._get(data, at)
             object.__setattr__(made, name, value)
         return made, at
-
-
-def _field_names(kind: Any) -> tuple[str, ...]:
-    """Of a dataclass; an enumeration has none."""
-    return () if issubclass(kind, Enum) else tuple(field.name for field in fields(kind))
 
 
 def types_within(root: type) -> tuple[type, ...]:

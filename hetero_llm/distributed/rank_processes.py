@@ -32,13 +32,19 @@ from hetero_llm.core.transfer_order import TransferOrder
 from hetero_llm.distributed.control_socket import ControlSocket, RankFailed, RankReached
 from hetero_llm.distributed.process_group import create_store
 from hetero_llm.distributed.step_channel import StepWriter
-from hetero_llm.distributed.step_codec import StepMessage
+from hetero_llm.distributed.step_codec import (
+    FINISH_MESSAGE,
+    StepMessage,
+    step_to_bytes,
+    transfer_to_bytes,
+    value_to_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
 HANG_SECONDS = 3.0
-"""A rank that gives no sign of life for so long counts as hung. It gives them from a thread that
-needs no lock of Python's, ten times a second."""
+"""Seconds without a sign of life after which a rank counts as hung. It gives ten a second, from a
+thread that needs no lock of Python's."""
 
 _LOOK_SECONDS = 0.1  # between two looks of the watch
 _EXPLAIN_SECONDS = 2.0  # in which the watch finds what has ended a collective
@@ -137,7 +143,6 @@ class _Holder:
             popen.wait()
 
 
-# large: start, steps, watch and end of the same processes
 class RankProcesses:
     """Ranks 1 to size - 1 of one engine. One thread at a time.
 
@@ -171,16 +176,18 @@ class RankProcesses:
         weakref.finalize(self, self._holder.end)
         self._sockets: list[ControlSocket] = []
         argument = program.argument or ("tensor_parallel_size", size)
+        self.store = self.shared = -1
         try:
             self._writer = StepWriter(size)
-            self.store = create_store()
-            self.shared = allocate_shared(program.shared_bytes) if program.shared_bytes else -1
         except (RingError, OSError) as error:
             raise _not_started(argument, error) from error
         try:
+            self.store = create_store()
+            if program.shared_bytes:
+                self.shared = allocate_shared(program.shared_bytes)
             for rank in range(1, size):
                 self._start(rank, program)
-        except OSError as error:
+        except (RingError, OSError) as error:
             self._release()
             raise _not_started(argument, error) from error
         self._watch = threading.Thread(
@@ -225,8 +232,7 @@ class RankProcesses:
     def send_settings(self, settings: bytes) -> None:
         """Sends every rank its settings."""
         for control in self._sockets:
-            with suppress(OSError):  # a dead rank, which the watch reports
-                control.send_bytes(settings)
+            control.send_bytes(settings)  # dropped by a dead rank, which the watch reports
 
     def wait_for(self, point: str) -> None:
         """Waits until every rank has reached a point of its start.
@@ -261,47 +267,41 @@ class RankProcesses:
 
     def launch(self, step: SchedulerOutput) -> None:
         """Lets the ranks launch a step."""
-        self.check()
-        self._writer.launch(step, self.check)
+        self._announce(step_to_bytes(step))
 
     def finish(self) -> None:
         """Lets the ranks finish their oldest launched step."""
-        self.check()
-        self._writer.finish(self.check)
+        self._announce(FINISH_MESSAGE)
 
     def compile_grammar(self, grammar: Grammar) -> None:
         """Lets the ranks compile a grammar beside their steps."""
-        self._send(StepMessage.GRAMMAR, grammar)
+        self._announce(value_to_bytes(StepMessage.GRAMMAR, grammar))
 
     def open_adapter(self, request: LoRARequest) -> None:
         """Lets the ranks read an adapter, as this process has read it."""
-        self._send(StepMessage.ADAPTER, request)
+        self._announce(value_to_bytes(StepMessage.ADAPTER, request))
 
     def forget_adapter(self, name: str) -> None:
         """Lets the ranks forget the name of an adapter."""
-        self._send(StepMessage.FORGET_ADAPTER, name)
+        self._announce(value_to_bytes(StepMessage.FORGET_ADAPTER, name))
 
     def load_blocks(self, order: TransferOrder) -> None:
         """Lets the ranks load their part of KV blocks."""
-        self._transfer(StepMessage.LOAD_BLOCKS, order)
+        self._announce(transfer_to_bytes(StepMessage.LOAD_BLOCKS, order))
 
     def store_blocks(self, order: TransferOrder) -> None:
         """Lets the ranks store their part of KV blocks."""
-        self._transfer(StepMessage.STORE_BLOCKS, order)
+        self._announce(transfer_to_bytes(StepMessage.STORE_BLOCKS, order))
 
     def abort_load(self, transfer_id: int) -> None:
         """Lets the ranks abort a load."""
-        self._transfer(
-            StepMessage.ABORT_LOAD, TransferOrder(transfer_id, _NO_BLOCKS, _NO_BLOCKS, 0)
-        )
+        order = TransferOrder(transfer_id, _NO_BLOCKS, _NO_BLOCKS, 0)
+        self._announce(transfer_to_bytes(StepMessage.ABORT_LOAD, order))
 
-    def _transfer(self, kind: StepMessage, order: TransferOrder) -> None:
+    def _announce(self, message: bytes) -> None:
+        """Raises HeteroLLMError: a rank has failed."""
         self.check()
-        self._writer.transfer(kind, order, self.check)
-
-    def _send(self, kind: StepMessage, value: Grammar | LoRARequest | str) -> None:
-        self.check()
-        self._writer.send(kind, value, self.check)
+        self._writer.write(message, self.check)
 
     def why(self, error: BaseException) -> BaseException:
         """The failure of a rank that has made a step here fail with `error`; `error` if all ranks
@@ -395,9 +395,9 @@ class RankProcesses:
         self._writer.close()
         for control in self._sockets:
             control.close()
-        os.close(self.store)
-        if self.shared >= 0:
-            os.close(self.shared)
+        for fd in (self.store, self.shared):
+            if fd >= 0:
+                os.close(fd)
 
 
 def _watch(owner: weakref.ref[RankProcesses], ended: threading.Event) -> None:

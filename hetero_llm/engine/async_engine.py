@@ -26,7 +26,7 @@ from collections.abc import (
 )
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import (
@@ -61,7 +61,6 @@ from hetero_llm.engine.pooling.pooling_inputs import PoolingInputs
 from hetero_llm.engine.processes import messages
 from hetero_llm.engine.processes.engine_launcher import EngineProcess, launch
 from hetero_llm.engine.processes.output_stream import Assembler, OutputStream
-from hetero_llm.engine.processes.pooling_stream import PoolingStream
 from hetero_llm.engine.processes.replica import (
     Replica,
     merge_figures,
@@ -72,8 +71,6 @@ from hetero_llm.engine.processes.replica import (
 )
 from hetero_llm.engine.processes.replica_choice import (
     PIECE_BYTES,
-    Chooser,
-    OneReplica,
     ReplicaChooser,
     piece_hashes,
 )
@@ -83,7 +80,6 @@ from hetero_llm.models.folders import is_hub_id
 from hetero_llm.pooling.pooling_model import PoolingModel
 
 logger = logging.getLogger(__name__)
-S = TypeVar("S", OutputStream, PoolingStream)
 
 STEP_TIMEOUTS = {"cuda": 30.0, "cpu": 120.0}
 """Seconds without a message after which an engine counts as hung, by device."""
@@ -192,12 +188,10 @@ class AsyncLLMEngine:
             for index, process in enumerate(processes)
         ]
         num_blocks = sum(one.num_blocks for one in all_ready)
-        self._chooser: Chooser = OneReplica()
         self._several = len(processes) > 1
-        if self._several:
-            tokens = num_blocks * config.cache.block_size // len(processes)
-            capacity = max(_MOST_INDEXED * tokens * _TOKEN_BYTES // PIECE_BYTES, 1)
-            self._chooser = ReplicaChooser(len(processes), capacity=capacity)
+        tokens = num_blocks * config.cache.block_size // len(processes)
+        capacity = max(_MOST_INDEXED * tokens * _TOKEN_BYTES // PIECE_BYTES, 1)
+        self._chooser = ReplicaChooser(len(processes), capacity=capacity)
         self.info = EngineInfo(
             model=config.load.model,
             served_names=tuple(served_names)
@@ -251,9 +245,7 @@ class AsyncLLMEngine:
         self.step_timeout = step_timeout or STEP_TIMEOUTS[ready.device.partition(":")[0]]
         self.threads = TokenizerThreads()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[
-            str, OutputStream | PoolingStream
-        ] = {}  # by key, see messages.AddRequest
+        self._streams: dict[str, OutputStream] = {}  # by key, see messages.AddRequest
         self._keys: dict[str, str] = {}  # by request id
         self._num_requests = 0
         self._adapters: dict[LoRARequest, AdapterRef] = {}  # that the engine knows
@@ -354,7 +346,7 @@ class AsyncLLMEngine:
         if self.info.pooling is not None:
             name = self.info.pooling.class_name
             raise PoolingError("task", "generate", f"{name} pools and generates no text")
-        stream = self._open_stream(request_id, OutputStream)
+        stream = self._open_stream(request_id)
         try:
             adapter = None
             if lora_request is not None:
@@ -437,14 +429,14 @@ class AsyncLLMEngine:
     ) -> PoolingResult:
         """See `EngineClient`."""
         self._attach_loop()
-        stream = self._open_stream(request_id, PoolingStream)
+        stream = self._open_stream(request_id)
         try:
-            message = messages.pooling_to_wire(PoolingRequest(stream.key, inputs, finish))
-            tokens = sum(message.lengths)
-            self._assign(stream, (), num_pieces=tokens * _TOKEN_BYTES / PIECE_BYTES)
-            self._send(stream, message)
+            request = PoolingRequest(stream.key, inputs, finish)
+            num_pieces = request.num_tokens * _TOKEN_BYTES / PIECE_BYTES
+            stream.assignment = self._chooser.choose((), num_pieces=num_pieces)
+            self._send(stream, messages.AddPooling(request))
             stream.sent = True
-            result = messages.pooled_from_wire(await stream.get())
+            result: PoolingResult = await stream.get()
             self.finish_rate.note()
         finally:
             self._close_stream(stream)
@@ -468,10 +460,10 @@ class AsyncLLMEngine:
             stream.abort_wanted = True
             if stream.sent:
                 self._send(stream, messages.Abort(stream.key))
-            if isinstance(stream, PoolingStream):  # the engine sends no last output for it
+            if self.pooling_inputs is not None:  # the engine sends no last output for it
                 stream.fail(lambda: HeteroLLMError("the request was aborted"))
 
-    def _open_stream(self, request_id: str, kind: type[S]) -> S:
+    def _open_stream(self, request_id: str) -> OutputStream:
         if not isinstance(request_id, str) or not request_id:
             raise RequestError("request_id", request_id, "must be a string that is not empty")
         self.check_health()
@@ -485,11 +477,10 @@ class AsyncLLMEngine:
         key = str(self._num_requests)
         self._num_requests += 1
         self._keys[request_id] = key
-        stream = kind(key, request_id, time.monotonic())
-        self._streams[key] = stream
+        stream = self._streams[key] = OutputStream(key, request_id, time.monotonic())
         return stream
 
-    def _close_stream(self, stream: OutputStream | PoolingStream) -> None:
+    def _close_stream(self, stream: OutputStream) -> None:
         """Removes a stream and aborts its request if unfinished. May be called again."""
         if self._streams.pop(stream.key, None) is None:
             return
@@ -547,27 +538,14 @@ class AsyncLLMEngine:
         message = messages.request_to_wire(stream.key, request)
         if self._failure is not None:
             raise EngineDeadError(self._failure)
-        self._assign(stream, self._pieces_of(request))
+        pieces = []
+        if self._several:
+            pieces = piece_hashes(request.packed_prompt, request.root_hash)
+        stream.assignment = self._chooser.choose(pieces)
         self._send(stream, message)
         stream.sent = True
         if stream.abort_wanted:
             self._send(stream, messages.Abort(stream.key))
-
-    def _pieces_of(self, request: Request) -> list[int]:
-        """See `replica_choice`. Empty where there is nothing to choose."""
-        if not self._several:
-            return []
-        return piece_hashes(request.packed_prompt, request.root_hash)
-
-    def _assign(
-        self,
-        stream: OutputStream | PoolingStream,
-        pieces: Sequence[int],
-        *,
-        num_pieces: float | None = None,
-    ) -> None:
-        """Chooses the replica that serves a request."""
-        stream.assignment = self._chooser.choose(pieces, num_pieces=num_pieces)
 
     # -- adapters ---------------------------------------------------------------------------
 
@@ -727,14 +705,14 @@ class AsyncLLMEngine:
         """See `LLM.save_lookahead_cache`. No request makes progress meanwhile. Each of several
         replicas has learned something else: the first one saves to `path`, the others to
         `path.1`, `path.2` and so on."""
-        await self._call_each("save_lookahead_cache", self._paths(path))
+        await self._call_each("save_lookahead_cache", [[one] for one in self._paths(path)])
 
     async def load_lookahead_cache(self, path: str | os.PathLike[str]) -> None:
         """See `LLM.load_lookahead_cache`. No request makes progress meanwhile. A replica without a
         file of its own loads that of the first one."""
         first, *others = self._paths(path)
         paths = [first, *(one if os.path.exists(one) else first for one in others)]
-        await self._call_each("load_lookahead_cache", paths)
+        await self._call_each("load_lookahead_cache", [[one] for one in paths])
 
     def _paths(self, path: str | os.PathLike[str]) -> list[str]:
         whole = os.path.abspath(path)
@@ -788,13 +766,10 @@ class AsyncLLMEngine:
 
     async def _call_engines(self, name: str, *arguments: Any) -> list[Any]:
         """Asks every replica for one of `engine_process.CALLS`; returns their results."""
-        return await self._call_with(name, [list(arguments)] * len(self._replicas))
+        return await self._call_each(name, [arguments] * len(self._replicas))
 
-    async def _call_each(self, name: str, argument_of: Sequence[Any]) -> list[Any]:
-        """As `_call_engines`, with an argument for each replica."""
-        return await self._call_with(name, [[argument] for argument in argument_of])
-
-    async def _call_with(self, name: str, arguments_of: Sequence[list[Any]]) -> list[Any]:
+    async def _call_each(self, name: str, arguments_of: Sequence[Sequence[Any]]) -> list[Any]:
+        """As `_call_engines`, with arguments for each replica."""
         self._attach_loop()
         self.check_health()
         loop = asyncio.get_running_loop()
@@ -805,7 +780,7 @@ class AsyncLLMEngine:
         try:
             sent = zip(self._replicas, numbers, arguments_of, strict=True)
             for replica, number, arguments in sent:
-                replica.send(messages.Call(number, name, arguments))
+                replica.send(messages.Call(number, name, list(arguments)))
             results = await asyncio.gather(*futures, return_exceptions=True)
         finally:
             for number in numbers:
@@ -831,7 +806,7 @@ class AsyncLLMEngine:
             for replica in self._replicas:
                 replica.attach(loop)
 
-    def _send(self, stream: OutputStream | PoolingStream, message: messages.Message) -> None:
+    def _send(self, stream: OutputStream, message: messages.Message) -> None:
         """Sends a message about a request to the replica that serves it."""
         assert stream.assignment is not None
         self._replicas[stream.assignment.replica].send(message)
@@ -857,16 +832,10 @@ class AsyncLLMEngine:
     def _handle(self, message: messages.Message) -> None:
         if isinstance(message, messages.StepOutputs):
             for output in message.outputs:
-                stream = self._streams.get(output.key)
-                if isinstance(stream, OutputStream):
-                    if not stream.answered:
-                        self._note_answer(stream)
-                    stream.put(output)
+                self._put(output.key, output, last=output.finished)
         elif isinstance(message, messages.PooledOutputs):
-            for pooled in message.outputs:
-                waiting = self._streams.get(pooled.key)
-                if isinstance(waiting, PoolingStream):
-                    waiting.put(pooled)
+            for result in message.outputs:
+                self._put(result.key, result, last=True)
         elif isinstance(message, messages.RequestFailed):
             failed = self._streams.get(message.key)
             if failed is not None:
@@ -875,10 +844,14 @@ class AsyncLLMEngine:
         elif isinstance(message, messages.CallResult):
             self._finish_call(message)
 
-    def _note_answer(self, stream: OutputStream) -> None:
-        stream.answered = True
-        if stream.assignment is not None:
+    def _put(self, key: str, output: messages.Output | PoolingResult, *, last: bool) -> None:
+        stream = self._streams.get(key)
+        if stream is None:
+            return
+        if not stream.answered and stream.assignment is not None:
             self._chooser.answered(stream.assignment)
+        stream.answered = True
+        stream.put(output, last=last)
 
     def _finish_call(self, result: messages.CallResult) -> None:
         future = self._calls.get(result.number)

@@ -101,7 +101,7 @@ class Engine:
     Args:
         asynchronous: launch the next step before the last one's tokens reach the host, wherever
             the requests and the scheduler's drafter allow it. Tokens are the same; a sequence that
-            ends by a stop token or string has one token computed in vain.
+            ends by a stop token or string has one more token computed, which is dropped.
         background_drafter: the drafter, if part of it runs in another process; the engine reports
             its metrics and shuts it down.
         hit_log: notified after each step; logs where blocks were found.

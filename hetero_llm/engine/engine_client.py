@@ -147,7 +147,6 @@ class EngineClient(Protocol):
             DuplicateRequestError: a running request has this id.
             EngineDeadError: the engine cannot serve, or died in mid-stream.
         """
-        ...
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Reads an adapter before a request needs it.
@@ -172,7 +171,6 @@ class EngineClient(Protocol):
         Raises:
             AdapterError: there is none.
         """
-        ...
 
     async def pool(
         self, request_id: str, inputs: Sequence[PoolingInput], finish: Finish
@@ -185,7 +183,6 @@ class EngineClient(Protocol):
             HeteroLLMError: a value is no finite number, or the request was aborted.
             OverloadedError, DuplicateRequestError, EngineDeadError: as `generate`.
         """
-        ...
 
     async def abort(self, request_id: str) -> None:
         """Ends a request: its stream ends with finish_reason "abort". Unknown ids are ignored."""

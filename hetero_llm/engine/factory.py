@@ -15,18 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
+from hetero_llm.config.engine_config import EngineConfig, LoraConfig, SchedulerConfig
 from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig
 from hetero_llm.core.drafter import CostAware
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.core.step_times import StepTimes
 from hetero_llm.distributed.rank_share import never
-from hetero_llm.engine.builders.build_adapters import (
-    ServedAdapters,
-    apply_adapters,
-    device_adapters,
-    prepare_adapters,
-)
 from hetero_llm.engine.builders.build_device_draft import DeviceDraft, count_blocks, draft_limits
 from hetero_llm.engine.builders.build_draft_worker import (
     DraftModel,
@@ -70,6 +64,7 @@ from hetero_llm.engine.builders.build_ranks import (
 )
 from hetero_llm.engine.builders.build_runner import (
     BuiltRunner,
+    RunnerInputs,
     build_runner,
     cache_shape,
     check_context,
@@ -322,12 +317,11 @@ def _join(
     dtype_name = str(dtype).removeprefix("torch.")
     native = native_backend(config, model_config, dtype, device)
     backend = backend_name(config, device, native=native is not None)
-    served: list[ServedAdapters | None] = []
     chosen = choose_experts(
         config, inputs.folder, model_config, inputs.scheduler, dtype=dtype, device=device
     )
     opened = None if chosen is None else _expert_memory(chosen, dtype, device)
-    model = load_weights(
+    model, served = load_weights(
         config,
         inputs.folder,
         model_config,
@@ -335,18 +329,11 @@ def _join(
         device=device,
         show_progress=inputs.show_progress,
         backend=backend,
-        loaded=lambda model: served.append(
-            prepare_adapters(
-                *(config.lora, model, model_config, dtype),
-                backend=backend,
-                download_dir=config.load.download_dir,
-            )
-        ),
         share=ranks.share,
         expert_memory=None if opened is None else opened.memory,
     )
     ranks.wait_loaded()
-    adapters = None if served[0] is None else served[0].store
+    adapters = None if served is None else served.store
     num_parameters = model.parameters_per_token()  # before an executor takes the weights over
     experts = None
     if chosen is not None and opened is not None:
@@ -362,22 +349,17 @@ def _join(
         events=events.log, own=ranks.host_share(),
     )  # fmt: skip
     built = build_runner(
-        config,
-        inputs.scheduler,
-        model,
-        model_config=own_config,
-        dtype=dtype,
-        device=device,
-        most_drafted_tokens=_most_drafted_tokens(config, inputs, drafter),
-        native=native,
-        layer_ready=None if host is None else host.layer_ready,
-        adapters=device_adapters(served[0], model, config, device),
-        share=ranks.share,
-        experts=experts,
+        RunnerInputs(
+            *(config, inputs.scheduler, model, own_config, dtype, device),
+            most_drafted_tokens=_most_drafted_tokens(config, inputs, drafter),
+            native=native,
+            layer_ready=None if host is None else host.layer_ready,
+            adapters=served,
+            share=ranks.share,
+            experts=experts,
+        )
     )
     runner, num_blocks, store = built.runner, built.cache.num_blocks, None
-    if adapters is not None and device.type == "cpu":
-        apply_adapters(runner, adapters, config, device)
     if device_draft is not None:
         drafter = device_draft.drafter()
     elif drafter is None:
@@ -539,6 +521,7 @@ def _device_draft(
         cache=dataclasses.replace(config.cache, scales_path=None),  # of the target
         speculation=None,
         offload=None,
+        lora=LoraConfig(),
         prompt_adapters=PromptAdapterConfig(),  # the draft model sees tokens only
     )
     dtype, device = inputs.dtype, inputs.device
@@ -546,7 +529,7 @@ def _device_draft(
         logger.warning("the draft model runs on torch; cpu_draft_worker=True is faster on a CPU")
         backend = "torch"
     try:
-        model = load_weights(
+        model, _ = load_weights(
             own, folder, model_config,
             dtype=dtype, device=device, show_progress=inputs.show_progress, backend=backend,
         )  # fmt: skip
@@ -557,11 +540,7 @@ def _device_draft(
         blocks = count_blocks(config, wanted.model, limits, room, *shapes)
         cache = dataclasses.replace(own.cache, num_blocks=blocks, conservative=False)
         own = dataclasses.replace(own, cache=cache)
-        runner = build_runner(
-            own, limits, model,
-            model_config=model_config, dtype=dtype, device=device, most_drafted_tokens=0,
-            native=None,
-        ).runner  # fmt: skip
+        runner = build_runner(RunnerInputs(own, limits, model, model_config, dtype, device)).runner
     except ConfigError as error:
         if error.field not in ("cpu_offload_gb", "num_gpu_blocks_override"):
             raise

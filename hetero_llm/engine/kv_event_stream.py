@@ -60,38 +60,29 @@ class _MapEvent(msgspec.Struct, omit_defaults=True, tag=True):
     pass
 
 
-def _event_types(base: type[msgspec.Struct]) -> dict[str, Any]:
-    """The three events, in the order of vLLM's fields."""
-    hashes = list[int]
-    return {
-        "BlockStored": msgspec.defstruct(
-            "BlockStored",
-            [
-                ("block_hashes", hashes),
-                ("parent_block_hash", int | None),
-                ("token_ids", list[int]),
-                ("block_size", int),
-                ("lora_id", int | None),
-                ("medium", str | None),
-                ("lora_name", str | None),
-                ("extra_keys", list[tuple[str, ...] | None] | None, None),
-            ],
-            bases=(base,),
-            tag="BlockStored",
-        ),
-        "BlockRemoved": msgspec.defstruct(
-            "BlockRemoved",
-            [("block_hashes", hashes), ("medium", str | None)],
-            bases=(base,),
-            tag="BlockRemoved",
-        ),
-        "AllBlocksCleared": msgspec.defstruct(
-            "AllBlocksCleared", [], bases=(base,), tag="AllBlocksCleared"
-        ),
+_EVENTS: dict[str, list[Any]] = {
+    "BlockStored": [
+        ("block_hashes", list[int]),
+        ("parent_block_hash", int | None),
+        ("token_ids", list[int]),
+        ("block_size", int),
+        ("lora_id", int | None),
+        ("medium", str | None),
+        ("lora_name", str | None),
+        ("extra_keys", list[tuple[str, ...] | None] | None, None),
+    ],
+    "BlockRemoved": [("block_hashes", list[int]), ("medium", str | None)],
+    "AllBlocksCleared": [],
+}
+"""Fields of each event, in vLLM's order."""
+
+_TYPES: dict[str, dict[str, Any]] = {
+    event_format: {
+        name: msgspec.defstruct(name, fields, bases=(base,), tag=name)
+        for name, fields in _EVENTS.items()
     }
-
-
-_TYPES = {"array": _event_types(_ArrayEvent), "map": _event_types(_MapEvent)}
+    for event_format, base in (("array", _ArrayEvent), ("map", _MapEvent))
+}
 
 
 def encode_batch(

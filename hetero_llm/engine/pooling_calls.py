@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -29,6 +29,7 @@ from hetero_llm.engine.pooling.pooling_inputs import PoolingInputs
 from hetero_llm.engine.pooling.score_pairs import pair_up, score_of_vectors
 from hetero_llm.utils.gc_control import prompt_wakeups
 
+R = TypeVar("R")
 Progress = bool | Callable[..., Any]
 Params = PoolingParams | Sequence[PoolingParams] | None
 
@@ -61,21 +62,15 @@ class PoolingCalls:
         self, prompts: Any, params: Params, options: Mapping[str, Any], shown: Progress
     ) -> list[EmbeddingRequestOutput]:
         inputs, values = self.pool(prompts, params, EMBED, options, shown)
-        return [
-            EmbeddingRequestOutput(str(i), EmbeddingOutput(one.tolist()), made.token_ids.tolist())
-            for i, (made, one) in enumerate(zip(inputs, values, strict=True))
-        ]
+        outputs = (EmbeddingOutput(one.tolist()) for one in values)
+        return _wrapped(EmbeddingRequestOutput, outputs, inputs)
 
     def classify(
         self, prompts: Any, params: Params, options: Mapping[str, Any], shown: Progress
     ) -> list[ClassificationRequestOutput]:
         inputs, values = self.pool(prompts, params, CLASSIFY, options, shown)
-        return [
-            ClassificationRequestOutput(
-                str(i), ClassificationOutput(one.tolist()), made.token_ids.tolist()
-            )
-            for i, (made, one) in enumerate(zip(inputs, values, strict=True))
-        ]
+        outputs = (ClassificationOutput(one.tolist()) for one in values)
+        return _wrapped(ClassificationRequestOutput, outputs, inputs)
 
     def encode(
         self, prompts: Any, params: Params, task: str | None, shown: Progress
@@ -85,12 +80,8 @@ class PoolingCalls:
         wanted = {one.task for one in _params_of(params, 1, {})} if task is None else {task}
         known = PoolingParams(task=next(iter(wanted))).task or self._built.model.tasks[0]
         inputs, values = self.pool(prompts, params, known, {}, shown)
-        return [
-            PoolingRequestOutput(
-                str(i), PoolingOutput(torch.from_numpy(one.copy())), made.token_ids.tolist()
-            )
-            for i, (made, one) in enumerate(zip(inputs, values, strict=True))
-        ]
+        outputs = (PoolingOutput(torch.from_numpy(one.copy())) for one in values)
+        return _wrapped(PoolingRequestOutput, outputs, inputs)
 
     def score(
         self, data_1: Any, data_2: Any, params: Params, options: Mapping[str, Any], shown: Progress
@@ -120,10 +111,8 @@ class PoolingCalls:
         with prompt_wakeups():
             inputs = self.inputs.pairs(texts, own, name_index=True, field="data_2")
         values = self._run(inputs, [finish] * len(inputs), shown)
-        return [
-            ScoringRequestOutput(str(i), ScoringOutput(float(one[0])), made.token_ids.tolist())
-            for i, (made, one) in enumerate(zip(inputs, values, strict=True))
-        ]
+        outputs = (ScoringOutput(float(one[0])) for one in values)
+        return _wrapped(ScoringRequestOutput, outputs, inputs)
 
     def _run(
         self, inputs: Sequence[PoolingInput], finishes: Sequence[Finish], shown: Progress
@@ -158,6 +147,14 @@ class PoolingCalls:
             for key in places:
                 engine.abort(key)
         return values
+
+
+def _wrapped(
+    kind: Callable[..., R], outputs: Iterable[Any], inputs: Sequence[PoolingInput]
+) -> list[R]:
+    """The output of each input as a user gets it."""
+    pairs = enumerate(zip(outputs, inputs, strict=True))
+    return [kind(str(index), output, made.token_ids.tolist()) for index, (output, made) in pairs]
 
 
 def _params_of(params: Params, size: int, options: Mapping[str, Any]) -> list[PoolingParams]:

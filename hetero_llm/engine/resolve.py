@@ -86,8 +86,7 @@ def find_model(load: LoadConfig, *, weights: bool = True) -> tuple[Path, ModelCo
             reason = f"{config.class_name} has no native implementation; use auto or transformers"
             raise ConfigError("model_impl", load.model_impl, reason)
         reason = f"needs a native implementation, and {config.class_name} runs on transformers"
-        if load.cpu_offload_gb:
-            raise ConfigError("cpu_offload_gb", load.cpu_offload_gb, reason)
+        load.refuse_native_options(config.class_name, "cpu_offload_gb")
         if config.quantization is not None or config.online_quantization is not None:
             raise ConfigError("quantization", load.quantization, reason)
     return folder, config
@@ -123,15 +122,8 @@ def _transformers_config(folder: Path, load: LoadConfig) -> ModelConfig:
         disable_sliding_window=load.disable_sliding_window,
         hf_overrides=load.hf_overrides,
     )
-    for field, value in (
-        ("rope_scaling", load.rope_scaling),
-        ("rope_theta", load.rope_theta),
-        ("cpu_offload_gb", load.cpu_offload_gb or None),
-        ("quantization", load.quantization),
-    ):
-        if value is not None:
-            reason = f"needs a native implementation, and {config.class_name} runs on transformers"
-            raise ConfigError(field, value, reason)
+    options = ("rope_scaling", "rope_theta", "cpu_offload_gb", "quantization")
+    load.refuse_native_options(config.class_name, *options)
     return config
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hetero_llm.core.lora import NO_ADAPTER, AdapterRef
+from hetero_llm.core.null_objects import do_nothing
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.gpu.kernels.activation import gated_activation
 from hetero_llm.gpu.kernels.lora import NO_SLOT, LoraSlots
@@ -63,18 +64,10 @@ class NoGpuAdapters:
 
     turn = 0
     overlaps_loads = False
+    begin = end = check = staticmethod(do_nothing)
 
     def prepare(self, step: SchedulerOutput) -> AdapterUse:
         return AdapterUse.NONE
-
-    def begin(self, token_slots: Tensor | None, *, waits: bool = False) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def check(self, turn: int) -> None:
-        pass
 
 
 class GpuAdapters:
@@ -134,12 +127,11 @@ class GpuAdapters:
                 alignment=math.gcd(*place.bounds),
             )
             self._layers.append((linear.product, weights))
-            multiply = self._multiply
-            if linear in gates and weights.parts == 2:
-                multiply = self._multiply_before_gate
+            deferred = linear in gates and weights.parts == 2
+            if deferred:
                 activation = gates[linear]
                 activation.function = partial(self._gate, activation.name, activation.function)
-            linear.product = partial(multiply, linear.product, weights, place.piece)
+            linear.product = partial(self._multiply, linear.product, weights, place.piece, deferred)
 
     @property
     def turn(self) -> int:
@@ -214,32 +206,20 @@ class GpuAdapters:
         return words
 
     def _multiply(
-        self,
-        product: Product,
-        slots: LoraSlots,
-        piece: int,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
-        """`Product` with the adapters of the rows."""
-        if self._rows is None:
-            return product(x, weight, bias)
-        self._wait(piece)
-        return product_with_adapters(product, x, weight, bias, rows=self._rows, weights=slots)
-
-    def _multiply_before_gate(
-        self, product: Product, slots: LoraSlots, piece: int,
+        self, product: Product, slots: LoraSlots, piece: int, deferred: bool,
         x: Tensor, weight: Tensor, bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """`_multiply` of gate and up; `_gate`, which comes next, may add the adapters."""
+        """`Product` with the adapters of the rows; `deferred`: `_gate`, which comes next, may add
+        them."""
         if self._rows is None:
             return product(x, weight, bias)
         self._wait(piece)
-        y, self._missing = product_before_gate(
-            product, x, weight, bias, rows=self._rows, weights=slots
-        )
-        return y
+        if deferred:
+            y, self._missing = product_before_gate(
+                product, x, weight, bias, rows=self._rows, weights=slots
+            )
+            return y
+        return product_with_adapters(product, x, weight, bias, rows=self._rows, weights=slots)
 
     def _gate(self, name: str, plain: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
         missing, self._missing = self._missing, None

@@ -32,6 +32,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from hetero_llm.core.null_objects import do_nothing
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.kernels.expert_requests import ON_HOST, write_table
 
@@ -97,17 +98,10 @@ class FixedPlacement:
     """
 
     interval = 1 << 30
+    observe = observe_prompt = staticmethod(do_nothing)
 
     def __init__(self, table: np.ndarray) -> None:
         self.table = table
-
-    def observe(self, counts: np.ndarray, *, steps: int, seconds: float) -> None:
-        """See `Placement`."""
-
-    def observe_prompt(
-        self, counts: np.ndarray, *, tokens: int, share: float = 1.0, grant_bytes: float = 0
-    ) -> None:
-        """See `Placement`."""
 
     def choose(
         self,

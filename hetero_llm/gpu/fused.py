@@ -54,7 +54,7 @@ from hetero_llm.models.experts import (
     SparseMixerRouter,
     TopKRouter,
 )
-from hetero_llm.models.gpt_oss import GptOssAttention, GptOssBlock
+from hetero_llm.models.gpt_oss import GptOssAttention
 from hetero_llm.models.layers import (
     Activation,
     AddLayerNorm,
@@ -72,19 +72,13 @@ from hetero_llm.models.mixtral import MixtralBlock
 from hetero_llm.quantization.matrix import QuantizedMatrix, QuantizedWeight
 
 
-def speed_up(model: CausalLM) -> None:
+def speed_up(model: CausalLM, *, few_rows: int | None = None, agree: AgreeOnNumbers = list) -> None:
     """Replaces functions of the model's layers by kernels, in place. Weights in host memory keep
-    their product, which stages them, and rows too long for one program keep their norms. On a GPU
-    it measures where quantized products switch, see `switch_points`."""
-    use_kernels(model, few_rows=None)
-
-
-def use_kernels(model: CausalLM, *, few_rows: int | None, agree: AgreeOnNumbers = list) -> None:
-    """`speed_up`.
+    their product, which stages them, and rows too long for one program keep their norms.
 
     Args:
-        few_rows: up to which quantized products multiply weights as they are stored; None:
-            measured.
+        few_rows: up to which quantized products multiply weights as they are stored; None: on a GPU
+            it is measured, see `switch_points`.
         agree: makes of what was measured what all ranks of the model use.
     """
     fused_norms = model.config.hidden_size <= MAX_NORM_SIZE
@@ -297,8 +291,8 @@ def _last_sum(module: nn.Module) -> Summing | None:
         return cast(GatedMLP, module).down_proj
     if forward is PlainMLP.forward:
         return cast(PlainMLP, module).fc2
-    if forward in (MixtralBlock.forward, GptOssBlock.forward):
-        return cast(MixtralBlock | GptOssBlock, module).experts
+    if forward is MixtralBlock.forward:
+        return cast(MixtralBlock, module).experts
     return None
 
 

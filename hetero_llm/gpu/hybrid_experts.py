@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hetero_llm.core.null_objects import do_nothing
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.expert_moves import ExpertMoves
 from hetero_llm.gpu.expert_streams import ExpertStreams, Split
@@ -50,15 +51,7 @@ class NoHybridExperts:
     """
 
     most_rows = _NO_LIMIT
-
-    def before_launch(self, num_scheduled_tokens: np.ndarray, *, link_is_busy: bool) -> None:
-        """See `HybridExperts`."""
-
-    def begin(self, kv_slots: Tensor) -> None:
-        """See `HybridExperts`."""
-
-    def finished(self) -> None:
-        """See `HybridExperts`."""
+    before_launch = begin = finished = staticmethod(do_nothing)
 
 
 @dataclass(frozen=True, slots=True)

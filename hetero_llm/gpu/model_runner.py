@@ -176,8 +176,9 @@ class GpuModelRunner:
         sequence: SequenceParallel | NoSequenceParallel = NO_SEQUENCE_PARALLEL,
     ) -> None:
         check_supported(config)
-        self._rank, self._link = model.config.rank, link
-        assert self._rank.stages == 1 or not most_drafted_tokens, "stages verify no draft trees"
+        rank = model.config.rank
+        assert rank.stages == 1 or not most_drafted_tokens, "stages verify no draft trees"
+        self._is_first, self._is_last, self._link = rank.is_first, rank.is_last, link
         device, dtype = cache.data.device, next(model.parameters()).dtype
         columns = -(-max_model_len // cache.shape.block_size)
         block_tables = torch.zeros(max_num_seqs, columns, dtype=torch.int32, device=device)
@@ -275,7 +276,7 @@ class GpuModelRunner:
 
     def set_open_matcher(self, open_matcher: OpenMatcher) -> None:
         """Sets what opens the grammars of admitted sequences; call it before one has any."""
-        self._sampler.open_matcher = open_matcher
+        self._sampler.masks.open_matcher = open_matcher
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Issues all device work of a step."""
@@ -328,12 +329,12 @@ class GpuModelRunner:
             step.drafts is not None
             and self.graphs is not None
             and self.typical is None
-            and self._sampler.all_plain
             and not step.admitted
             and not step.adapter_loads
             and not step.prompt_logprob_spans
             and not step.block_copies.shape[1]
             and step.block_table_writes.shape[1] <= LEAST_WRITES
+            and self._sampler.all_plain
         )
 
     @torch.inference_mode()
@@ -352,9 +353,9 @@ class GpuModelRunner:
         if step.drafts is not None:
             return self._launch_drafted(step, step.drafts, adapted=adapted)
         num_tokens = int(step.num_scheduled_tokens.sum())
-        if not self._rank.is_first:
+        if not self._is_first:
             self._link.receive(self._device_step.stage_input[:num_tokens])
-        if not self._rank.is_last:
+        if not self._is_last:
             return self._launch_for_next_stage(step, num_tokens, adapted=adapted)
         plain = not step.prompt_logprob_spans and self._sampler.is_plain(step.request_slots)
         masks = self._plan_masks(step, plain=plain)
@@ -429,7 +430,7 @@ class GpuModelRunner:
         """Admitted sequences, block tables on the host, copies of blocks."""
         for state in step.admitted:
             self.filler.sampling.admit(state)
-            if not self._rank.is_last:
+            if not self._is_last:
                 continue
             self._sampler.admit(state)
             if state.params.prompt_logprobs is not None:

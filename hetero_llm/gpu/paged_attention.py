@@ -14,7 +14,13 @@ import numpy as np
 import torch
 
 from hetero_llm.gpu.attention_context import AttentionContext
-from hetero_llm.gpu.kernels.paged_attention import RowMasks, TileShape, Work, paged_attention
+from hetero_llm.gpu.kernels.paged_attention import (
+    RowMasks,
+    TileShape,
+    Work,
+    Workspace,
+    paged_attention,
+)
 from hetero_llm.gpu.kernels.rope_store import rope_store, store
 from hetero_llm.gpu.library_attention import (
     ChunkKeys,
@@ -53,22 +59,29 @@ class LibraryRows:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedRows:
+    """Tokens whose attention goes through a work list. `any_cut`: it may have cut tiles."""
+
+    masks: RowMasks
+    work: Work
+    workspace: Workspace
+    tile: TileShape
+    any_cut: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SampledRows:
     """The rows of a step that its last layer computes to the end; see `sampled_rows`.
 
     Attributes:
         layer: the last one.
         rows: [N] int64 on the device, their indices in the step; N > 0.
-        masks, work, tile: of their attention, as of a step in which N sequences decode.
-        any_cut: the work list may have cut tiles.
+        planned: as of a step in which N sequences decode.
     """
 
     layer: int
     rows: torch.Tensor
-    masks: RowMasks
-    work: Work
-    tile: TileShape
-    any_cut: bool
+    planned: PlannedRows
 
 
 class StepAttention:
@@ -95,21 +108,20 @@ class StepAttention:
             sampled: rows for which the last layer's attention returns results; None: all.
             kv: where keys and values go; None: into the cache.
         """
-        self._any_cut = any_cut
         self._context = context
         self._inputs = inputs
-        self._tile = tile
-        self._workspace = context.workspace(tile)
         self._library = library
-        self._planned = planned
+        self._is_planned = planned
         self._sampled = sampled
         self._kv = kv or CacheKV(context, inputs.slot_mapping)
         tree = inputs.tree
         ancestors = None if tree is None else tree.ancestors
-        self._masks = RowMasks(inputs.limits, inputs.positions, ancestors)
-        self._work = {
-            window: Work(inputs.items[i], inputs.cut_rows[i], inputs.work_counts[i])
-            for i, window in enumerate(context.windows)
+        masks = RowMasks(inputs.limits, inputs.positions, ancestors)
+        lists = zip(inputs.items, inputs.cut_rows, inputs.work_counts, strict=True)
+        workspace = context.workspace(tile)
+        self._planned = {
+            window: PlannedRows(masks, Work(*one), workspace, tile, any_cut)
+            for window, one in zip(context.windows, lists, strict=True)
         }
 
     def __call__(
@@ -158,85 +170,57 @@ class StepAttention:
         return x.index_select(0, self._sampled.rows)
 
     def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        keys, values = self._context.keys[layer], self._context.values[layer]
-        config = self._context.config
-        window = config.sliding_windows[layer]
-        scale, kv_scales = config.attn_scale, self._context.kv_scales[layer]
         if self._sampled is not None and layer == self._sampled.layer:
             own = self.select(layer, q)
-            return self._attend_sampled(self._sampled, own, keys, values, sinks)
+            return self._by_kernel(layer, own, self._sampled.planned, sinks)
         assert not self._library or sinks is None, "`LibraryPlanner` leaves sinks to our kernel"
-        if not self._planned and len(self._library) == 1:  # it is the whole step
-            part = self._library[0]
-            return _attend_by_library(q, keys, values, part, scale, window, kv_scales)
+        if not self._is_planned and len(self._library) == 1:  # it is the whole step
+            return self._by_library(layer, q, self._library[0])
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if self._planned:
-            paged_attention(
-                q,
-                keys,
-                values,
-                self._context.block_tables,
-                self._masks,
-                self._work[window],
-                self._workspace,
-                self._tile,
-                scale=scale,
-                window=window,
-                softcap=config.attn_softcap,
-                slopes=self._context.slopes,
-                kv_scales=kv_scales,
-                sinks=sinks,
-                any_cut=self._any_cut,
-                out=out,
-            )
+        if self._is_planned:
+            window = self._context.config.sliding_windows[layer]
+            self._by_kernel(layer, q, self._planned[window], sinks, out)
         for part in self._library:
-            rows = q[part.rows]
-            out[part.rows] = _attend_by_library(rows, keys, values, part, scale, window, kv_scales)
+            out[part.rows] = self._by_library(layer, q[part.rows], part)
         return out
 
-    def _attend_sampled(
+    def _by_kernel(
         self,
-        sampled: SampledRows,
+        layer: int,
         q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        rows: PlannedRows,
         sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q: [N, H, D] of these rows."""
-        context = self._context
+        """q: [R, H, D] of these rows."""
+        context, config = self._context, self._context.config
         return paged_attention(
             q,
-            keys,
-            values,
+            context.keys[layer],
+            context.values[layer],
             context.block_tables,
-            sampled.masks,
-            sampled.work,
-            context.workspace(sampled.tile),
-            sampled.tile,
-            scale=context.config.attn_scale,
-            window=context.config.sliding_windows[sampled.layer],
-            softcap=context.config.attn_softcap,
+            rows.masks,
+            rows.work,
+            rows.workspace,
+            rows.tile,
+            scale=config.attn_scale,
+            window=config.sliding_windows[layer],
+            softcap=config.attn_softcap,
             slopes=context.slopes,
-            kv_scales=context.kv_scales[sampled.layer],
+            kv_scales=context.kv_scales[layer],
             sinks=sinks,
-            any_cut=sampled.any_cut,
+            any_cut=rows.any_cut,
+            out=out,
         )
 
-
-def _attend_by_library(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    part: LibraryRows,
-    scale: float,
-    window: int | None,
-    kv_scales: torch.Tensor | None,
-) -> torch.Tensor:
-    if isinstance(part.keys, ChunkKeys):
-        return attend_chunk(q, keys, values, part.keys, scale=scale, kv_scales=kv_scales)
-    return attend_ragged(
-        q, keys, values, part.keys, scale=scale, window=window, kv_scales=kv_scales
-    )
+    def _by_library(self, layer: int, q: torch.Tensor, part: LibraryRows) -> torch.Tensor:
+        """q: of the rows of `part`."""
+        context, scale = self._context, self._context.config.attn_scale
+        cache, scales = (context.keys[layer], context.values[layer]), context.kv_scales[layer]
+        if isinstance(part.keys, ChunkKeys):
+            return attend_chunk(q, *cache, part.keys, scale=scale, kv_scales=scales)
+        window = context.config.sliding_windows[layer]
+        return attend_ragged(q, *cache, part.keys, scale=scale, window=window, kv_scales=scales)
 
 
 class LibraryPlanner:

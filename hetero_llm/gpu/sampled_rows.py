@@ -15,7 +15,7 @@ from hetero_llm.gpu.attention_context import AttentionContext
 from hetero_llm.gpu.attention_plan import plan_work
 from hetero_llm.gpu.graph_set import is_short
 from hetero_llm.gpu.kernels.paged_attention import CUT_ROW_FIELDS, WORK_FIELDS, RowMasks, Work
-from hetero_llm.gpu.paged_attention import SampledRows
+from hetero_llm.gpu.paged_attention import PlannedRows, SampledRows
 from hetero_llm.gpu.uploads import Uploads
 
 _ALIGNED = 4  # words: kernels are compiled for arrays that begin at multiples of 16 bytes
@@ -56,8 +56,9 @@ class SampledRowsPlanner:
             views.append(sent[begin : begin + len(part)])
             begin += -(-len(part) // _ALIGNED) * _ALIGNED
         work = Work(views[0].view(-1, WORK_FIELDS), views[1].view(-1, CUT_ROW_FIELDS), views[2])
-        masks = RowMasks(views[3], views[4])
-        return SampledRows(layer, views[5].long(), masks, work, tile, len(cut_rows) > 0)
+        masks, workspace = RowMasks(views[3], views[4]), context.workspace(tile)
+        planned = PlannedRows(masks, work, workspace, tile, len(cut_rows) > 0)
+        return SampledRows(layer, views[5].long(), planned)
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

@@ -512,15 +512,12 @@ class DecoderLM(CausalLM):
             return None
         return None if self._is_tied_head(name) else name
 
-    def in_further_layer(self, name: str, count: int) -> bool:
-        """Whether a stored tensor belongs to one of the `count` layers that the checkpoint numbers
-        behind the model's own: those that predict further tokens, which are not served."""
+    def layer_of(self, name: str) -> int | None:
+        """The number of the layer, in the whole model, that a stored tensor belongs to; None: it
+        belongs to none."""
         prefix = f"{self.names.model}.{self.names.layers}."
         number = name.removeprefix(prefix).partition(".")[0]
-        if not name.startswith(prefix) or not number.isdecimal():
-            return False
-        own_end = self.config.first_layer + self.config.num_layers
-        return 0 <= int(number) - own_end < count
+        return int(number) if name.startswith(prefix) and number.isdecimal() else None
 
     def in_stage(self, name: str) -> bool:
         """Whether a tensor of the whole model, by its name in `checkpoint_tensors` or that of a
@@ -528,10 +525,10 @@ class DecoderLM(CausalLM):
         config, names = self.config, self.names
         if config.rank.stages == 1:
             return True
+        layer = self.layer_of(name)
+        if layer is not None:
+            return 0 <= layer - config.first_layer < config.num_layers
         prefix = f"{names.model}.{names.layers}."
-        number = name.removeprefix(prefix).partition(".")[0]
-        if name.startswith(prefix) and number.isdecimal():
-            return 0 <= int(number) - config.first_layer < config.num_layers
         outer = (own for own in self.checkpoint_tensors() if not own.startswith(prefix))
         return any(name.startswith(own.rpartition(".")[0] + ".") for own in outer)
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hetero_llm.core.errors import ModelLoadError
 from hetero_llm.models.blocks import DecoderLM
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.layers import CausalLM, Linear, RotaryHeads
+from hetero_llm.models.layers import Attend, CausalLM, Linear
 from hetero_llm.models.quantized_weights import MatrixPlan
 from hetero_llm.models.rotary import StepRotary
 from hetero_llm.quantization.calibrated import DAMPING
@@ -36,7 +36,7 @@ _TOKENS_AT_ONCE = 4096
 Quantizer = Callable[[Tensor, Tensor], QuantizedMatrix]
 
 
-class WholeTexts:
+class WholeTexts(Attend):
     """`Attend` without a cache, for texts of one length: every token of a text is in the step.
 
     Args:
@@ -83,22 +83,6 @@ class WholeTexts:
             weights = scores.softmax(-1)[..., : self._length]
             attended = weights.to(value.dtype) @ value
         return attended.transpose(1, 2).reshape(q.shape)
-
-    def rotary(
-        self,
-        layer: int,
-        qkv: Tensor,
-        heads: RotaryHeads,
-        rows: StepRotary,
-        *,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See `Attend`."""
-        return self(layer, *heads(qkv, rows), sinks=sinks)
-
-    def select(self, layer: int, x: Tensor) -> Tensor:
-        """See `Attend`."""
-        return x
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,11 +312,6 @@ class Experts(nn.Module):
         return self.reduce(total if more is None else total.add_(more))
 
     def plain(
-        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
-    ) -> Tensor:
-        return self.by_products(x, ids, weights, gate_up, down)
-
-    def by_products(
         self,
         x: Tensor,
         ids: Tensor,

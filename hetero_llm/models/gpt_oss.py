@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from hetero_llm.models.blocks import MLP, Attention, LayerNames, Tensors
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.gpt_oss import GptOssConfig
-from hetero_llm.models.experts import Experts, TopKRouter
+from hetero_llm.models.experts import TopKRouter
 from hetero_llm.models.layers import Attend, BankView, Linear, RearrangedView, checkpoint_views
-from hetero_llm.models.mixtral import MixtralForCausalLM
+from hetero_llm.models.mixtral import MixtralBlock, MixtralForCausalLM
 from hetero_llm.models.rotary import StepRotary
 
 _BANK = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
@@ -41,32 +41,16 @@ class GptOssRouter(TopKRouter):
     """A projection with a bias, and a softmax of the chosen logits: that of all logits, divided by
     the sum of the chosen ones' shares."""
 
-    def __init__(self, config: GptOssConfig) -> None:
-        super().__init__(
-            config.hidden_size,
-            config.num_experts,
-            config.experts_per_token,
-            renormalize=True,
-            rounded=True,
-        )
-
     def make_gate(self, hidden: int, num_experts: int) -> Linear:
         return Linear(hidden, num_experts, bias=True)
 
 
-class GptOssBlock(nn.Module):
-    """A router and its experts."""
+class GptOssBlock(MixtralBlock):
+    """A router and its experts, with biases."""
 
     def __init__(self, config: GptOssConfig) -> None:
-        super().__init__()
-        self.router = GptOssRouter(config)
-        self.experts = Experts(
-            config.num_experts, config.hidden_size, config.expert_size, config.gate, bias=True
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        return self.experts(x, *self.router(x))
+        router = GptOssRouter(*config.router_sizes, renormalize=True, rounded=True)
+        super().__init__(config, router, gate=config.gate, bias=True)
 
     def checkpoint_tensors(self, prefix: str, names: LayerNames) -> Tensors:
         """See `MLP`. Files have the experts' matrices as one tensor, gates and ups in turn."""

@@ -52,7 +52,7 @@ def make_batch_invariant(model: CausalLM) -> None:
             module.product = product_of_tiles if tiled else product_of_rows
         elif isinstance(module, Experts):
             product = _product_of_experts(module, dtype)
-            module.function = partial(module.by_products, product=product)
+            module.function = partial(module.plain, product=product)
         elif isinstance(module, Activation) and _device_of(model).type == "cpu":
             module.function = _by_row(module.function)
 

@@ -66,13 +66,13 @@ class Attend(Protocol):
         sinks: Tensor | None = None,
     ) -> Tensor:  # [T, heads, head_dim]
         """Norms and rotates the queries and keys of a fused projection, then does the same:
-        `self(layer, *heads(qkv, rows), sinks=sinks)`, perhaps in fewer kernels."""
-        ...
+        what is written here, perhaps in fewer kernels."""
+        return self(layer, *heads(qkv, rows), sinks=sinks)
 
     def select(self, layer: int, x: Tensor) -> Tensor:
         """The rows of x [T, size] for which this layer's attention returns a result: all, but in
         the last layer, where only rows that are sampled after may be left."""
-        ...
+        return x
 
 
 class QKNorm(nn.Module):
@@ -428,15 +428,41 @@ def _multiply_quantized(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     return quantized_product(x, cast(QuantizedWeight, weight).matrix, bias)
 
 
-class _ScaleNorm(nn.Module):
-    """A norm with a weight and no bias, by `function`, which may be replaced on the instance by a
-    fused one."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[..., size] normed over the last dim."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # transformers rounds to the low precision before it multiplies by the weight.
+    return F.rms_norm(x, weight.shape, None, eps).mul_(weight)
 
-    def __init__(self, size: int, eps: float, function: AddNorm) -> None:
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `RMSNorm`."""
+    total = x if residual is None else residual.add_(x)
+    return rms_norm(total, weight, eps), total
+
+
+def add_gemma_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `GemmaRMSNorm`."""
+    total = x if residual is None else residual.add_(x)
+    norm = F.rms_norm(total.float(), weight.shape, None, eps)
+    return norm.mul_(1.0 + weight.float()).to(x.dtype), total
+
+
+class _ScaleNorm(nn.Module):
+    """A norm with a weight and no bias. `function`, at first the class's, may be replaced on the
+    instance by a fused one."""
+
+    function: AddNorm
+
+    def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
-        self.function = function
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Norm of `x + residual`, and that sum for the next residual.
@@ -454,41 +480,14 @@ class _ScaleNorm(nn.Module):
 class RMSNorm(_ScaleNorm):
     """Root-mean-square norm; computed in float32 for every dtype, as in transformers."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__(size, eps, add_rms_norm)
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """See `RMSNorm.forward`."""
-    total = x if residual is None else residual.add_(x)
-    return rms_norm(total, weight, eps), total
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[..., size] normed over the last dim."""
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    # transformers rounds to the low precision before it multiplies by the weight.
-    return F.rms_norm(x, weight.shape, None, eps).mul_(weight)
+    function = staticmethod(add_rms_norm)
 
 
 class GemmaRMSNorm(_ScaleNorm):
     """Gemma's RMS norm: the weight is stored less one and multiplied in float32, and only the
     product is rounded."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__(size, eps, add_gemma_rms_norm)
-
-
-def add_gemma_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """See `GemmaRMSNorm`."""
-    total = x if residual is None else residual.add_(x)
-    norm = F.rms_norm(total.float(), weight.shape, None, eps)
-    return norm.mul_(1.0 + weight.float()).to(x.dtype), total
+    function = staticmethod(add_gemma_rms_norm)
 
 
 class AddLayerNorm(nn.Module):

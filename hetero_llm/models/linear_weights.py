@@ -29,6 +29,15 @@ def on_weight(
                 return act(module, name, parameter)
         return None
 
+    with registration_hook(hook):
+        yield
+
+
+@contextmanager
+def registration_hook(
+    hook: Callable[[nn.Module, str, nn.Parameter], nn.Parameter | None],
+) -> Iterator[None]:
+    """Calls `hook` for each parameter that a module is given; it may return another one for it."""
     # torch's annotation forgets that a hook may return the parameter to register instead.
     handle = register_module_parameter_registration_hook(cast(Callable[..., None], hook))
     try:

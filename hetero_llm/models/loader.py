@@ -150,7 +150,7 @@ def load_model(
     model.eval().requires_grad_(False)
     if files is not None and config.quantization is not None:
         model.kv_scales = _own_kv_scales(
-            stored_kv_scales(files, config, model.checkpoint_name), config, own_config
+            stored_kv_scales(files, config, blueprint.checkpoint_name), config, own_config
         )
     parts = _joined(model, staged, collectives)
     cuts = _cuts_of_weights(model, weights, parts)
@@ -310,16 +310,31 @@ def quantized_sizes(
             return {}
         return {order[one]: int(own[one] * share) for one in linears}
     files = find_weight_files(folder, load_format, allow_pickle=allow_pickle, keep_blocks=True)
+    sizes = _planned_bytes(folder, model, weights, files, wanted)
+    return {
+        order[place]: size * own[place] // weights[place].parameter.numel()
+        for place, size in sizes.items()
+        if place in order
+    }
+
+
+def _planned_bytes(
+    folder: Path,
+    model: CausalLM,
+    weights: Sequence[LayerWeight],
+    files: tuple[WeightFile, ...],
+    wanted: CheckpointFormat,
+) -> dict[int, int]:
+    """Bytes of the quantized matrices of each weight, by its place among `weights`: as stored, or
+    those that plain ones become."""
+    online = model.config.online_quantization
     stored, _ = _stored_tensors(model, folder, files)
     sizes: dict[int, int] = {}
     for plan in plan_matrices(model, weights, wanted, stored):
-        if plan.weight not in order:
-            continue
         size = stored_bytes(plan, stored)
-        if config.online_quantization is not None:
-            size = int(plan.rows * plan.columns * share)
-        size = size * own[plan.weight] // weights[plan.weight].parameter.numel()
-        sizes[order[plan.weight]] = sizes.get(order[plan.weight], 0) + size
+        if online is not None:
+            size = int(plan.rows * plan.columns * ONLINE_BYTES[online])
+        sizes[plan.weight] = sizes.get(plan.weight, 0) + size
     return sizes
 
 
@@ -362,19 +377,10 @@ def expert_sizes(
     if not layers:
         return ExpertSizes(0, 0, 0, total)
     wanted, online = checkpoint_format(config, folder), config.online_quantization
-    stored: dict[str, tuple[WeightFile, StoredTensor]] = {}
     if load_format != "dummy" and wanted is not None:
         files = find_weight_files(folder, load_format, allow_pickle=allow_pickle, keep_blocks=True)
-        stored, _ = _stored_tensors(model, folder, files)
-        quantized = dict.fromkeys(range(len(sizes)), 0)
-        plans = plan_matrices(model, weights, wanted, stored)
-        for plan in plans:
-            size = stored_bytes(plan, stored)
-            if online is not None:
-                size = int(plan.rows * plan.columns * ONLINE_BYTES[online])
-            quantized[plan.weight] += size
-        for place in {plan.weight for plan in plans}:
-            sizes[place] = quantized[place]
+        for place, size in _planned_bytes(folder, model, weights, files, wanted).items():
+            sizes[place] = size
     elif online is not None:
         sizes = [int(w.parameter.numel() * ONLINE_BYTES[online]) for w in weights]
     elif wanted is not None:  # random weights of MXFP4: 4 bits, and a scale of 16 for 32 numbers
@@ -427,11 +433,13 @@ class _Blueprint:
     stored: their tensors, by the names that the model knows.
     whole: the whole model, or the whole of this stage, without memory; None: of a class of
         transformers.
+    checkpoint_name: of the whole model, layers of all stages included.
     """
 
     plans: tuple[MatrixPlan, ...]
     stored: Stored
     whole: CausalLM | None
+    checkpoint_name: Callable[[str], str | None]
 
 
 def _plan(
@@ -457,8 +465,9 @@ def _plan(
     """
     config, staged, own_config = configs
     if isinstance(config, TransformersConfig):
-        return _Blueprint((), {}, None)
+        return _Blueprint((), {}, None, lambda name: name)
     model, weights = _on_meta(folder, config, dtype, build)
+    checkpoint_name = model.checkpoint_name
     plans, stored = _checked(model, weights, folder, files, dtype, device, wanted)
     if staged.rank.stages > 1:
         model, weights = _on_meta(folder, staged, dtype, build)
@@ -476,7 +485,7 @@ def _plan(
                 f"{folder}: the model needs {_gib(needed)} of host memory, tables for a context of "
                 f"{config.max_model_len} tokens included, and {_gib(free)} are free"
             )
-    return _Blueprint(plans, stored, model)
+    return _Blueprint(plans, stored, model, checkpoint_name)
 
 
 def _checked(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from hetero_llm.models.blocks import MLP, Attention
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.configs.mixture import MiniMaxM2Config
+from hetero_llm.models.configs.mixture import MixtralConfig
 from hetero_llm.models.experts import SigmoidRouter
 from hetero_llm.models.layers import ProjectionNorm
 from hetero_llm.models.mixtral import MixtralBlock, MixtralForCausalLM
@@ -26,11 +26,5 @@ class MiniMaxM2ForCausalLM(MixtralForCausalLM):
         return MiniMaxM2Attention
 
     def make_mlp(self, config: ModelConfig, index: int) -> MLP:
-        assert isinstance(config, MiniMaxM2Config)
-        router = SigmoidRouter(config.hidden_size, config.num_experts, config.experts_per_token)
-        return MixtralBlock(config, router)
-
-    def checkpoint_name(self, name: str) -> str | None:
-        assert isinstance(self.config, MiniMaxM2Config)
-        skipped = self.in_further_layer(name, self.config.further_layers)
-        return None if skipped else super().checkpoint_name(name)
+        assert isinstance(config, MixtralConfig)
+        return MixtralBlock(config, SigmoidRouter(*config.router_sizes))

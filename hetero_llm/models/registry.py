@@ -22,14 +22,14 @@ class Family:
 
     Attributes:
         module: In `hetero_llm.models`.
-        name: Of the class there.
         reader: Module and function in `hetero_llm.models.configs`: `ConfigSource` ->
             `ModelConfig`.
+        name: Of the class in the module; "": that of the architecture.
     """
 
     module: str
-    name: str
     reader: str
+    name: str = ""
 
     def read(self, source: ConfigSource) -> ModelConfig:
         """Raises ModelLoadError: a key is wrong or asks for what is not computed."""
@@ -37,68 +37,52 @@ class Family:
         return getattr(_module(f"configs.{module}"), function)(source)
 
 
-_IMAGES = Family("transformers_vision", "TransformersForImages", "transformers_vision.read")
+_IMAGES = Family("transformers_vision", "transformers_vision.read", "TransformersForImages")
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "LlamaForCausalLM": Family("llama", "LlamaForCausalLM", "llama_like.read"),
-        "MistralForCausalLM": Family("llama", "LlamaForCausalLM", "llama_like.read"),
-        "Qwen2ForCausalLM": Family("llama", "LlamaForCausalLM", "llama_like.read"),
-        "Qwen3ForCausalLM": Family("llama", "LlamaForCausalLM", "llama_like.read"),
-        "OPTForCausalLM": Family("opt", "OPTForCausalLM", "layer_norm.read_opt"),
-        "GPT2LMHeadModel": Family("gpt2", "GPT2LMHeadModel", "layer_norm.read_gpt2"),
-        "GPTNeoXForCausalLM": Family("gpt_neox", "GPTNeoXForCausalLM", "layer_norm.read_gpt_neox"),
-        "GPTJForCausalLM": Family("gptj", "GPTJForCausalLM", "layer_norm.read_gptj"),
-        "GptOssForCausalLM": Family("gpt_oss", "GptOssForCausalLM", "gpt_oss.read"),
-        "FalconForCausalLM": Family("falcon", "FalconForCausalLM", "falcon.read"),
-        "RWForCausalLM": Family("falcon", "FalconForCausalLM", "falcon.read"),
-        "BloomForCausalLM": Family("bloom", "BloomForCausalLM", "layer_norm.read_bloom"),
-        "GPTBigCodeForCausalLM": Family(
-            "gpt_bigcode", "GPTBigCodeForCausalLM", "layer_norm.read_gpt_bigcode"
-        ),
-        "PhiForCausalLM": Family("phi", "PhiForCausalLM", "layer_norm.read_phi"),
-        "StableLmForCausalLM": Family(
-            "stablelm", "StableLmForCausalLM", "layer_norm.read_stablelm"
-        ),
+        "LlamaForCausalLM": Family("llama", "llama_like.read"),
+        "MistralForCausalLM": Family("llama", "llama_like.read", "LlamaForCausalLM"),
+        "Qwen2ForCausalLM": Family("llama", "llama_like.read", "LlamaForCausalLM"),
+        "Qwen3ForCausalLM": Family("llama", "llama_like.read", "LlamaForCausalLM"),
+        "OPTForCausalLM": Family("opt", "layer_norm.read_opt"),
+        "GPT2LMHeadModel": Family("gpt2", "layer_norm.read_gpt2"),
+        "GPTNeoXForCausalLM": Family("gpt_neox", "layer_norm.read_gpt_neox"),
+        "GPTJForCausalLM": Family("gptj", "layer_norm.read_gptj"),
+        "GptOssForCausalLM": Family("gpt_oss", "gpt_oss.read"),
+        "FalconForCausalLM": Family("falcon", "falcon.read"),
+        "RWForCausalLM": Family("falcon", "falcon.read", "FalconForCausalLM"),
+        "BloomForCausalLM": Family("bloom", "layer_norm.read_bloom"),
+        "GPTBigCodeForCausalLM": Family("gpt_bigcode", "layer_norm.read_gpt_bigcode"),
+        "PhiForCausalLM": Family("phi", "layer_norm.read_phi"),
+        "StableLmForCausalLM": Family("stablelm", "layer_norm.read_stablelm"),
         "StableLMEpochForCausalLM": Family(
-            "stablelm", "StableLmForCausalLM", "layer_norm.read_stablelm"
+            "stablelm", "layer_norm.read_stablelm", "StableLmForCausalLM"
         ),
-        "NemotronForCausalLM": Family(
-            "nemotron", "NemotronForCausalLM", "layer_norm.read_nemotron"
-        ),
-        "Starcoder2ForCausalLM": Family(
-            "starcoder2", "Starcoder2ForCausalLM", "layer_norm.read_starcoder2"
-        ),
-        "GemmaForCausalLM": Family("gemma", "GemmaForCausalLM", "gemma.read"),
-        "Gemma2ForCausalLM": Family("gemma2", "Gemma2ForCausalLM", "gemma.read_gemma2"),
-        "Phi3ForCausalLM": Family("phi3", "Phi3ForCausalLM", "llama_like.read_phi3"),
-        "InternLMForCausalLM": Family("llama", "LlamaForCausalLM", "llama_like.read_internlm"),
-        "InternLM2ForCausalLM": Family(
-            "internlm2", "InternLM2ForCausalLM", "llama_like.read_internlm"
-        ),
+        "NemotronForCausalLM": Family("nemotron", "layer_norm.read_nemotron"),
+        "Starcoder2ForCausalLM": Family("starcoder2", "layer_norm.read_starcoder2"),
+        "GemmaForCausalLM": Family("gemma", "gemma.read"),
+        "Gemma2ForCausalLM": Family("gemma2", "gemma.read_gemma2"),
+        "Phi3ForCausalLM": Family("phi3", "llama_like.read_phi3"),
+        "InternLMForCausalLM": Family("llama", "llama_like.read_internlm", "LlamaForCausalLM"),
+        "InternLM2ForCausalLM": Family("internlm2", "llama_like.read_internlm"),
         "BaiChuanForCausalLM": Family(
-            "baichuan", "BaichuanForCausalLM", "llama_like.read_baichuan"
+            "baichuan", "llama_like.read_baichuan", "BaichuanForCausalLM"
         ),
-        "BaichuanForCausalLM": Family(
-            "baichuan", "BaichuanForCausalLM", "llama_like.read_baichuan"
-        ),
-        "XverseForCausalLM": Family("llama", "LlamaForCausalLM", "llama_like.read_xverse"),
-        "ChatGLMModel": Family("chatglm", "ChatGLMForConditionalGeneration", "chatglm.read"),
-        "ChatGLMForConditionalGeneration": Family(
-            "chatglm", "ChatGLMForConditionalGeneration", "chatglm.read"
-        ),
-        "GlmForCausalLM": Family("glm", "GlmForCausalLM", "glm.read"),
-        "Glm4ForCausalLM": Family("glm4", "Glm4ForCausalLM", "glm.read"),
-        "QWenLMHeadModel": Family("qwen", "QWenLMHeadModel", "qwen.read"),
-        "MixtralForCausalLM": Family("mixtral", "MixtralForCausalLM", "mixture.read"),
-        "Qwen2MoeForCausalLM": Family("qwen2_moe", "Qwen2MoeForCausalLM", "mixture.read_qwen2_moe"),
-        "Qwen3MoeForCausalLM": Family("qwen3_moe", "Qwen3MoeForCausalLM", "mixture.read_qwen3_moe"),
-        "Glm4MoeForCausalLM": Family("glm4_moe", "Glm4MoeForCausalLM", "glm.read_glm4_moe"),
-        "MiniMaxM2ForCausalLM": Family(
-            "minimax_m2", "MiniMaxM2ForCausalLM", "mixture.read_minimax_m2"
-        ),
-        "PhimoeForCausalLM": Family("phimoe", "PhiMoEForCausalLM", "mixture.read_phimoe"),
-        "PhiMoEForCausalLM": Family("phimoe", "PhiMoEForCausalLM", "mixture.read_phimoe"),
+        "BaichuanForCausalLM": Family("baichuan", "llama_like.read_baichuan"),
+        "XverseForCausalLM": Family("llama", "llama_like.read_xverse", "LlamaForCausalLM"),
+        "ChatGLMModel": Family("chatglm", "chatglm.read", "ChatGLMForConditionalGeneration"),
+        "ChatGLMForConditionalGeneration": Family("chatglm", "chatglm.read"),
+        "GlmForCausalLM": Family("glm", "glm.read"),
+        "Glm4ForCausalLM": Family("glm4", "glm.read"),
+        "QWenLMHeadModel": Family("qwen", "qwen.read"),
+        "MixtralForCausalLM": Family("mixtral", "mixture.read"),
+        "Qwen2MoeForCausalLM": Family("qwen2_moe", "mixture.read_qwen2_moe"),
+        "Qwen3MoeForCausalLM": Family("qwen3_moe", "mixture.read_qwen3_moe"),
+        "Glm4MoeForCausalLM": Family("glm4_moe", "glm.read_glm4_moe"),
+        "MiniMaxM2ForCausalLM": Family("minimax_m2", "mixture.read_minimax_m2"),
+        "PhimoeForCausalLM": Family("phimoe", "mixture.read_phimoe", "PhiMoEForCausalLM"),
+        "PhiMoEForCausalLM": Family("phimoe", "mixture.read_phimoe"),
         "LlavaForConditionalGeneration": _IMAGES,
         "LlavaNextForConditionalGeneration": _IMAGES,
         "Qwen2VLForConditionalGeneration": _IMAGES,
@@ -117,13 +101,8 @@ TRANSFORMERS = "TransformersForCausalLM"
 """The name under which any class of transformers runs, see `models.transformers_backend`."""
 
 
-def supported_architectures() -> tuple[str, ...]:
-    """Names accepted in `architectures` of config.json."""
-    return tuple(FAMILIES)
-
-
 def shown_architectures() -> str:
-    """The same for a message; what most of them end with is said once."""
+    """The supported names for a message; what most of them end with is said once."""
     short = [name.removesuffix(_USUAL_END) for name in FAMILIES if name.endswith(_USUAL_END)]
     whole = [name for name in FAMILIES if not name.endswith(_USUAL_END)]
     return f"{', '.join(whole)}, and with {_USUAL_END} at the end: {', '.join(short)}"
@@ -139,7 +118,7 @@ def model_class(architecture: str) -> type[CausalLM]:
             + shown_architectures()
         )
     family = FAMILIES[architecture]
-    return getattr(_module(family.module), family.name)
+    return getattr(_module(family.module), family.name or architecture)
 
 
 def _module(name: str) -> Any:

@@ -17,10 +17,9 @@ from hetero_llm.models.collectives import Collectives, Rank, same
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.transformers import TransformersConfig
 from hetero_llm.models.experts import Experts
-from hetero_llm.models.glm4_moe import Glm4MoeBlock
 from hetero_llm.models.layers import Head, ProjectionNorm, RearrangedView
+from hetero_llm.models.mixtral import SharedExpertBlock
 from hetero_llm.models.quantization_config import checkpoint_format
-from hetero_llm.models.qwen2_moe import Qwen2MoeBlock
 from hetero_llm.models.rank_config import (
     FIELD,
     STAGES_FIELD,
@@ -190,7 +189,7 @@ def join_ranks(model: DecoderLM, collectives: Collectives) -> None:
         elif isinstance(module, ProjectionNorm):
             module.collectives = collectives
     for module in model.modules():
-        if isinstance(module, Qwen2MoeBlock | Glm4MoeBlock):  # one sum of both
+        if isinstance(module, SharedExpertBlock):  # one sum of both
             module.experts.reduce = module.shared.down_proj.reduce = same
             module.reduce = add
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hetero_llm.models.collectives import same
 from hetero_llm.models.config_reader import ACTIVATIONS
@@ -33,6 +32,7 @@ from hetero_llm.models.layers import (
     checkpoint_views,
     split_views,
 )
+from hetero_llm.models.linear_weights import registration_hook
 from hetero_llm.models.loader import default_dtype
 
 ATTENTION = "hetero_llm"
@@ -246,8 +246,7 @@ def _are_plain(values: tuple[Any, ...]) -> bool:
     return all(value is None or isinstance(value, (str, int)) for value in values)
 
 
-@contextmanager
-def parameters_without_memory() -> Iterator[None]:
+def parameters_without_memory() -> AbstractContextManager[None]:
     """Modules built inside this context have their parameters on the meta device; their buffers are
     computed as usual."""
 
@@ -256,12 +255,7 @@ def parameters_without_memory() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
 
-    # torch's annotation lacks that a hook may return another parameter to register.
-    handle = register_module_parameter_registration_hook(cast(Callable[..., None], hook))
-    try:
-        yield
-    finally:
-        handle.remove()
+    return registration_hook(hook)
 
 
 class Conversion:

@@ -24,7 +24,7 @@ from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
 from hetero_llm.models.config_reader import read_json
 from hetero_llm.models.folders import PICKLED, SAFETENSORS, is_hub_snapshot, weight_files
 from hetero_llm.models.gguf.config import block_types
-from hetero_llm.models.gguf.container import SUFFIX, GgufTensor, is_gguf, read_header
+from hetero_llm.models.gguf.container import SUFFIX, GgufTensor, is_gguf, read_header, reading
 from hetero_llm.models.gguf.names import ROPE_FACTORS
 from hetero_llm.models.gguf.rows import TensorRows
 from hetero_llm.utils.files import MIB, check_regular
@@ -155,10 +155,8 @@ def _listed(folder: Path, index_name: str, patterns: tuple[str, ...]) -> list[Pa
     index = folder / index_name
     paths = _indexed_files(index) if index.exists() else weight_files(folder, patterns)
     for path in paths:
-        try:
+        with reading(f"{path}:"):
             check_regular(path)
-        except OSError as error:
-            raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from error
     return paths
 
 
@@ -176,13 +174,44 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in sorted(set(names))]
 
 
-class SafetensorsFile:
+class _PositionedFile:
+    """Reads runs of bytes of a file from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    def open(self) -> None:
+        with reading(f"{self.path}:"):
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _read(self, name: str, at: int, out: np.ndarray) -> None:
+        """Fills `out` (uint8, one-dimensional) from byte `at` of the file on.
+
+        Raises:
+            ModelLoadError: names the tensor `name`: the disk fails, or the file has become shorter.
+        """
+        assert self._descriptor is not None
+        done, left = 0, out.data
+        with reading(f"{self.path}: {name}"):
+            while done < out.nbytes:
+                got = os.preadv(self._descriptor, [left[done:]], at + done)
+                if got == 0:
+                    raise ModelLoadError(f"{self.path}: {name}: the file ends inside of it")
+                done += got
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+class SafetensorsFile(_PositionedFile):
     """See `WeightFile`."""
 
     def __init__(self, path: Path) -> None:
         """Reads the header, whose sizes the library checks against the file's."""
-        self.path = path
-        self._bytes = _PositionedReads(path)
+        super().__init__(path)
         try:
             with safe_open(path, framework="numpy"):
                 pass
@@ -207,17 +236,11 @@ class SafetensorsFile:
         ]
         self.tensors = tuple(sorted(found, key=lambda tensor: tensor.start))
 
-    def open(self) -> None:
-        self._bytes.open()
-
     def read(self, tensor: StoredTensor, offset: int, out: np.ndarray) -> None:
-        self._bytes.read(tensor.name, self._data + tensor.start + offset, out)
-
-    def close(self) -> None:
-        self._bytes.close()
+        self._read(tensor.name, self._data + tensor.start + offset, out)
 
 
-class GgufFile:
+class GgufFile(_PositionedFile):
     """See `WeightFile`. Names, order of rows and norms are those of transformers' checkpoints.
 
     Args:
@@ -231,8 +254,7 @@ class GgufFile:
         Raises:
             ModelLoadError: it cannot be read, or two tensors have one name in transformers.
         """
-        self.path = path
-        self._bytes = _PositionedReads(path)
+        super().__init__(path)
         header = read_header(path)
         self._rows = TensorRows(header)
         self._stored: dict[str, GgufTensor] = {}
@@ -254,54 +276,10 @@ class GgufFile:
             found.append(StoredTensor(name, kind, dtype, shape, entry.start))
         self.tensors = tuple(sorted(found, key=lambda tensor: tensor.start))
 
-    def open(self) -> None:
-        self._bytes.open()
-
     def read(self, tensor: StoredTensor, offset: int, out: np.ndarray) -> None:
         entry = self._stored[tensor.name]
-        fetch = partial(self._bytes.read, tensor.name)
+        fetch = partial(self._read, tensor.name)
         self._rows.fill(entry, offset, out, fetch, as_stored=entry.name in self._kept)
-
-    def close(self) -> None:
-        self._bytes.close()
-
-
-class _PositionedReads:
-    """Reads runs of bytes of a file from any thread."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-
-    def open(self) -> None:
-        try:
-            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise ModelLoadError(f"{self._path}: cannot be read: {error.strerror}") from error
-
-    def read(self, name: str, at: int, out: np.ndarray) -> None:
-        """Fills `out` (uint8, one-dimensional) from byte `at` of the file on.
-
-        Raises:
-            ModelLoadError: names the tensor `name`: the disk fails, or the file has become shorter.
-        """
-        assert self._descriptor is not None
-        done, left = 0, out.data
-        while done < out.nbytes:
-            try:
-                got = os.preadv(self._descriptor, [left[done:]], at + done)
-            except OSError as error:
-                raise ModelLoadError(
-                    f"{self._path}: {name} cannot be read: {error.strerror}"
-                ) from error
-            if got == 0:
-                raise ModelLoadError(f"{self._path}: {name}: the file ends inside of it")
-            done += got
-
-    def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 class PickledFile:

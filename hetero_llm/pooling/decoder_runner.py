@@ -100,14 +100,11 @@ class DecoderRunner:
         if not done:
             return PooledStep([], first)
         pooled = torch.stack([begun.pool.value() for begun in done])
-        classes = self._network.classes(pooled.to(hidden.dtype)) if self._classifies else pooled
-        values = self._dense(classes.float()).cpu().numpy()
+        if self._network.score is not None:
+            pooled = self._network.classes(pooled.to(hidden.dtype))
+        values = self._dense(pooled.float()).cpu().numpy()
         queued = [begun.queued for begun in done]
         return PooledStep(list(zip(queued, values, strict=True)), first)
-
-    @property
-    def _classifies(self) -> bool:
-        return self._network.score is not None
 
     def _parts(self, queue: InputQueue) -> list[tuple[_Begun, int]]:
         """The inputs of a step, each with the number of its tokens in it."""

@@ -201,14 +201,7 @@ def _decoder_model(
 
 def _encoder_model(reader: Reader, name: str, load: LoadConfig) -> PoolingModel:
     """A model that transformers' class computes."""
-    for argument, value in (
-        ("rope_scaling", load.rope_scaling),
-        ("rope_theta", load.rope_theta),
-        ("cpu_offload_gb", load.cpu_offload_gb or None),
-    ):
-        if value is not None:
-            reason = f"needs a native implementation, and {name} runs on transformers"
-            raise ConfigError(argument, value, reason)
+    load.refuse_native_options(name, "rope_scaling", "rope_theta", "cpu_offload_gb")
     if load.model_impl == "native":
         reason = f"{name} has no native implementation; use auto or transformers"
         raise ConfigError("model_impl", load.model_impl, reason)

@@ -29,12 +29,9 @@ class PoolingRunner(Protocol):
     @property
     def num_running(self) -> int:
         """Inputs that were begun and are not done."""
-        ...
 
     def step(self, queue: InputQueue) -> PooledStep:
         """Takes inputs out of the queue, computes a batch and waits for its results."""
-        ...
 
     def drop(self, key: str) -> None:
         """Forgets the begun inputs of a request."""
-        ...

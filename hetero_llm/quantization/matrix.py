@@ -17,24 +17,8 @@ from torch import Tensor, nn
 Kind = Literal["fp8", "int8", "int4", "fp4", "nf4"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-FP4_VALUES = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-    -0.0,
-    -0.5,
-    -1.0,
-    -1.5,
-    -2.0,
-    -3.0,
-    -4.0,
-    -6.0,
-)
+_FP4_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4_VALUES = (*_FP4_POSITIVE, *(-value for value in _FP4_POSITIVE))
 """e2m1 by code (OCP Microscaling Formats 1.0, table 5)."""
 
 NF4_VALUES = (

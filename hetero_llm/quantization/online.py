@@ -13,7 +13,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from hetero_llm.quantization.formats.scheme import FLOATS, StoredPart
+from hetero_llm.quantization.formats.scheme import FLOATS, Scheme, StoredPart
 from hetero_llm.quantization.matrix import (
     BLOCK_ROWS,
     INT4_ZERO,
@@ -224,12 +224,11 @@ class OnlineFormat:
     name: OnlineName
 
     def scheme(self, module: str) -> OnlineScheme:
-        """See `CheckpointFormat`."""
         return OnlineScheme(self.name)
 
 
 @dataclass(frozen=True, slots=True)
-class OnlineScheme:
+class OnlineScheme(Scheme):
     """See `formats.scheme.Scheme`. `group`, `symmetric`: of int4, see `quantize_int4`."""
 
     name: OnlineName

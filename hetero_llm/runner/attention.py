@@ -23,15 +23,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.layers import RotaryHeads
-from hetero_llm.models.rotary import StepRotary
+from hetero_llm.models.layers import Attend
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.scored_attention import Reach, ScoredAttention, Scoring
 from hetero_llm.spec_decode.verify import TreeTokens
 
 GatherKV = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of the tokens that attend, [R, N, D] each, to those that are stored, [T, N, D]:
-see `sequence_parallel.StepPart`."""
+see `sequence_parallel.SharedStep`."""
 
 
 def as_they_are(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,28 +290,18 @@ def _tree(trees: TreeTokens, index: int, tokens: slice, start: int) -> _Tree:
     return _Tree(np.concatenate((np.arange(start), trees.positions[tokens])), sees)
 
 
-class PlannedAttention:
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedAttention(Attend):
     """One step's attention: `models.layers.Attend`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        cache: PagedKVCache,
-        token_rows: torch.Tensor,
-        groups: list[_Group],
-        row_by_row: bool,
-        row_kernel: RowKernel | None,
-        scored: ScoredAttention | None,
-        gather_kv: GatherKV,
-    ) -> None:
-        self._gather_kv = gather_kv
-        self._row_kernel = row_kernel
-        self._scored = scored
-        self._config = config
-        self._cache = cache
-        self._token_rows = token_rows
-        self._groups = groups
-        self._row_by_row = row_by_row
+    _config: ModelConfig
+    _cache: PagedKVCache
+    _token_rows: torch.Tensor
+    _groups: list[_Group]
+    _row_by_row: bool
+    _row_kernel: RowKernel | None
+    _scored: ScoredAttention | None
+    _gather_kv: GatherKV
 
     def __call__(
         self,
@@ -343,20 +332,6 @@ class PlannedAttention:
         rows = self._token_rows + layer * 2 * size
         self._cache.tokens.index_copy_(0, rows, k.reshape(len(k), -1))
         self._cache.tokens.index_copy_(0, rows + size, v.reshape(len(v), -1))
-
-    def rotary(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        heads: RotaryHeads,
-        rows: StepRotary,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self(layer, *heads(qkv, rows), sinks=sinks)
-
-    def select(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        return x
 
     def _attend(
         self,

@@ -143,7 +143,7 @@ class TorchModelRunner:
 
     def set_open_matcher(self, open_matcher: OpenMatcher) -> None:
         """Sets what opens the grammars of admitted sequences; call it before one has any."""
-        self._sampler.open_matcher = open_matcher
+        self._sampler.masks.open_matcher = open_matcher
 
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> PendingStep | DraftedStep:

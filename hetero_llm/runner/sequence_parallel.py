@@ -9,8 +9,6 @@ as those that decode, are computed by every rank as if it were alone.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,27 +23,8 @@ without a CUDA graph, and launching one takes the host as long as 2,000 tokens o
 billion parameters take the GPU: what `gpu.graph_set` captures is not split."""
 
 
-class StepPart(Protocol):
-    """What a rank computes of a step.
-
-    Attributes:
-        own: as a step of its own.
-    """
-
-    own: SchedulerOutput
-
-    def gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the own tokens, [own tokens, N, D] each, to those of all tokens of the
-        step, [T, N, D]."""
-        ...
-
-    def gather_hidden(self, hidden: Tensor) -> Tensor:
-        """[own tokens, hidden] to [T, hidden]."""
-        ...
-
-
 class WholeStep:
-    """`StepPart` of a step that this rank computes alone."""
+    """A step that this rank computes alone: see `SharedStep`."""
 
     def __init__(self, step: SchedulerOutput) -> None:
         self.own = step
@@ -58,10 +37,13 @@ class WholeStep:
 
 
 class SharedStep:
-    """`StepPart` of a step that all ranks share.
+    """What a rank computes of a step that all ranks share.
 
     Args:
         device: of the model.
+
+    Attributes:
+        own: as a step of its own.
     """
 
     def __init__(self, step: SplitStep, collectives: Collectives, device: torch.device) -> None:
@@ -71,11 +53,14 @@ class SharedStep:
         self._places = torch.from_numpy(step.tokens.places).to(device)
 
     def gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the own tokens, [own tokens, N, D] each, to those of all tokens of the
+        step, [T, N, D]."""
         rows = self._gather(torch.cat((k.flatten(1), v.flatten(1)), dim=1))
         keys, values = rows.view(len(rows), 2, *k.shape[1:]).unbind(1)
         return keys, values
 
     def gather_hidden(self, hidden: Tensor) -> Tensor:
+        """[own tokens, hidden] to [T, hidden]."""
         return self._gather(hidden)
 
     def _gather(self, rows: Tensor) -> Tensor:
@@ -119,7 +104,7 @@ class SequenceParallel:
         """See `split_step.split`."""
         return split(step, self.collectives.rank, least_tokens=self.least_tokens)
 
-    def part(self, step: SchedulerOutput, device: torch.device) -> StepPart:
+    def part(self, step: SchedulerOutput, device: torch.device) -> WholeStep | SharedStep:
         """What this rank computes of a step."""
         found = self.split(step)
         return WholeStep(step) if found is None else SharedStep(found, self.collectives, device)
@@ -131,7 +116,7 @@ class NoSequenceParallel:
     def split(self, step: SchedulerOutput) -> None:
         return None
 
-    def part(self, step: SchedulerOutput, device: torch.device) -> StepPart:
+    def part(self, step: SchedulerOutput, device: torch.device) -> WholeStep:
         return WholeStep(step)
 
 

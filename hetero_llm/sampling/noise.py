@@ -9,7 +9,6 @@ Gumbel-max trick), so one key gives one token: the same in any batch, chunking o
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -65,25 +64,6 @@ def gumbel_noise(
     x = torch.stack(words, dim=-1).view(rows, -1)[:, :vocab_size]
     v = ((x.to(torch.float32) + 0.5) * 2.0**-32).clamp_(max=_LARGEST_BELOW_ONE)
     return -torch.log(-torch.log1p(-v))
-
-
-def gumbel_noise_numpy(seed: int, position: int, sample_index: int, token_id: int) -> np.float32:
-    """The same noise for one token, written from the definition: the reference of the tests."""
-    counter = [token_id // 4, position, sample_index, 0]
-    key = [seed & _MASK, seed >> 32]
-    for _ in range(_ROUNDS):
-        first = counter[0] * _MULTIPLIERS[0]
-        second = counter[2] * _MULTIPLIERS[1]
-        counter = [
-            (second >> 32) ^ counter[1] ^ key[0],
-            second & _MASK,
-            (first >> 32) ^ counter[3] ^ key[1],
-            first & _MASK,
-        ]
-        key = [(key[0] + _WEYL[0]) & _MASK, (key[1] + _WEYL[1]) & _MASK]
-    x = np.float32(counter[token_id % 4])
-    v = min((x + np.float32(0.5)) * np.float32(2.0**-32), np.float32(_LARGEST_BELOW_ONE))
-    return -np.log(-np.log1p(-v))
 
 
 def signed_seed(seed: int) -> int:

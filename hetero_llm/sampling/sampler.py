@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hetero_llm.core.grammar import OpenMatcher
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, SampleLogprobs, depends_on_history, has_penalties
 from hetero_llm.sampling import processors
@@ -238,15 +237,6 @@ class Sampler:
         self._history: dict[int, _History] = {}
         self._errors: dict[int, str] = {}  # why slots cannot be sampled any further
         self._special: set[int] = set()  # slots with history or log-probabilities
-
-    @property
-    def open_matcher(self) -> OpenMatcher | None:
-        """Opens the grammars of admitted sequences; to be set before one has any."""
-        return self.masks.open_matcher
-
-    @open_matcher.setter
-    def open_matcher(self, open_matcher: OpenMatcher) -> None:
-        self.masks.open_matcher = open_matcher
 
     def admit(self, state: AdmittedSequence) -> None:
         """Sets the slot of a sequence that enters it; replaces what the slot held."""

@@ -141,9 +141,7 @@ class TokenMasks:
         followed, None if it can."""
         words = np.zeros(self.num_words, np.int32)
         guided = self._slots[slot]
-        matcher = self._opened(guided)
-        begun = matcher.fill_mask(words)
-        guided.error = guided.error or _dead_end(matcher, words, begun)
+        _, begun = self._fill_root(guided, words)
         return (words if begun else None), guided.error
 
     def plan(
@@ -196,10 +194,7 @@ class TokenMasks:
         for part in planned.parts:
             guided = part.guided
             rows = words[part.first : part.first + part.count]
-            matcher = self._opened(guided)
-            begun = matcher.fill_mask(rows[0])
-            if guided.error is None:
-                guided.error = _dead_end(matcher, rows[0], begun)
+            matcher, begun = self._fill_root(guided, rows[0])
             if guided.error is not None:
                 rows.fill(0)
                 errors[guided.slot] = guided.error
@@ -243,25 +238,24 @@ class TokenMasks:
         if guided.matcher is not None:
             guided.matcher.observe(token_id)
 
-    def _opened(self, guided: GuidedSlot) -> GrammarMatcher:
-        """The slot's matcher, which has taken in the output tokens known."""
+    def _fill_root(
+        self, guided: GuidedSlot, words: NDArray[np.int32]
+    ) -> tuple[GrammarMatcher, bool]:
+        """Writes the mask of a slot's next token, and the slot's error if no token may come next.
+
+        Returns:
+            The slot's matcher, which has taken in the output tokens known; what its `fill_mask` has
+            returned.
+        """
         if guided.matcher is None:
             assert self.open_matcher is not None, "a grammar, but nothing opens it"
             output_ids = guided.token_ids[guided.num_prompt_tokens :]
             guided.matcher = self.open_matcher(guided.grammar, output_ids)
-        return guided.matcher
-
-
-def _dead_end(matcher: GrammarMatcher, mask: NDArray[np.int32], begun: bool) -> str | None:
-    """Why no token may come next; None if one may.
-
-    Args:
-        mask: as `fill_mask` has left it.
-        begun: what that has returned.
-    """
-    if not begun or mask.any():
-        return None
-    return matcher.error or "the grammar allows no further token"
+        matcher = guided.matcher
+        begun = matcher.fill_mask(words)
+        if guided.error is None and begun and not words.any():
+            guided.error = matcher.error or "the grammar allows no further token"
+        return matcher, begun
 
 
 def _fill_nodes(part: GuidedSamples, root: GrammarMatcher, rows: NDArray[np.int32]) -> None:

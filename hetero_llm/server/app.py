@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
@@ -18,11 +17,7 @@ from hetero_llm import __version__
 from hetero_llm.core.errors import HeteroLLMError
 from hetero_llm.engine.engine_client import EngineClient
 from hetero_llm.server.context import Context, request_id_of
-from hetero_llm.server.endpoints.adapters import (
-    AdapterEndpoints,
-    LoadAdapterRequest,
-    UnloadAdapterRequest,
-)
+from hetero_llm.server.endpoints.adapters import AdapterEndpoints
 from hetero_llm.server.endpoints.chat import chat_endpoint
 from hetero_llm.server.endpoints.completions import completions_endpoint
 from hetero_llm.server.endpoints.generate import generate_endpoint
@@ -32,73 +27,41 @@ from hetero_llm.server.endpoints.page import PAGE_FILES, Page
 from hetero_llm.server.endpoints.pooling import PoolingEndpoints
 from hetero_llm.server.endpoints.responses import ResponsesApi
 from hetero_llm.server.errors import ApiError
-from hetero_llm.server.messages_api.protocol import MessagesRequest
 from hetero_llm.server.middleware import RequestMiddleware
-from hetero_llm.server.openapi import request_schema
-from hetero_llm.server.pooling_protocol import (
-    UNAVAILABLE,
-    ClassifyRequest,
-    EmbeddingRequest,
-    PoolingRequest,
-    RerankRequest,
-    ScoreRequest,
-)
-from hetero_llm.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    TokenizeRequest,
-)
+from hetero_llm.server.openapi import Schema, request_schema, summary_of
 from hetero_llm.server.responses import (
     CLIENT_CLOSED_REQUEST,
+    Handler,
     Responses,
     form_of,
     report_error,
 )
-from hetero_llm.server.responses_api.protocol import ResponsesRequest
 from hetero_llm.server.settings import ServerSettings
 
-_MODEL_PARAMETER = {
-    "name": "model",
-    "in": "path",
-    "required": True,
-    "schema": {"type": "string", "minLength": 1},
-}
-_RESPONSE_PARAMETER = {
-    "name": "response_id",
-    "in": "path",
-    "required": True,
-    "schema": {"type": "string", "minLength": 1},
-}
-_PAGE_PARAMETERS: list[dict[str, Any]] = [
-    {
-        "name": "limit",
-        "in": "query",
-        "required": False,
-        "schema": {"type": "integer", "minimum": 1, "maximum": 100},
-    },
-    {
-        "name": "order",
-        "in": "query",
-        "required": False,
-        "schema": {"enum": ["asc", "desc"]},
-    },
-    {
-        "name": "after",
-        "in": "query",
-        "required": False,
-        "description": "id of the item before the first one",
-        "schema": {"type": "string"},
-    },
+
+def _parameter(name: str, place: str, schema: Schema, text: str | None = None) -> Schema:
+    """A parameter of an operation; those in a path are required."""
+    shown = {"name": name, "in": place, "required": place == "path"}
+    return shown | ({} if text is None else {"description": text}) | {"schema": schema}
+
+
+_NOT_EMPTY = {"type": "string", "minLength": 1}
+_MODEL = [_parameter("model", "path", _NOT_EMPTY)]
+_RESPONSE = [_parameter("response_id", "path", _NOT_EMPTY)]
+_RESPONSE_PAGE = [
+    *_RESPONSE,
+    _parameter("limit", "query", {"type": "integer", "minimum": 1, "maximum": 100}),
+    _parameter("order", "query", {"enum": ["asc", "desc"]}),
+    _parameter("after", "query", {"type": "string"}, "id of the item before the first one"),
 ]
-_SINCE_PARAMETER = {
-    "name": "since",
-    "in": "query",
-    "required": False,
-    "description": "also earlier readings that are later than this uptime in seconds",
-    "schema": {"type": "number"},
-}
+_SINCE = [
+    _parameter(
+        "since",
+        "query",
+        {"type": "number"},
+        "also earlier readings that are later than this uptime in seconds",
+    )
+]
 
 
 class _Route(APIRoute):
@@ -145,96 +108,34 @@ def build_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
     return app
 
 
-# large: one entry for each route.
 def _add_routes(app: FastAPI, context: Context) -> None:
     info = Info(context)
     page = Page(context, info)
     responses = Responses(context)
     stored = ResponsesApi(context, responses)
     anthropic = MessagesApi(context, responses)
-    posts: list[tuple[str, Any, type[msgspec.Struct], tuple[str, ...], str]] = [
-        (
-            "/v1/completions",
-            completions_endpoint(context, responses),
-            CompletionRequest,
-            ("prompt",),
-            "Continue prompts",
-        ),
-        (
-            "/v1/chat/completions",
-            chat_endpoint(context, responses),
-            ChatRequest,
-            ("messages",),
-            "Answer a conversation",
-        ),
-        (
-            "/v1/responses",
-            stored.create,
-            ResponsesRequest,
-            ("input",),
-            "Answer a conversation of items",
-        ),
-        (
-            "/v1/messages",
-            anthropic.create,
-            MessagesRequest,
-            ("messages", "max_tokens"),
-            "Answer a conversation, as Anthropic does",
-        ),
-        (
-            "/v1/messages/count_tokens",
-            anthropic.count_tokens,
-            MessagesRequest,
-            ("messages",),
-            "Count the tokens of a conversation",
-        ),
-        (
-            "/generate",
-            generate_endpoint(context, responses),
-            GenerateRequest,
-            ("prompt",),
-            "Continue a prompt, as vLLM's first server did",
-        ),
-        *_adapter_posts(context),
-        ("/tokenize", info.tokenize, TokenizeRequest, (), "Text to token ids"),
-        ("/detokenize", info.detokenize, DetokenizeRequest, ("tokens",), "Token ids to text"),
-    ]
-    for path, handler, kind, required, text in posts:
-        app.add_api_route(
-            path,
-            handler,
-            methods=["POST"],
-            response_class=Response,
-            summary=text,
-            openapi_extra=request_schema(kind, required, context),
-        )
-    one = [_RESPONSE_PARAMETER]
-    for path, method, response_handler, parameters in (
-        ("/v1/responses/{response_id}", "GET", stored.retrieve, one),
-        ("/v1/responses/{response_id}", "DELETE", stored.delete, one),
-        (
-            "/v1/responses/{response_id}/input_items",
-            "GET",
-            stored.input_items,
-            one + _PAGE_PARAMETERS,
-        ),
-    ):
-        app.add_api_route(
-            path,
-            response_handler,
-            methods=[method],
-            response_class=Response,
-            openapi_extra={"parameters": parameters},
-        )
+    posts: dict[str, Handler] = {
+        "/v1/completions": completions_endpoint(context, responses),
+        "/v1/chat/completions": chat_endpoint(context, responses),
+        "/v1/responses": stored.create,
+        "/v1/messages": anthropic.create,
+        "/v1/messages/count_tokens": anthropic.count_tokens,
+        "/generate": generate_endpoint(context, responses),
+    }
+    if context.adapters.may_change:
+        adapters = AdapterEndpoints(context)
+        posts["/v1/load_lora_adapter"] = adapters.load
+        posts["/v1/unload_lora_adapter"] = adapters.unload
+    posts |= {"/tokenize": info.tokenize, "/detokenize": info.detokenize}
+    for path, handler in posts.items():
+        _add_post(app, context, path, handler)
+    one = "/v1/responses/{response_id}"
+    _add(app, one, stored.retrieve, "GET", parameters=_RESPONSE)
+    _add(app, one, stored.delete, "DELETE", parameters=_RESPONSE)
+    _add(app, f"{one}/input_items", stored.input_items, "GET", parameters=_RESPONSE_PAGE)
     _add_pooling_routes(app, context)
-    app.add_api_route(
-        "/v1/models/{model:path}",
-        info.model,
-        methods=["GET"],
-        response_class=Response,
-        openapi_extra={"parameters": [_MODEL_PARAMETER]},
-    )
-    for path, handler in (
+    _add(app, "/v1/models/{model:path}", info.model, "GET", parameters=_MODEL)
+    for path, get in (
         ("/v1/models", info.models),
         ("/tokenizer_info", info.tokenizer_info),
         ("/health", info.health),
@@ -245,101 +146,69 @@ def _add_routes(app: FastAPI, context: Context) -> None:
         ("/load", info.load),
         ("/metrics", info.metrics),
     ):
-        _add_get(app, path, handler)
-    _add_get(app, "/status.json", page.status, parameters=[_SINCE_PARAMETER])
+        _add_get(app, path, get)
+    _add_get(app, "/status.json", page.status, parameters=_SINCE)
     # SageMaker's health check may be of either kind.
-    app.add_api_route(
-        "/ping", info.live, methods=["POST"], response_class=Response, include_in_schema=False
-    )
+    _add(app, "/ping", info.live, "POST", shown=False)
     for path in PAGE_FILES:
-        app.add_api_route(
-            path,
-            page.file,
-            methods=["GET", "HEAD"],
-            response_class=Response,
-            include_in_schema=False,
-        )
-
-
-def _adapter_posts(
-    context: Context,
-) -> list[tuple[str, Any, type[msgspec.Struct], tuple[str, ...], str]]:
-    """The routes that load and unload adapters, where clients may do so."""
-    if not context.adapters.may_change:
-        return []
-    adapters = AdapterEndpoints(context)
-    return [
-        (
-            "/v1/load_lora_adapter",
-            adapters.load,
-            LoadAdapterRequest,
-            ("lora_name", "lora_path"),
-            "Load a LoRA adapter",
-        ),
-        (
-            "/v1/unload_lora_adapter",
-            adapters.unload,
-            UnloadAdapterRequest,
-            ("lora_name",),
-            "Unload a LoRA adapter",
-        ),
-    ]
+        _add(app, path, page.file, "GET", "HEAD", shown=False)
 
 
 def _add_pooling_routes(app: FastAPI, context: Context) -> None:
     """Adds the routes of models that pool. For other models they are not documented, and answer
     400."""
     pooling = PoolingEndpoints(context)
-    posts: list[tuple[tuple[str, ...], Any, type[msgspec.Struct], tuple[str, ...], str]] = [
-        (
-            ("/v1/embeddings",),
-            pooling.embeddings,
-            EmbeddingRequest,
-            ("input",),
-            "Embeddings of texts",
-        ),
-        (
-            ("/v1/rerank", "/rerank", "/v2/rerank"),
-            pooling.rerank,
-            RerankRequest,
-            ("query", "documents"),
-            "Documents in the order of how well they answer a query",
-        ),
-        (("/v1/score", "/score"), pooling.score, ScoreRequest, (), "How well pairs of texts fit"),
-        (("/classify",), pooling.classify, ClassifyRequest, ("input",), "Classes of texts"),
-        (("/pooling",), pooling.pooling, PoolingRequest, ("input",), "Pooled values of texts"),
-    ]
-    for paths, handler, kind, required, text in posts:
-        for path in paths:
-            app.add_api_route(
-                path,
-                handler,
-                methods=["POST"],
-                response_class=Response,
-                summary=text,
-                include_in_schema=context.client.info.pooling is not None and path == paths[0],
-                openapi_extra=request_schema(kind, required, context, UNAVAILABLE),
-            )
+    pools = context.client.info.pooling is not None
+    for path, handler, others in (
+        ("/v1/embeddings", pooling.embeddings, ()),
+        ("/v1/rerank", pooling.rerank, ("/rerank", "/v2/rerank")),
+        ("/v1/score", pooling.score, ("/score",)),
+        ("/classify", pooling.classify, ()),
+        ("/pooling", pooling.pooling, ()),
+    ):
+        _add_post(app, context, path, handler, shown=pools)
+        for other in others:
+            _add(app, other, handler, "POST", shown=False)
 
 
-def _add_get(
-    app: FastAPI,
-    path: str,
-    handler: Callable[..., Any],
-    parameters: Sequence[Mapping[str, Any]] = (),
+def _add_post(
+    app: FastAPI, context: Context, path: str, handler: Handler, *, shown: bool = True
 ) -> None:
+    """Adds a route whose requests `openapi` describes."""
+    app.add_api_route(
+        path,
+        handler,
+        methods=["POST"],
+        response_class=Response,
+        summary=summary_of(path),
+        include_in_schema=shown,
+        openapi_extra=request_schema(path, context),
+    )
+
+
+def _add_get(app: FastAPI, path: str, handler: Handler, parameters: Sequence[Schema] = ()) -> None:
     """Adds a route for GET, and for HEAD, which is served but not documented: two operations of one
     handler have one id."""
-    extra = {"parameters": [*parameters]} if parameters else None
-    for method, shown in (("GET", True), ("HEAD", False)):
-        app.add_api_route(
-            path,
-            handler,
-            methods=[method],
-            response_class=Response,
-            include_in_schema=shown,
-            openapi_extra=extra,
-        )
+    _add(app, path, handler, "GET", parameters=parameters)
+    _add(app, path, handler, "HEAD", shown=False)
+
+
+def _add(
+    app: FastAPI,
+    path: str,
+    handler: Handler,
+    *methods: str,
+    shown: bool = True,
+    parameters: Sequence[Schema] = (),
+) -> None:
+    app.add_api_route(
+        path,
+        handler,
+        methods=list(methods),
+        response_class=Response,
+        include_in_schema=shown,
+        openapi_extra={"parameters": [*parameters]} if parameters else None,
+    )
 
 
 async def _router_error(request: Request, error: Exception) -> Response:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.server.request_parsing import type_mistake
+from hetero_llm.utils.files import as_config_errors
 
 _MOST_SHOWN = 3
 _MOST_CUSTOM_ID = 512
@@ -154,13 +155,10 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     Raises:
         ConfigError: it cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            for number, text in enumerate(file, start=1):
-                if text.strip():
-                    yield number, text
-    except OSError as error:
-        raise ConfigError("input_file", str(path), error.strerror or str(error)) from None
+    with as_config_errors("input_file", path), path.open("rb") as file:
+        for number, text in enumerate(file, start=1):
+            if text.strip():
+                yield number, text
 
 
 def _mistake(text: bytes, number: int, seen: dict[str, int]) -> str | None:

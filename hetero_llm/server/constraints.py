@@ -7,14 +7,12 @@ from typing import Any
 
 import msgspec
 
-from hetero_llm.core.errors import shown
 from hetero_llm.core.structured_outputs import (
     GuidedDecodingRequest,
     StructuredOutputsParams,
     check_backend,
 )
-from hetero_llm.server.errors import invalid
-from hetero_llm.server.field_names import FieldNames
+from hetero_llm.server.errors import FieldNames, invalid, required, too_many, wrong, wrong_value
 from hetero_llm.server.protocol import Generation, ResponseFormat
 from hetero_llm.server.settings import Limits
 
@@ -70,11 +68,7 @@ def _constraint(request: Generation, limits: Limits) -> StructuredOutputsParams 
     for field, constraint in found:
         size = len(msgspec.json.encode(constraint))
         if size > limits.constraint_chars:
-            raise invalid(
-                field,
-                f"{field}: {size} characters as JSON, at most {limits.constraint_chars} are "
-                "accepted",
-            )
+            raise too_many(field, f"{size} characters as JSON", limits.constraint_chars)
     if len(found) > 1:
         names = " and ".join(field for field, _ in found)
         raise invalid(found[1][0], f"{names}: an output can follow one of them only")
@@ -86,7 +80,7 @@ def _of_format(form: ResponseFormat) -> StructuredOutputsParams | None:
     match form.type:
         case None:
             name = "response_format.type"
-            raise invalid(name, f"{name} is required", "missing_required_parameter")
+            raise required(name)
         case "text":
             return None
         case "json_object":
@@ -99,17 +93,17 @@ def _of_format(form: ResponseFormat) -> StructuredOutputsParams | None:
                 structural_tag={k: v for k, v in given.items() if v is not None}
             )
     name = "response_format.type"
-    raise invalid(name, f"{name}={shown(form.type)}: must be one of {', '.join(_FORMATS)}")
+    raise wrong_value(name, form.type, f"must be one of {', '.join(_FORMATS)}")
 
 
 def _schema(given: Any) -> Any:
     """The schema of `{"name": ..., "schema": ..., "strict": ...}`."""
     name = "response_format.json_schema"
     if not isinstance(given, dict):
-        raise invalid(name, f"{name}: must be an object with a schema")
+        raise wrong(name, "must be an object with a schema")
     schema = given.get("schema", given.get("json_schema"))
     if not isinstance(schema, (dict, bool)):
-        raise invalid(f"{name}.schema", f"{name}.schema={shown(schema)}: must be a JSON schema")
+        raise wrong_value(f"{name}.schema", schema, "must be a JSON schema")
     return schema
 
 
@@ -119,9 +113,7 @@ def _of_guided(request: Generation) -> list[tuple[str, StructuredOutputsParams]]
     names = [name for name in _GUIDED if getattr(request, name) is not None]
     if not names:
         if request.guided_whitespace_pattern is not None:
-            raise invalid(
-                "guided_whitespace_pattern", "guided_whitespace_pattern: needs guided_json"
-            )
+            raise wrong("guided_whitespace_pattern", "needs guided_json")
         return []
     given = {name: getattr(request, name) for name in names}
     pattern = request.guided_whitespace_pattern

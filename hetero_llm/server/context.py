@@ -137,10 +137,8 @@ class Context:
         isolation = self.settings.prefix_cache_isolation
         keys = self.settings.api_keys
         by_key = isolation == "key" or (isolation is None and len(keys) > 1)
-        key = getattr(request.state, "api_key", None)
-        if not by_key or key is None:
-            return wanted
-        return f"{sha256(key.encode()).hexdigest()}:{wanted or ''}"
+        digest = key_digest(request)
+        return f"{digest}:{wanted or ''}" if by_key and digest else wanted
 
 
 def check_formats(settings: ServerSettings, tokenizer: Tokenizer | None) -> None:
@@ -165,6 +163,12 @@ def _parsers(tokenizer: ApiTokenizer, settings: ServerSettings) -> MessageParser
         needs_tools=settings.enable_auto_tool_choice,
         in_reasoning=settings.constrained_reasoning,
     )
+
+
+def key_digest(request: Request) -> str:
+    """The SHA-256 of the request's API key; empty without one."""
+    key = getattr(request.state, "api_key", None)
+    return "" if key is None else sha256(key.encode()).hexdigest()
 
 
 def request_id_of(request: Request) -> str:

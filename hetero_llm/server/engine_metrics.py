@@ -180,13 +180,10 @@ class EngineCollector(Collector):
     def _replicas(self, all_figures: Sequence[Mapping[str, float]]) -> Iterator[Metric]:
         """The gauges of each replica, of which vLLM's are the sums or means; none if there is
         one."""
-        labels = [*self._labels, "replica"]
         for name, text in _GAUGES.items() if all_figures else ():
-            family = GaugeMetricFamily(f"hetero_llm:replica_{name}", text, labels=labels)
-            for replica, figures in enumerate(all_figures):
-                values = [*self._labels.values(), str(replica)]
-                family.add_metric(values, float(figures.get(name, 0.0)))
-            yield family
+            values = {str(i): one.get(name, 0.0) for i, one in enumerate(all_figures)}
+            name = f"hetero_llm:replica_{name}"
+            yield self._by_label(GaugeMetricFamily, name, text, "replica", values)
 
     def _dropped(self, figures: Mapping[str, float]) -> Iterator[Metric]:
         """The metrics that vLLM has dropped, from figures that it has kept."""
@@ -208,15 +205,11 @@ class EngineCollector(Collector):
 
     def _accepted_at(self, left: dict[str, float]) -> Metric:
         """Accepted draft tokens by position; removes these figures from `left`."""
-        family = CounterMetricFamily(
-            f"vllm:{_AT_PLACE.removesuffix('_')}",
-            "Draft tokens that were accepted, by their place in the draft.",
-            labels=[*self._labels, "position"],
-        )
-        for name in [name for name in left if name.startswith(_AT_PLACE)]:
-            place = name.removeprefix(_AT_PLACE)
-            family.add_metric([*self._labels.values(), place], left.pop(name))
-        return family
+        names = [name for name in left if name.startswith(_AT_PLACE)]
+        values = {name.removeprefix(_AT_PLACE): left.pop(name) for name in names}
+        name = f"vllm:{_AT_PLACE.removesuffix('_')}"
+        text = "Draft tokens that were accepted, by their place in the draft."
+        return self._by_label(CounterMetricFamily, name, text, "position", values)
 
     def _adapters(self, left: dict[str, float]) -> Iterator[Metric]:
         """vLLM's gauge whose labels name the adapters of requests; removes their figures from
@@ -252,14 +245,9 @@ class EngineCollector(Collector):
         for old, names in _OLD_TRANSFERS.items() if self._old_names else ():
             if not all(name in found for name in names):
                 continue
-            family = CounterMetricFamily(
-                f"vllm:{old}",
-                f"Now {' and '.join(names)}.",
-                labels=[*self._labels, "transfer_type"],
-            )
-            for name, direction in zip(names, _DIRECTIONS, strict=True):
-                family.add_metric([*self._labels.values(), direction], found[name])
-            yield family
+            values = dict(zip(_DIRECTIONS, (found[name] for name in names), strict=True))
+            text = f"Now {' and '.join(names)}."
+            yield self._by_label(CounterMetricFamily, f"vllm:{old}", text, "transfer_type", values)
 
     def _cache_config(self) -> Metric:
         info = self._client.info
@@ -297,32 +285,33 @@ class EngineCollector(Collector):
 
     def _cpu(self, engine_seconds: float | None) -> Iterator[Metric]:
         """CPU time of each process, in seconds and as a share of all usable cores."""
-        labels = [*self._labels, "role"]
-        used = CounterMetricFamily(
-            "hetero_llm:cpu_seconds", "CPU time of our processes.", labels=labels
+        used = {"api": time.process_time()}
+        if engine_seconds is not None:
+            used["engine"] = engine_seconds
+        now = time.monotonic()
+        ratios = {role: self._busy.ratio(role, seconds, now) for role, seconds in used.items()}
+        busy = {role: ratio for role, ratio in ratios.items() if ratio is not None}
+        text = "CPU time of our processes"
+        yield self._by_label(
+            CounterMetricFamily, "hetero_llm:cpu_seconds", f"{text}.", "role", used
         )
-        busy = GaugeMetricFamily(
-            "hetero_llm:cpu_busy_ratio",
-            "CPU time of our processes by that of all usable cores, 0 to 1, since it was last "
-            "asked for.",
-            labels=labels,
-        )
-        for role, seconds in (("api", time.process_time()), ("engine", engine_seconds)):
-            if seconds is None:
-                continue
-            values = [*self._labels.values(), role]
-            used.add_metric(values, seconds)
-            ratio = self._busy.ratio(role, seconds, time.monotonic())
-            if ratio is not None:
-                busy.add_metric(values, ratio)
-        yield used
-        yield busy
+        text += " by that of all usable cores, 0 to 1, since it was last asked for."
+        yield self._by_label(GaugeMetricFamily, "hetero_llm:cpu_busy_ratio", text, "role", busy)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         return self._filled(GaugeMetricFamily(name, text, labels=list(self._labels)), value)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         return self._filled(CounterMetricFamily(name, text, labels=list(self._labels)), value)
+
+    def _by_label(
+        self, kind: Any, name: str, text: str, label: str, values: Mapping[str, float]
+    ) -> Metric:
+        """A family with one more label, and a value for each of its values."""
+        family = kind(name, text, labels=[*self._labels, label])
+        for one, value in values.items():
+            family.add_metric([*self._labels.values(), one], float(value))
+        return family
 
     def _filled(self, family: Any, value: float) -> Metric:
         family.add_metric(list(self._labels.values()), float(value))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -23,6 +24,7 @@ from hetero_llm.core.errors import (
     OverloadedError,
     PromptError,
     RequestError,
+    shown,
 )
 
 INTERNAL = "internal_error"
@@ -111,10 +113,10 @@ class ApiError(Exception):
     def body(self, form: ErrorForm = ErrorForm.OPENAI) -> bytes:
         """The JSON of the error, at most 4 KiB."""
         if form is ErrorForm.ANTHROPIC:
-            shown: dict[str, Any] = {"type": self.anthropic_kind, "message": self.message}
+            anthropic: dict[str, Any] = {"type": self.anthropic_kind, "message": self.message}
             if self.details is not None:
-                shown["details"] = self.details
-            return msgspec.json.encode({"type": "error", "error": shown})
+                anthropic["details"] = self.details
+            return msgspec.json.encode({"type": "error", "error": anthropic})
         error = {
             "message": self.message,
             "type": self.kind,
@@ -137,9 +139,34 @@ def invalid(param: str | None, message: str, code: str = "invalid_value") -> Api
     return ApiError(400, code, message, param=param)
 
 
+def wrong(param: str, reason: str, code: str = "invalid_value") -> ApiError:
+    """A wrong field, which the message names before the reason."""
+    return invalid(param, f"{param}: {reason}", code)
+
+
+def wrong_value(param: str, value: Any, reason: str, code: str = "invalid_value") -> ApiError:
+    """As `wrong`; the message shows the field's value, too."""
+    return invalid(param, f"{param}={shown(value)}: {reason}", code)
+
+
+def required(param: str) -> ApiError:
+    """A field is missing."""
+    return invalid(param, f"{param} is required", "missing_required_parameter")
+
+
+def empty(param: str) -> ApiError:
+    """A field is empty."""
+    return invalid(param, f"{param} must not be empty")
+
+
+def too_many(param: str, given: int | str, limit: int) -> ApiError:
+    """More than the server accepts; `given`: a number, maybe with its unit."""
+    return wrong(param, f"{given}, at most {limit} are accepted")
+
+
 def unsupported(param: str, feature: str) -> ApiError:
     """A field of a feature that this server does not have."""
-    return invalid(param, f"{param}: {feature} is not available", "unsupported_parameter")
+    return wrong(param, f"{feature} is not available", "unsupported_parameter")
 
 
 def context_exceeded(limit: int, prompt: int, wanted: int, param: str) -> ApiError:
@@ -240,3 +267,55 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
 def without_paths(text: str) -> str:
     """The text of a foreign exception without paths of this machine and memory addresses."""
     return _ADDRESS.sub("(address)", _PATH.sub("(path)", text))
+
+
+# -- errors in the words of the client --------------------------------------------------------
+
+
+class FieldNames:
+    """What the client calls the fields of what its request became: a chat request, or the
+    parameters of a constraint.
+
+    Args:
+        names: paths such as "messages[2].content" to paths in the client's request. A path that is
+            not in it has the name of the longest one that it begins with, and its own rest.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = dict(names)
+
+    @contextmanager
+    def in_errors(self) -> Iterator[None]:
+        """Errors that are raised inside name the client's fields."""
+        try:
+            yield
+        except (ApiError, RequestError) as error:
+            raise self._renamed(as_api_error(error, "")) from None
+
+    def _renamed(self, error: ApiError) -> ApiError:
+        param = None if error.param is None else self.of(error.param)
+        return ApiError(
+            error.status,
+            error.code,
+            self.of(error.message),
+            param=param,
+            headers=error.headers,
+        )
+
+    def of(self, text: str) -> str:
+        """A path, or a message that begins with one, with the client's name for it."""
+        end = _path_end(text)
+        path = text[:end]
+        while path:
+            if path in self._names:
+                return self._names[path] + text[len(path) :]
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
+        return text
+
+
+def _path_end(text: str) -> int:
+    """How far a text is a path: names, dots and indexes in brackets."""
+    end = 0
+    while end < len(text) and (text[end].isalnum() or text[end] in "_.[]"):
+        end += 1
+    return end

@@ -72,24 +72,16 @@ def chat_logprobs(
     as_ids: bool,
 ) -> ChatLogprobs:
     """Each token with the `count` most likely alternatives, the likeliest first."""
+
+    def shown(token_id: int, position: TokenLogprobs) -> tuple[str, float, list[int]]:
+        label = token_label(tokenizer, token_id, as_id=as_ids)
+        return label, finite(position[token_id].logprob), list(tokenizer.token(token_id)[1])
+
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
-        tops = [
-            TopLogprob(
-                token_label(tokenizer, other, as_id=as_ids),
-                finite(entry.logprob),
-                list(tokenizer.token(other)[1]),
-            )
-            for other, entry in _ranked(position)[:count]
-        ]
-        content.append(
-            ChatLogprob(
-                token_label(tokenizer, token_id, as_id=as_ids),
-                finite(position[token_id].logprob),
-                list(tokenizer.token(token_id)[1]),
-                tops,
-            )
-        )
+        likeliest = _ranked(position)[:count]
+        tops = [TopLogprob(*shown(other, position)) for other, _ in likeliest]
+        content.append(ChatLogprob(*shown(token_id, position), tops))
     return ChatLogprobs(content)
 
 

@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from hetero_llm.utils.topology import read_memory_limit
 
 
@@ -88,8 +90,6 @@ class Machine:
 
     def _look_for_children(self) -> None:
         """Finds new processes; the CPU time before their first reading does not count."""
-        import psutil
-
         me = psutil.Process()
         for process in (me, *me.children(recursive=True)):
             # The id of an ended process may be that of a new one now.
@@ -102,8 +102,6 @@ class Machine:
 
     def _read_tree(self) -> int:
         """Adds the CPU time since the last reading; returns the memory in bytes."""
-        import psutil
-
         memory = 0
         for pid, (process, before) in tuple(self._tree.items()):
             try:
@@ -131,8 +129,6 @@ class Machine:
 
 def _memory_total() -> int:
     """Bytes that this process and those below it may use."""
-    import psutil
-
     limit, total = read_memory_limit(), int(psutil.virtual_memory().total)
     return total if limit is None else min(limit.limit_bytes, total)
 

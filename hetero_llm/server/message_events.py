@@ -7,8 +7,10 @@ A message parser reads one sequence's text and yields these events; the endpoint
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from hetero_llm.core.outputs import CompletionOutput, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,11 @@ MessageEvent = Content | Reasoning | CallStart | CallArguments | CallEnd
 class MessageParser(Protocol):
     """Parses the text of one sequence as it comes."""
 
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of the reasoning so far; None where the parser cannot count them, then always."""
+        ...
+
     def feed(self, text: str, token_ids: Sequence[int]) -> list[MessageEvent]:
         """Takes in more text.
 
@@ -78,8 +85,77 @@ class MessageParser(Protocol):
 class PlainParser:
     """The parser of a request without tools and of a model without reasoning: all is content."""
 
+    reasoning_tokens: int | None = None
+
     def feed(self, text: str, token_ids: Sequence[int]) -> list[MessageEvent]:
         return [Content(text)] if text else []
 
     def finish(self) -> list[MessageEvent]:
         return []
+
+
+@dataclass(slots=True)
+class Piece:
+    """An event; of a content also the tokens and their log-probabilities, if asked for."""
+
+    event: MessageEvent
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class MessageReader:
+    """Passes the deltas of one sequence through its parser.
+
+    Attributes:
+        num_tokens: read so far.
+        reasoning_tokens: those of them that are reasoning, as the parser counts them. Of one that
+            does not, each delta's tokens are divided by the lengths of the texts.
+        has_calls: the message calls a tool.
+    """
+
+    def __init__(self, parser: MessageParser) -> None:
+        self._parser = parser
+        self._counts = parser.reasoning_tokens is not None
+        self._held_ids: list[int] = []
+        self._held_logprobs: list[TokenLogprobs] = []
+        self.num_tokens = self.reasoning_tokens = 0
+        self.has_calls = False
+
+    def read(self, delta: CompletionOutput) -> list[Piece]:
+        """The events of a delta; after the sequence's last one also what was held back."""
+        self._held_ids += delta.token_ids
+        self._held_logprobs += delta.logprobs or ()
+        self.num_tokens += len(delta.token_ids)
+        events = self._parser.feed(delta.text, delta.token_ids)
+        if delta.finish_reason is not None:
+            events = [*events, *self._parser.finish()]
+        if self._counts:
+            self.reasoning_tokens = self._parser.reasoning_tokens or 0
+        return self._pieces(events)
+
+    def _pieces(self, events: Sequence[MessageEvent]) -> list[Piece]:
+        """Tokens without events wait for the next event: their text lags behind."""
+        if len(events) == 1 and type(events[0]) is Content:  # most deltas
+            piece = Piece(events[0], self._held_ids, self._held_logprobs)
+            self._held_ids, self._held_logprobs = [], []
+            return [piece]
+        pieces = [Piece(event) for event in events]
+        if not pieces:
+            return pieces
+        self.has_calls = self.has_calls or any(isinstance(event, CallStart) for event in events)
+        if not self._counts:
+            self.reasoning_tokens += _share_of_reasoning(events, len(self._held_ids))
+        for piece in pieces:
+            if isinstance(piece.event, Content):
+                piece.token_ids, piece.logprobs = self._held_ids, self._held_logprobs
+                break
+        self._held_ids, self._held_logprobs = [], []
+        return pieces
+
+
+def _share_of_reasoning(events: Sequence[MessageEvent], num_tokens: int) -> int:
+    thoughts = sum(len(event.text) for event in events if isinstance(event, Reasoning))
+    if not thoughts:
+        return 0
+    every = sum(len(getattr(event, "text", "")) for event in events)
+    return round(num_tokens * thoughts / every)

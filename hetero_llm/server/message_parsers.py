@@ -12,7 +12,7 @@ from hetero_llm.core.reasoning_formats import HARMONY_ANSWER, OFF
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.structured_outputs import StructuredOutputsParams
 from hetero_llm.engine.inputs.input_processor import Prompt
-from hetero_llm.server.errors import invalid
+from hetero_llm.server.errors import invalid, wrong
 from hetero_llm.server.message_events import MessageParser, PlainParser
 from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.regions.detection import detected_format
@@ -73,6 +73,7 @@ class MessageParsers:
                 "the chat template shows no known format of tool calls; name it with "
                 "--tool-call-parser",
             )
+        self._reasons = self.format.reasons
         texts = tokenizer.added_tokens
         written = written_texts(self.format)
         self._written_ids = {
@@ -95,10 +96,11 @@ class MessageParsers:
             body.tools, body.tool_choice, limits, parallel=body.parallel_tool_calls
         )
         if tools.is_on and not self.format.calls_tools:
-            raise invalid(
+            raise wrong(
                 "tools",
-                "tools: the format of this model's tool calls is not known; the server's operator "
-                "names it with --tool-call-parser; tool_choice 'none' is accepted",
+                "the format of this model's tool calls is not known; the server's "
+                "operator names it with --tool-call-parser; tool_choice 'none' is "
+                "accepted",
                 "unsupported_parameter",
             )
         return tools
@@ -220,7 +222,7 @@ class MessageParsers:
             )
         except SchemaError as error:
             where = error.field
-            raise invalid(where, f"{where}: {error}", "unsupported_parameter") from None
+            raise wrong(where, str(error), "unsupported_parameter") from None
 
     def start(self, prompt: Prompt) -> Start:
         """The region that the prompt leaves open."""
@@ -233,7 +235,7 @@ class MessageParsers:
         return "reasoning" if reasoning.is_open_behind(text) else "content"
 
     def _parses(self, tools: ToolRequest) -> bool:
-        return self.format.reasons or tools.is_on
+        return self._reasons or tools.is_on
 
     def _decode(self, token_ids: Any) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter as Counts
+from collections.abc import Sequence
 from types import TracebackType
 
 from prometheus_client import (
@@ -72,7 +73,8 @@ POLLED = frozenset(
     ("/health", "/live", "/ready", "/ping", "/metrics", "/load", "/status.json", "/version")
 )
 """Paths that monitors ask for every few seconds."""
-_NEVER_BEGUN = (RequestError, OverloadedError, DuplicateRequestError)
+NEVER_BEGUN = (RequestError, OverloadedError, DuplicateRequestError)
+"""Errors of requests that the engine never took in."""
 
 
 # large: one attribute for each family of metrics.
@@ -95,66 +97,51 @@ class Metrics:
         self.tracer: Tracer | None = None
         self.registry = CollectorRegistry(auto_describe=False)
         labels = {"model_name": model_name, "engine": _ENGINE}
-        self._times = {
-            name: Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
-            .labels(**labels)
-            for name, (text, buckets) in _HISTOGRAMS.items()
-        }  # fmt: skip
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            family = Histogram(
+                f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self.registry
+            )
+            return family.labels(**labels)
+
+        def counter(name: str, text: str, *label_names: str) -> Counter:
+            return Counter(name, text, label_names, registry=self.registry)
+
+        self._times = {name: histogram(name, *row) for name, row in _HISTOGRAMS.items()}
         self._old_times = {
-            name: Histogram(f"vllm:{old}", f"Now {name}.", _LABELS,
-                            buckets=_HISTOGRAMS[name][1], registry=self.registry)
-            .labels(**labels)
+            name: histogram(old, f"Now {name}.", _HISTOGRAMS[name][1])
             for name, old in (_OLD_HISTOGRAMS.items() if legacy_names else ())
-        }  # fmt: skip
+        }
         self._old_best_of = None
         if legacy_names:
-            self._old_best_of = Histogram(
-                "vllm:request_params_best_of", "best_of of a request.", _LABELS,
-                buckets=_SEQUENCES, registry=self.registry,
-            ).labels(**labels)  # fmt: skip
+            text = "best_of of a request."
+            self._old_best_of = histogram("request_params_best_of", text, _SEQUENCES)
         steps = _token_buckets(client.info.max_model_len)
-        self._counts = {
-            name: Histogram(f"vllm:{name}", text, _LABELS, buckets=steps, registry=self.registry)
-            .labels(**labels)
-            for name, text in _COUNTS.items()
-        }  # fmt: skip
-        self._params_n = Histogram(
-            "vllm:request_params_n", "n of a request.", _LABELS, buckets=_SEQUENCES,
-            registry=self.registry,
-        ).labels(**labels)  # fmt: skip
-        self._success = Counter(
-            "vllm:request_success", "Finished requests.", (*_LABELS, "finished_reason"),
-            registry=self.registry,
-        )  # fmt: skip
+        self._counts = {name: histogram(name, text, steps) for name, text in _COUNTS.items()}
+        self._params_n = histogram("request_params_n", "n of a request.", _SEQUENCES)
+        self._success = counter(
+            "vllm:request_success", "Finished requests.", *_LABELS, "finished_reason"
+        )
         self._labels = labels
         for reason in _FINISH_REASONS:
             self._success.labels(**labels, finished_reason=reason)
-        self._http = Counter(
-            "hetero_llm:http_requests", "Answers by route and status.", ("route", "status"),
-            registry=self.registry,
-        )  # fmt: skip
-        self._http_as_vllm = Counter(
-            "http_requests", "Answers by route, kind of status and method; none to monitors.",
-            ("handler", "status", "method"), registry=self.registry,
-        )  # fmt: skip
-        self._aborted = Counter(
-            "hetero_llm:aborted_requests", "Requests that ended early.", ("cause",),
-            registry=self.registry,
-        )  # fmt: skip
+        self._http = counter(
+            "hetero_llm:http_requests", "Answers by route and status.", "route", "status"
+        )
+        text = "Answers by route, kind of status and method; none to monitors."
+        self._http_as_vllm = counter("http_requests", text, "handler", "status", "method")
+        text = "Requests that ended early."
+        self._aborted = counter("hetero_llm:aborted_requests", text, "cause")
         for cause in _ABORT_CAUSES:
             self._aborted.labels(cause)
-        self._rejected = Counter(
-            "vllm:admission_rejections", "Requests refused because of the server's state.",
-            (*_LABELS, "reason"), registry=self.registry,
-        )  # fmt: skip
-        self._unknown = Counter(
-            "hetero_llm:unknown_fields", "Unknown fields of requests, ignored.",
-            registry=self.registry,
-        )  # fmt: skip
+        text = "Requests refused because of the server's state."
+        self._rejected = counter("vllm:admission_rejections", text, *_LABELS, "reason")
+        self._unknown = counter("hetero_llm:unknown_fields", "Unknown fields of requests, ignored.")
         self._open = Gauge(
-            "hetero_llm:http_requests_in_flight", "Requests being answered.",
+            "hetero_llm:http_requests_in_flight",
+            "Requests being answered.",
             registry=self.registry,
-        )  # fmt: skip
+        )
         self.registry.register(EngineCollector(client, labels, legacy_names=legacy_names))
         ProcessCollector(registry=self.registry)
 
@@ -268,7 +255,7 @@ class RequestTimes:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._ended or isinstance(error, _NEVER_BEGUN):
+        if self._ended or isinstance(error, NEVER_BEGUN):
             return
         gone = error is None or isinstance(error, (GeneratorExit, asyncio.CancelledError))
         left = self._params.n - len(self._reasons)

@@ -6,17 +6,35 @@ cases. Of rules between fields it has only one: stream_options needs stream.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from hetero_llm.core.sampling_params import MAX_SEED
+from hetero_llm.server import pooling_protocol
+from hetero_llm.server.chat_requests import EFFORTS, MAX_ROLE_CHARS
 from hetero_llm.server.context import Context
+from hetero_llm.server.endpoints.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from hetero_llm.server.messages_api import protocol as messages_api
 from hetero_llm.server.messages_api.protocol import MessagesRequest
-from hetero_llm.server.prompts import EFFORTS, MAX_ROLE_CHARS
-from hetero_llm.server.protocol import UNAVAILABLE, ChatRequest, GenerateRequest
+from hetero_llm.server.pooling_protocol import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingFields,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from hetero_llm.server.protocol import (
+    UNAVAILABLE,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
 from hetero_llm.server.responses_api import protocol as responses_api
 from hetero_llm.server.responses_api.protocol import ResponsesRequest
 from hetero_llm.server.tool_requests import TOOL_NAME
@@ -45,39 +63,64 @@ _OPTIONS_NEED_STREAM: Schema = {
     "then": {"properties": {"stream": {"const": True}}, "required": ["stream"]},
 }
 _SEED_SHOWN = (MAX_SEED + 1) // 2  # limits are written as floats, and MAX_SEED would round up
+_SPOKEN_ROLES = ["system", "developer", "user", "assistant"]
+_STRING: Schema = {"type": "string"}
+_TEXT: Schema = {"type": "string", "minLength": 1}
+
+
 _UNAVAILABLE_IN: dict[type[msgspec.Struct], dict[str, str]] = {
     ResponsesRequest: responses_api.UNAVAILABLE,
     MessagesRequest: messages_api.UNAVAILABLE,
 }
-_SPOKEN_ROLES = ["system", "developer", "user", "assistant"]
-_REFUSAL_PART: Schema = {
-    "type": "object",
-    "properties": {"type": {"const": "refusal"}, "refusal": {"type": "string"}},
-    "required": ["type", "refusal"],
+_POSTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
+    "/v1/completions": (CompletionRequest, "Continue prompts", ("prompt",)),
+    "/v1/chat/completions": (ChatRequest, "Answer a conversation", ("messages",)),
+    "/v1/responses": (ResponsesRequest, "Answer a conversation of items", ("input",)),
+    "/v1/messages": (
+        MessagesRequest,
+        "Answer a conversation, as Anthropic does",
+        ("messages", "max_tokens"),
+    ),
+    "/v1/messages/count_tokens": (
+        MessagesRequest,
+        "Count the tokens of a conversation",
+        ("messages",),
+    ),
+    "/generate": (GenerateRequest, "Continue a prompt, as vLLM's first server did", ("prompt",)),
+    "/v1/load_lora_adapter": (
+        LoadAdapterRequest,
+        "Load a LoRA adapter",
+        ("lora_name", "lora_path"),
+    ),
+    "/v1/unload_lora_adapter": (UnloadAdapterRequest, "Unload a LoRA adapter", ("lora_name",)),
+    "/tokenize": (TokenizeRequest, "Text to token ids", ()),
+    "/detokenize": (DetokenizeRequest, "Token ids to text", ("tokens",)),
+    "/v1/embeddings": (EmbeddingRequest, "Embeddings of texts", ("input",)),
+    "/v1/rerank": (
+        RerankRequest,
+        "Documents in the order of how well they answer a query",
+        ("query", "documents"),
+    ),
+    "/v1/score": (ScoreRequest, "How well pairs of texts fit", ()),
+    "/classify": (ClassifyRequest, "Classes of texts", ("input",)),
+    "/pooling": (PoolingRequest, "Pooled values of texts", ("input",)),
 }
-_IMAGE_PART: Schema = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "image_url"},
-        "image_url": {
-            "type": "object",
-            "properties": {"url": {"type": "string", "pattern": "^data:image/"}},
-            "required": ["url"],
-        },
-    },
-    "required": ["type", "image_url"],
-}
+"""Of each POST route: its request, what it does, and the fields that a request has to have."""
 
 
-def request_schema(
-    kind: type[msgspec.Struct],
-    required: tuple[str, ...],
-    context: Context,
-    unavailable: Collection[str] = UNAVAILABLE,
-) -> Schema:
-    """The part of an operation that describes the request body, without `unavailable` fields."""
+def summary_of(path: str) -> str:
+    """What the POST route of this path does."""
+    return _POSTS[path][1]
+
+
+def request_schema(path: str, context: Context) -> Schema:
+    """The part of an operation that describes the request body, without fields of features that
+    are not available."""
+    kind, _, required = _POSTS[path]
     schema = _inlined(*msgspec.json.schema_components([kind]))
-    hidden = set(unavailable) | _UNAVAILABLE_IN.get(kind, {}).keys()
+    hidden = UNAVAILABLE.keys() | _UNAVAILABLE_IN.get(kind, {}).keys()
+    if issubclass(kind, PoolingFields):
+        hidden = set(pooling_protocol.UNAVAILABLE)
     properties = {n: p for n, p in schema["properties"].items() if n not in hidden}
     for name, rule in _rules(context).items():
         if name in properties:
@@ -86,7 +129,7 @@ def request_schema(
     if kind is ChatRequest:
         wholes["echo"] = {"enum": [False, None]}
     if kind is GenerateRequest:
-        wholes["prompt"] = {"type": "string", "minLength": 1}
+        wholes["prompt"] = _TEXT
     if kind is ResponsesRequest:
         wholes |= _responses_schemas(context)
     if kind is MessagesRequest:
@@ -169,59 +212,29 @@ def _rules(context: Context) -> dict[str, Schema]:
 def _whole_schemas(context: Context) -> dict[str, Schema]:
     """Whole schemas of fields for which the decoder's type is too general."""
     limits, token = context.settings.limits, {"type": "integer", **_token(context)}
-    ids = {"type": "array", "minItems": 1, "items": token}
-    text = {"type": "string", "minLength": 1}
-    several = {"type": "array", "minItems": 1, "maxItems": limits.prompts}
-    inputs = {**several, "maxItems": limits.pooling_inputs, "items": {"anyOf": [text, ids]}}
-    side = {"anyOf": [text, {**several, "maxItems": limits.pooling_inputs, "items": text}]}
-    part = {
-        "type": "object",
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-        "required": ["type", "text"],
-    }
-    parts = [part, _REFUSAL_PART, *([] if context.client.images is None else [_IMAGE_PART])]
-    content = {
-        "anyOf": [
-            {"type": "string"},
-            {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, *parts]}},
-        ]
-    }
-    message = {
-        "type": "object",
-        "properties": {
-            "role": {
-                "anyOf": [
-                    {"enum": _SPOKEN_ROLES},
-                    {"type": "string", "minLength": 1, "maxLength": MAX_ROLE_CHARS},
-                ]
-            },
-            "content": content,
-            "name": {"type": ["string", "null"]},
-        },
-        "required": ["role", "content"],
-    }
+    ids = _list(token)
+    side = _any_of(_TEXT, _list(_TEXT, limits.pooling_inputs))
+    parts = [_object({"type": {"const": kind}, kind: _STRING}) for kind in ("text", "refusal")]
+    if context.client.images is not None:
+        url = _object({"url": {"type": "string", "pattern": "^data:image/"}})
+        parts.append(_object({"type": {"const": "image_url"}, "image_url": url}))
+    role = _any_of(
+        {"enum": _SPOKEN_ROLES}, {"type": "string", "minLength": 1, "maxLength": MAX_ROLE_CHARS}
+    )
+    content = _any_of(_STRING, _list(_any_of(_STRING, *parts)))
+    message = _object({"role": role, "content": content}, {"name": _or_null("string")})
+    formats = {"enum": ["text", "json_object", "json_schema", "structural_tag"]}
     return {
-        "prompt": {"anyOf": [text, ids, {**several, "items": {"anyOf": [text, ids]}}]},
-        "input": {"anyOf": [text, ids, inputs]},
+        "prompt": _any_of(_TEXT, ids, _list(_any_of(_TEXT, ids), limits.prompts)),
+        "input": _any_of(_TEXT, ids, _list(_any_of(_TEXT, ids), limits.pooling_inputs)),
         **dict.fromkeys(("text_1", "text_2", "data_1", "data_2", "queries", "documents"), side),
-        "messages": {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": limits.messages,
-            "items": message,
-        },
-        "response_format": {
-            "type": ["object", "null"],
-            "properties": {
-                "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]}
-            },
-            "required": ["type"],
-        },
+        "messages": _list(message, limits.messages),
+        "response_format": _object({"type": formats}) | _or_null("object"),
         "tools": _tools(context),
         "tool_choice": {"enum": ["none", "auto", None]},
-        "truncate_prompt_tokens": {
-            "anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}]
-        },
+        "truncate_prompt_tokens": _any_of(
+            {"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}
+        ),
         "chat_template": {"type": "null"},
     }
 
@@ -229,91 +242,61 @@ def _whole_schemas(context: Context) -> dict[str, Schema]:
 def _responses_schemas(context: Context) -> dict[str, Schema]:
     """Whole schemas of fields of /v1/responses."""
     settings = context.settings
-    text = {"type": "string", "minLength": 1}
-    part = _object({"type": {"const": "input_text"}, "text": {"type": "string"}})
+    part = _object({"type": {"const": "input_text"}, "text": _STRING})
     message = _object(
         {
             "type": {"const": "message"},
             "role": {"enum": _SPOKEN_ROLES},
-            "content": {"anyOf": [text, {"type": "array", "minItems": 1, "items": part}]},
+            "content": _any_of(_TEXT, _list(part)),
         }
     )
-    items = {"type": "array", "minItems": 1, "maxItems": settings.limits.messages, "items": message}
-    effort = {"effort": {"enum": [*EFFORTS, None]}, "summary": {"type": ["string", "null"]}}
-    form = {"type": ["object", "null"], "properties": {"type": {"const": "text"}}}
+    tool = _object({"type": {"const": "function"}, "name": _TEXT})
+    form = _object({"type": {"const": "text"}}) | _or_null("object")
+    included = {"enum": ["message.output_text.logprobs", "reasoning.encrypted_content"]}
     stores = settings.stored_responses > 0
     return {
-        "input": {"anyOf": [text, items]},
-        "tools": {
-            "type": ["array", "null"],
-            "items": _object({"type": {"const": "function"}, "name": text}),
-        },
-        "reasoning": {"type": ["object", "null"], "properties": effort},
-        "text": {
-            "type": ["object", "null"],
-            "properties": {
-                "format": {**form, "required": ["type"]},
-                "verbosity": {"type": ["string", "null"]},
-            },
-        },
-        "include": {
-            "type": ["array", "null"],
-            "items": {"enum": ["message.output_text.logprobs", "reasoning.encrypted_content"]},
-        },
+        "input": _any_of(_TEXT, _list(message, settings.limits.messages)),
+        "tools": _or_null("array") | {"items": tool},
+        "reasoning": _optional(
+            {"effort": {"enum": [*EFFORTS, None]}, "summary": _or_null("string")}
+        ),
+        "text": _optional({"format": form, "verbosity": _or_null("string")}),
+        "include": _or_null("array") | {"items": included},
         "truncation": {"enum": ["disabled", None]},
-        "store": {"type": ["boolean", "null"]} if stores else {"enum": [False, None]},
-        "previous_response_id": {"type": ["string", "null"] if stores else "null"},
+        "store": _or_null("boolean") if stores else {"enum": [False, None]},
+        "previous_response_id": _or_null("string") if stores else {"type": "null"},
         "metadata": {
             "type": ["object", "null"],
             "maxProperties": 16,
             "propertyNames": {"maxLength": 64},
             "additionalProperties": {"type": "string", "maxLength": 512},
         },
-        "stream_options": {
-            "type": ["object", "null"],
-            "properties": {"include_obfuscation": {"enum": [False, None]}},
-        },
+        "stream_options": _optional({"include_obfuscation": {"enum": [False, None]}}),
     }
 
 
 def _messages_schemas(context: Context) -> dict[str, Schema]:
     """Whole schemas of fields of /v1/messages."""
-    texts = {
-        "type": "array",
-        "minItems": 1,
-        "items": _object({"type": {"const": "text"}, "text": {"type": "string"}}),
-    }
-    said = {"anyOf": [{"type": "string"}, texts]}
-    message = _object({"role": {"enum": ["user", "assistant", "system"]}, "content": said})
-    name = {"type": "string", "minLength": 1}
-    thinking = _object({"type": {"enum": ["enabled", "disabled", "adaptive", "between_tools"]}})
-    thinking["properties"]["budget_tokens"] = {"type": ["integer", "null"], "minimum": 1}
+    said = [_STRING, _list(_object({"type": {"const": "text"}, "text": _STRING}))]
+    message = _object(
+        {"role": {"enum": ["user", "assistant", "system"]}, "content": _any_of(*said)}
+    )
+    thinking = _object(
+        {"type": {"enum": ["enabled", "disabled", "adaptive", "between_tools"]}},
+        {"budget_tokens": _or_null("integer") | {"minimum": 1}},
+    )
+    tool = _object({"name": _TEXT, "input_schema": {"type": "object"}})
+    null = {"type": "null"}
     return {
-        "messages": {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": context.settings.limits.messages,
-            "items": message,
-        },
-        "system": {"anyOf": [{"type": "null"}, *said["anyOf"]]},
+        "messages": _list(message, context.settings.limits.messages),
+        "system": _any_of(null, *said),
         "max_tokens": {"type": "integer", "minimum": 1},
-        "tools": {
-            "type": ["array", "null"],
-            "items": _object({"name": name, "input_schema": {"type": "object"}}),
-        },
-        "tool_choice": {"anyOf": [{"type": "null"}, _object({"type": {"enum": ["auto", "none"]}})]},
-        "thinking": {"anyOf": [{"type": "null"}, thinking]},
-        "output_config": {
-            "type": ["object", "null"],
-            "properties": {"effort": {"enum": [*EFFORTS, "max", None]}},
-        },
-        "output_format": {"type": "null"},
+        "tools": _or_null("array") | {"items": tool},
+        "tool_choice": _any_of(null, _object({"type": {"enum": ["auto", "none"]}})),
+        "thinking": _any_of(null, thinking),
+        "output_config": _optional({"effort": {"enum": [*EFFORTS, "max", None]}}),
+        "output_format": null,
     }
-
-
-def _object(properties: dict[str, Schema]) -> Schema:
-    """An object that has to have all of these."""
-    return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 def _tools(context: Context) -> Schema:
@@ -321,32 +304,50 @@ def _tools(context: Context) -> Schema:
     template, limits = context.tokenizer.chat_template, context.settings.limits
     if template is None or not template.mentions("tools") or not context.parsers.format.calls_tools:
         return {"enum": [[], None]}
-    function = {
-        "type": "object",
+    parameters: dict[str, Schema] = {
+        "type": {"const": "object"},
         "properties": {
-            "name": {"type": "string", "pattern": f"^{TOOL_NAME}$"},
-            "description": {"type": ["string", "null"]},
-            "parameters": {
-                "type": ["object", "null"],
-                "properties": {
-                    "type": {"const": "object"},
-                    "properties": {
-                        "type": "object",
-                        "additionalProperties": {"type": ["object", "boolean"]},
-                    },
-                    "required": {"type": "array", "items": {"type": "string"}},
-                },
-            },
-            "strict": {"type": ["boolean", "null"]},
+            "type": "object",
+            "additionalProperties": {"type": ["object", "boolean"]},
         },
-        "required": ["name"],
+        "required": {"type": "array", "items": _STRING},
     }
-    tool = {
-        "type": "object",
-        "properties": {"type": {"const": "function"}, "function": function},
-        "required": ["type", "function"],
-    }
-    return {"type": ["array", "null"], "maxItems": limits.tools, "items": tool}
+    function = _object(
+        {"name": {"type": "string", "pattern": f"^{TOOL_NAME}$"}},
+        {
+            "description": _or_null("string"),
+            "parameters": _optional(parameters),
+            "strict": _or_null("boolean"),
+        },
+    )
+    tool = _object({"type": {"const": "function"}, "function": function})
+    return _or_null("array") | {"maxItems": limits.tools, "items": tool}
+
+
+def _object(
+    required: dict[str, Schema], more: Mapping[str, Schema] = MappingProxyType({})
+) -> Schema:
+    """An object that has to have the first properties, and may have the others."""
+    return {"type": "object", "properties": {**required, **more}, "required": list(required)}
+
+
+def _optional(properties: dict[str, Schema]) -> Schema:
+    """Null, or an object that may have these properties."""
+    return _or_null("object") | {"properties": properties}
+
+
+def _or_null(kind: str) -> Schema:
+    return {"type": [kind, "null"]}
+
+
+def _any_of(*schemas: Schema) -> Schema:
+    return {"anyOf": list(schemas)}
+
+
+def _list(items: Schema, most: int | None = None) -> Schema:
+    """A list of one to `most` items."""
+    limit = {} if most is None else {"maxItems": most}
+    return {"type": "array", "minItems": 1, **limit, "items": items}
 
 
 def _token(context: Context) -> Schema:

@@ -16,7 +16,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_origin
@@ -26,7 +26,6 @@ import msgspec
 import numpy as np
 from starlette.requests import Request
 
-from hetero_llm.core.errors import shown
 from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
@@ -35,8 +34,18 @@ from hetero_llm.engine.inputs.default_sampling import with_defaults
 from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.server.constraints import constraint_names, output_constraint
 from hetero_llm.server.context import Context, request_id_of
-from hetero_llm.server.errors import ApiError, context_exceeded, invalid, unsupported
-from hetero_llm.server.field_names import FieldNames
+from hetero_llm.server.errors import (
+    ApiError,
+    FieldNames,
+    context_exceeded,
+    empty,
+    invalid,
+    required,
+    too_many,
+    unsupported,
+    wrong,
+    wrong_value,
+)
 from hetero_llm.server.protocol import (
     UNAVAILABLE,
     ChatRequest,
@@ -45,7 +54,7 @@ from hetero_llm.server.protocol import (
     Generation,
     TokenizeRequest,
 )
-from hetero_llm.server.settings import Limits
+from hetero_llm.server.settings import Limits, ServerSettings
 from hetero_llm.server.tokenization import Cut
 
 logger = logging.getLogger(__name__)
@@ -73,37 +82,13 @@ _TYPE_WORDS = {
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
 _TIMEOUT_HEADER = "x-request-timeout-ms"
-_SAMPLING_FIELDS = (
-    "n",
-    "best_of",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "length_penalty",
-    "early_stopping",
-    "use_beam_search",
-    "no_repeat_ngram_size",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "bad_words",
-    "allowed_token_ids",
-    "logit_bias",
-    "ignore_eos",
-    "min_tokens",
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-    "num_speculative_tokens",
-)
-"""Fields of a request that `SamplingParams` has under the same name."""
+_NOT_PASSED = {"max_tokens", "truncation_side", "structured_outputs"} | UNAVAILABLE.keys()
+_SAMPLING_FIELDS = [
+    one.name
+    for one in fields(SamplingParams)
+    if one.name in Generation.__struct_fields__ and one.name not in _NOT_PASSED
+]
+"""Fields of a request that have the same name and meaning in `SamplingParams`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +121,40 @@ class CheckedRequest:
         return sum(len(prompt.token_ids or ()) for prompt in self.prompts)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLimit:
+    """How many tokens a request may generate.
+
+    Attributes:
+        wanted: as the request says in its field `name`; None: it does not say.
+        default: instead, cut to what fits; None: what the context has room for.
+    """
+
+    wanted: int | None
+    default: int | None
+    name: str = "max_tokens"
+
+    @property
+    def most(self) -> int | None:
+        return self.default if self.wanted is None else self.wanted
+
+    def behind(self, prompt_tokens: int, max_model_len: int) -> int | None:
+        """The limit behind a prompt of this length; None means the rest of the context.
+
+        Raises:
+            ApiError: the wanted number does not fit.
+        """
+        room = max_model_len - prompt_tokens
+        if self.wanted is None:
+            if room < 1:
+                raise context_exceeded(max_model_len, prompt_tokens, 1, "prompt")
+            return None if self.default is None else min(self.default, room)
+        if self.wanted > room:
+            field = "prompt" if room < 1 and prompt_tokens else self.name
+            raise context_exceeded(max_model_len, prompt_tokens, self.wanted, field)
+        return self.wanted
+
+
 async def read_generation(context: Context, request: Request, kind: type[G]) -> G:
     """Reads the body of a generation request and makes all checks that need no tokenizer.
 
@@ -154,10 +173,7 @@ async def read_known(context: Context, request: Request, kind: type[T]) -> T:
     Raises:
         ApiError: the body is wrong, the model is another one, or the server cannot serve.
     """
-    settings = context.settings
-    body, unknown = await read_json(
-        request, kind, settings.limits, strict_fields=settings.strict_fields
-    )
+    body, unknown = await read_json(request, kind, context.settings)
     if unknown:
         context.metrics.unknown_fields(len(unknown))
         names = ", ".join(name[:64] for name in unknown[:8])
@@ -193,27 +209,24 @@ def checked_request(
     params: SamplingParams,
     *,
     prefix: str,
-    wanted: int | None,
-    default: int | None,
-    name: str,
+    limit: TokenLimit,
 ) -> CheckedRequest:
     """Makes the checks that depend on the prompts' lengths.
 
     Args:
         params: those of all prompts.
         prefix: of the response's id, with what separates it.
-        wanted: tokens to generate as the request says, in its field `name`.
-        default: see `budget`.
+        limit: of the tokens to generate.
 
     Raises:
         ApiError: a prompt and the tokens to generate do not fit into the context.
     """
-    limit = context.client.info.max_model_len
+    max_model_len = context.client.info.max_model_len
     each = []
     for prompt in prompts:
         length = len(prompt.token_ids or ())
-        max_tokens = budget(wanted, default, prompt_tokens=length, max_model_len=limit, name=name)
-        check_min_tokens(params, prompt_tokens=length, max_model_len=limit)
+        max_tokens = limit.behind(length, max_model_len)
+        check_min_tokens(params, prompt_tokens=length, max_model_len=max_model_len)
         same = max_tokens == params.max_tokens
         each.append(params if same else replace(params, max_tokens=max_tokens))
     salt = context.cache_salt(request, body.cache_salt)
@@ -293,7 +306,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 async def read_json(
-    request: Request, kind: type[T], limits: Limits, *, strict_fields: bool
+    request: Request, kind: type[T], settings: ServerSettings
 ) -> tuple[T, list[str]]:
     """A request's body as `kind`, and the names in it that `kind` does not have.
 
@@ -301,7 +314,9 @@ async def read_json(
         ApiError: the body is too large, too slow, no JSON, or not of this kind.
         starlette's ClientDisconnect: the client left before its body had come.
     """
-    return decode(await read_body(request, limits), kind, limits, strict_fields=strict_fields)
+    limits = settings.limits
+    body = await read_body(request, limits)
+    return decode(body, kind, limits, strict_fields=settings.strict_fields)
 
 
 def decode(
@@ -314,9 +329,7 @@ def decode(
         value = _decoder(kind).decode(body)
         unknown = _unknown_names(body, kind)
     except UnicodeDecodeError as error:
-        raise invalid(
-            None, f"the body is not UTF-8 text (byte {error.start})", "invalid_json"
-        ) from None
+        raise _bad_json(f"the body is not UTF-8 text (byte {error.start})") from None
     except msgspec.ValidationError as error:
         raise type_mistake(str(error)) from None
     except (msgspec.DecodeError, RecursionError) as error:
@@ -393,18 +406,12 @@ def _check_shape(body: bytes, limits: Limits) -> None:
     brackets = np.frombuffer(bare.translate(None, _NOT_BRACKETS), np.uint8)
     opens = (brackets == _OPEN_LIST) | (brackets == _OPEN_OBJECT)
     if int(opens.sum()) + bare.count(b":") > limits.json_parts:
-        raise invalid(
-            None,
-            f"the JSON has more than {limits.json_parts} lists, objects and names",
-            "invalid_json",
-        )
+        raise _bad_json(f"the JSON has more than {limits.json_parts} lists, objects and names")
     level = 0
     for start in range(0, len(opens), _SCANNED_AT_ONCE):
         steps = np.where(opens[start : start + _SCANNED_AT_ONCE], 1, -1).cumsum()
         if level + int(steps.max()) > limits.json_depth:
-            raise invalid(
-                None, f"the JSON is nested deeper than {limits.json_depth} levels", "invalid_json"
-            )
+            raise _bad_json(f"the JSON is nested deeper than {limits.json_depth} levels")
         level += int(steps[-1])
 
 
@@ -415,11 +422,11 @@ def type_mistake(text: str) -> ApiError:
     where = found[1].removeprefix("$").removeprefix(".") if found else ""
     if missing:
         name = f"{where}.{missing[1]}" if where else missing[1]
-        return invalid(name, f"{name} is required", "missing_required_parameter")
+        return required(name)
     reason = _in_words(_WHERE.sub("", text))
     if not where:
         return invalid(None, f"the body: {reason}", "invalid_type")
-    return invalid(where, f"{where}: {reason}", "invalid_type")
+    return wrong(where, reason, "invalid_type")
 
 
 def _in_words(reason: str) -> str:
@@ -439,7 +446,11 @@ def _not_json(body: bytes, reason: str) -> ApiError:
         reason = "the body is empty"
     elif "truncated" in reason and _LONE_SURROGATE.search(body):
         reason = "a string holds half of a surrogate pair, or the text was cut off"
-    return invalid(None, f"the body is not valid JSON: {reason}", "invalid_json")
+    return _bad_json(f"the body is not valid JSON: {reason}")
+
+
+def _bad_json(message: str) -> ApiError:
+    return invalid(None, message, "invalid_json")
 
 
 def _too_large(limits: Limits) -> ApiError:
@@ -465,15 +476,15 @@ def refuse_unsupported(request: Generation | TokenizeRequest) -> None:
             raise unsupported("modalities", "output other than text")
     if isinstance(request, (ChatRequest, TokenizeRequest)) and request.chat_template is not None:
         # A template is a program; only the operator chooses which one runs.
-        raise invalid(
+        raise wrong(
             "chat_template",
-            "chat_template: a request cannot bring its own template; the server's operator sets it",
+            "a request cannot bring its own template; the server's operator sets it",
             "unsupported_parameter",
         )
     if isinstance(request, Generation) and request.priority:
-        raise invalid(
+        raise wrong(
             "priority",
-            "priority: priority scheduling is not available, only 0 is accepted",
+            "priority scheduling is not available, only 0 is accepted",
             "unsupported_parameter",
         )
 
@@ -504,11 +515,10 @@ def check_limits(request: Generation, limits: Limits, info: EngineInfo) -> None:
             continue
         _at_most(name, value, info.max_logprobs)
         if value < -1:
-            raise invalid(name, f"{name}={shown(value)}: must be at least 0, or -1 for all tokens")
+            raise wrong_value(name, value, "must be at least 0, or -1 for all tokens")
         if value == -1 and info.max_logprobs < info.vocab_size:
-            raise invalid(
-                name, f"{name}=-1: asks for all tokens, at most {info.max_logprobs} are given"
-            )
+            reason = f"asks for all tokens, at most {info.max_logprobs} are given"
+            raise wrong_value(name, value, reason)
 
 
 def check_stream(request: Generation) -> None:
@@ -519,35 +529,27 @@ def check_stream(request: Generation) -> None:
     """
     if not request.stream:
         if request.stream_options is not None:
-            raise invalid("stream_options", "stream_options: needs stream=true")
+            raise wrong("stream_options", "needs stream=true")
         return
     if request.prompt_logprobs is not None:
-        raise invalid(
-            "prompt_logprobs", "prompt_logprobs: not with stream; a completion streams them with "
-            "echo and logprobs"
-        )  # fmt: skip
+        reason = "not with stream; a completion streams them with echo and logprobs"
+        raise wrong("prompt_logprobs", reason)
     if request.use_beam_search:
-        raise invalid(
-            "use_beam_search", "use_beam_search: its text is known at the end only; unset stream"
-        )
+        raise wrong("use_beam_search", "its text is known at the end only; unset stream")
     if request.best_of is not None and request.best_of > (request.n or 1):
-        raise invalid(
-            "best_of", "best_of: above n the best are known at the end only; unset stream"
-        )
+        raise wrong("best_of", "above n the best are known at the end only; unset stream")
 
 
 def sampling_params(
+    context: Context,
     request: CompletionRequest | ChatRequest | GenerateRequest,
+    limit: TokenLimit,
     *,
-    max_tokens: int | None,
-    max_model_len: int,
-    limits: Limits,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> SamplingParams:
     """The engine's parameters.
 
     Args:
-        max_tokens: as the request says, or the default; None: what the context has room for.
         defaults: the model's, for fields that the request leaves out.
 
     Raises:
@@ -561,22 +563,20 @@ def sampling_params(
         del values["seed"]  # vLLM's way to say that any will do
     if request.truncate_prompt_tokens == -1:
         # What the context holds beside the answer.
-        values["truncate_prompt_tokens"] = max(max_model_len - (max_tokens or 1), 1)
+        room = context.client.info.max_model_len - (limit.most or 1)
+        values["truncate_prompt_tokens"] = max(room, 1)
     if request.use_beam_search and request.temperature is None:
         values["temperature"] = 0.0
     if isinstance(request, ChatRequest):
         values["logprobs"] = _chat_logprobs(request)
     else:
         values["logprobs"] = completion_logprobs(request)
-        if (
-            isinstance(request, CompletionRequest)
-            and request.echo
-            and values["logprobs"] is not None
-        ):
+        echoes = isinstance(request, CompletionRequest) and request.echo
+        if echoes and values["logprobs"] is not None:
             values["prompt_logprobs"] = _larger(values["logprobs"], request.prompt_logprobs)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    values |= {"max_tokens": max_tokens, "output_kind": kind}
-    values["structured_outputs"] = output_constraint(request, limits)
+    values |= {"max_tokens": limit.most, "output_kind": kind}
+    values["structured_outputs"] = output_constraint(request, context.settings.limits)
     return SamplingParams(**with_defaults(defaults, values))
 
 
@@ -588,35 +588,8 @@ def prompt_cut(request: Generation, params: SamplingParams) -> Cut:
     """
     side = request.truncation_side or "left"
     if side not in ("left", "right"):
-        raise invalid(
-            "truncation_side", f"truncation_side={shown(side)}: must be 'left' or 'right'"
-        )
+        raise wrong_value("truncation_side", side, "must be 'left' or 'right'")
     return Cut(params.truncate_prompt_tokens, keep_first=side == "right")
-
-
-def budget(
-    wanted: int | None, default: int | None, *, prompt_tokens: int, max_model_len: int, name: str
-) -> int | None:
-    """Tokens to generate: the requested number if it fits, else the default cut to what fits.
-
-    Args:
-        wanted: the request's number, None if it gave none.
-        default: None means the rest of the context, as does a result of None.
-        name: of the request's field.
-
-    Raises:
-        ApiError: it does not fit.
-    """
-    room = max_model_len - prompt_tokens
-    if wanted is None:
-        if room < 1:
-            raise context_exceeded(max_model_len, prompt_tokens, 1, "prompt")
-        return None if default is None else min(default, room)
-    if wanted > room:
-        too_many = prompt_tokens if room < 1 else 0
-        field = "prompt" if too_many else name
-        raise context_exceeded(max_model_len, prompt_tokens, wanted, field)
-    return wanted
 
 
 def check_max_tokens(wanted: int | None, name: str, *, lowest: int) -> None:
@@ -625,7 +598,7 @@ def check_max_tokens(wanted: int | None, name: str, *, lowest: int) -> None:
     """
     if wanted is not None and wanted < lowest:
         zero = "; 0 scores a prompt, with echo in a completion" if wanted == 0 else ""
-        raise invalid(name, f"{name}={wanted}: must be at least {lowest}{zero}")
+        raise wrong_value(name, wanted, f"must be at least {lowest}{zero}")
 
 
 def check_min_tokens(params: SamplingParams, *, prompt_tokens: int, max_model_len: int) -> None:
@@ -635,11 +608,11 @@ def check_min_tokens(params: SamplingParams, *, prompt_tokens: int, max_model_le
         ApiError: the context has no room for that many tokens.
     """
     if prompt_tokens + params.min_tokens > max_model_len:
-        raise invalid(
-            "min_tokens",
-            f"min_tokens={params.min_tokens}: with the {prompt_tokens} tokens of the prompt it "
-            f"exceeds the context of {max_model_len}",
+        reason = (
+            f"with the {prompt_tokens} tokens of the prompt it exceeds the context of "
+            f"{max_model_len}"
         )
+        raise wrong_value("min_tokens", params.min_tokens, reason)
 
 
 def completion_logprobs(request: CompletionRequest | GenerateRequest) -> int | None:
@@ -651,7 +624,7 @@ def completion_logprobs(request: CompletionRequest | GenerateRequest) -> int | N
 def _chat_logprobs(request: ChatRequest) -> int | None:
     if not request.logprobs:
         if request.top_logprobs:
-            raise invalid("top_logprobs", "top_logprobs: needs logprobs=true")
+            raise wrong("top_logprobs", "needs logprobs=true")
         return None
     return request.top_logprobs or 0
 
@@ -663,12 +636,12 @@ def _larger(count: int, other: int | None) -> int:
 
 def _at_most(name: str, value: float | None, limit: float) -> None:
     if value is not None and value > limit:
-        raise invalid(name, f"{name}={shown(value)}: must be at most {limit:g}")
+        raise wrong_value(name, value, f"must be at most {limit:g}")
 
 
 def _short_list(name: str, values: Any, limit: int) -> None:
     if values is not None and len(values) > limit:
-        raise invalid(name, f"{name}: {len(values)} entries, at most {limit} are accepted")
+        raise too_many(name, f"{len(values)} entries", limit)
 
 
 def short_text(name: str, text: str | None, limit: int) -> None:
@@ -676,6 +649,6 @@ def short_text(name: str, text: str | None, limit: int) -> None:
     if text is None:
         return
     if not text and name != "stop":  # SamplingParams says it about stop strings
-        raise invalid(name, f"{name} must not be empty")
+        raise empty(name)
     if len(text) > limit:
-        raise invalid(name, f"{name}: {len(text)} characters, at most {limit} are accepted")
+        raise too_many(name, f"{len(text)} characters", limit)

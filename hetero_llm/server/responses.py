@@ -8,7 +8,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -20,13 +20,15 @@ from starlette.types import Receive, Scope, Send
 
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.engine.inputs.input_processor import Prompt
-from hetero_llm.server.context import Context
+from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.errors import INTERNAL, ApiError, ErrorForm, as_api_error
 from hetero_llm.server.request_parsing import CheckedRequest, as_json
 from hetero_llm.server.response_builder import ResponseBuilder
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+"""Of a route."""
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's; for the log and the metrics, the client has left
 _ENCODER = msgspec.json.Encoder()
@@ -128,13 +130,7 @@ class Responses:
             with context.answering(checked.id):
                 return await builder.whole()
 
-        try:
-            result = await unless_gone(request.receive, run())
-        except ClientGone:
-            context.metrics.aborted("client_gone")
-            logger.info("request %s: the client has left, aborted", checked.http_id)
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return Response(msgspec.json.encode(result), media_type="application/json")
+        return await whole_response(context, request, run())
 
 
 class _StreamedResponse(Response):
@@ -188,6 +184,22 @@ class _StreamedResponse(Response):
             if dead:
                 self._context.metrics.aborted("engine")
             await stream.fail(self._builder.failure(failure), clean=not dead)
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(_ENCODER.encode(value), status_code=status, media_type="application/json")
+
+
+async def whole_response(
+    context: Context, request: Request, work: Coroutine[Any, Any, msgspec.Struct]
+) -> Response:
+    """The response that `work` makes; it is cancelled when the client hangs up."""
+    try:
+        return json_response(await unless_gone(request.receive, work))
+    except ClientGone:
+        context.metrics.aborted("client_gone")
+        logger.info("request %s: the client has left, aborted", request_id_of(request))
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -151,43 +152,33 @@ def settings_of(
         constraints: the engine's; None: the defaults.
     """
     constraints = constraints or ConstraintsConfig()
-    return ServerSettings(
-        api_keys=tuple(args["api_key"]),
-        served_names=tuple(args["served_model_name"]),
-        chat_template=read_template(args["chat_template"]),
-        response_role=args["response_role"],
-        tool_call_parser=args["tool_call_parser"],
-        reasoning_parser=constraints.reasoning_parser,
-        constrained_reasoning=constraints.enable_in_reasoning,
-        enable_auto_tool_choice=args["enable_auto_tool_choice"],
-        return_tokens_as_token_ids=args["return_tokens_as_token_ids"],
-        root_path=args["root_path"] or "",
-        chat_template_kwargs=(*TEMPLATE_KWARGS, *args["allowed_chat_template_kwargs"]),
-        strict_fields=args["strict_fields"],
-        keep_alive_seconds=args["stream_keep_alive"],
-        stream_interval=args["stream_interval"],
-        max_requests_per_key=args["max_requests_per_key"],
-        max_requests_per_minute=args["max_requests_per_minute"],
-        force_include_usage=args["enable_force_include_usage"],
-        request_timeout=args["request_timeout"],
-        prefix_cache_isolation=args["prefix_cache_isolation"],
-        log_requests=not args["disable_log_requests"],
-        log_prompts=_shows_prompts(args),
-        max_log_len=args["max_log_len"],
-        legacy_metric_names=args["legacy_metric_names"],
-        lora_modules=lora_modules_of(args["lora_modules"]),
-        lora_root=args["lora_root"],
-        prompt_adapters=prompt_adapters_of(args["prompt_adapters"]),
-        stored_responses=args["max_stored_responses"],
-        stored_response_bytes=args["max_stored_response_bytes"],
-        cors=Cors(
+    # Arguments under the name of a setting are its value, but for those that follow.
+    same = {one.name: args[one.name] for one in fields(ServerSettings) if one.name in args}
+    other = {
+        "api_keys": tuple(args["api_key"]),
+        "served_names": tuple(args["served_model_name"]),
+        "chat_template": read_template(args["chat_template"]),
+        "reasoning_parser": constraints.reasoning_parser,
+        "constrained_reasoning": constraints.enable_in_reasoning,
+        "root_path": args["root_path"] or "",
+        "chat_template_kwargs": (*TEMPLATE_KWARGS, *args["allowed_chat_template_kwargs"]),
+        "keep_alive_seconds": args["stream_keep_alive"],
+        "force_include_usage": args["enable_force_include_usage"],
+        "log_requests": not args["disable_log_requests"],
+        "log_prompts": _shows_prompts(args),
+        "lora_modules": lora_modules_of(args["lora_modules"]),
+        "prompt_adapters": prompt_adapters_of(args["prompt_adapters"]),
+        "stored_responses": args["max_stored_responses"],
+        "stored_response_bytes": args["max_stored_response_bytes"],
+        "cors": Cors(
             origins=tuple(args["allowed_origins"]),
             methods=tuple(args["allowed_methods"]),
             headers=tuple(args["allowed_headers"]),
             credentials=args["allow_credentials"],
         ),
-        limits=Limits(body_seconds=args["body_timeout"], write_seconds=args["write_timeout"]),
-    )
+        "limits": Limits(body_seconds=args["body_timeout"], write_seconds=args["write_timeout"]),
+    }
+    return ServerSettings(**same | other)
 
 
 def _check_adapters(settings: ServerSettings, config: EngineConfig) -> None:
@@ -297,12 +288,10 @@ class Server(uvicorn.Server):
         self._ready = ready
         self._say = say
         self._stats_interval = stats_interval
-        self._reporting: asyncio.Task[None] | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._keep_alive_on_hang = keep_alive_on_hang
         self._hung_since: float | None = None
-        self._stop: asyncio.Event | None = None
-        self._end_at_once: asyncio.Event | None = None
+        self._stop, self._end_at_once = asyncio.Event(), asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run_until_stopped(self, listener: socket.socket) -> int:
@@ -318,7 +307,6 @@ class Server(uvicorn.Server):
         except BaseException:
             await self._client.shutdown(0.0)
             raise
-        self._stop, self._end_at_once = asyncio.Event(), asyncio.Event()
         drain_on_hangup(self.handle_exit)
         serving = asyncio.create_task(self.serve(sockets=[listener]))
         end = asyncio.create_task(self._until_the_end())
@@ -336,13 +324,13 @@ class Server(uvicorn.Server):
 
     async def _until_the_end(self) -> int:
         """Waits for a signal or the end of the engine, and drains; returns the exit code."""
-        assert self._stop is not None and self._end_at_once is not None
         while not self.started:
             await asyncio.sleep(0.01)
         self._say(self._ready)
-        self._reading = asyncio.create_task(self.context.readings.run())
+        self._tasks = [asyncio.create_task(self.context.readings.run())]
         if self._stats_interval is not None:
-            self._reporting = asyncio.create_task(log_stats(self._client, self._stats_interval))
+            reports = log_stats(self._client, self._stats_interval)
+            self._tasks.append(asyncio.create_task(reports))
         while not self._stop.is_set():
             try:
                 await asyncio.wait_for(self._stop.wait(), _POLL_SECONDS)
@@ -379,7 +367,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Signal handler. The first signal starts draining, the second ends at once; but for
         SIGHUP, which a shell sends again to the jobs of a terminal that has closed."""
-        assert self._stop is not None and self._loop is not None
+        assert self._loop is not None
         if self.context.leaving and sig == signal.SIGHUP:
             return
         if not self.context.leaving and sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -391,7 +379,6 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._end_now)
 
     def _end_now(self) -> None:
-        assert self._end_at_once is not None
         self.force_exit = True
         self._end_at_once.set()
         self._ending = asyncio.ensure_future(self._client.shutdown(0.0))

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from hetero_llm.server.errors import busy, invalid, without_paths
+from hetero_llm.server.errors import busy, without_paths, wrong
 from hetero_llm.server.template_worker import LENGTH, READY, Job, Rendered, Setup
 from hetero_llm.utils.env import child_environment
 
@@ -240,4 +240,4 @@ def _plain(value: Any) -> Any:
 
 
 def _refused(reason: str) -> Exception:
-    return invalid("messages", f"messages: the chat template cannot be applied: {reason}")
+    return wrong("messages", f"the chat template cannot be applied: {reason}")

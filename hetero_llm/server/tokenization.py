@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from hetero_llm.server.errors import context_exceeded, invalid
+from hetero_llm.server.errors import context_exceeded, empty, wrong
 from hetero_llm.server.templates import ChatTemplate
 
 if TYPE_CHECKING:
@@ -72,9 +72,7 @@ class ApiTokenizer:
             ApiError: the engine was started without one.
         """
         if self._tokenizer is None:
-            raise invalid(
-                param, f"{param}: the server runs without a tokenizer; send a prompt of token ids"
-            )
+            raise wrong(param, "the server runs without a tokenizer; send a prompt of token ids")
         return self._tokenizer
 
     async def encode(
@@ -87,7 +85,7 @@ class ApiTokenizer:
         """
         tokenizer = self.require(param)
         if not text:
-            raise invalid(param, f"{param} must not be empty")
+            raise empty(param)
         self.check_length(len(text), truncated=truncated, param=param)
         return await self.threads.run(
             lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens), size=len(text)

@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from hetero_llm.core.errors import shown
-from hetero_llm.server.errors import ApiError, invalid
+from hetero_llm.server.errors import ApiError, required, too_many, wrong, wrong_value
 from hetero_llm.server.regions.call_readers import declared_schemas
 from hetero_llm.server.settings import Limits
 
@@ -85,16 +84,15 @@ def _tools(tools: Any, limits: Limits) -> tuple[Tool, ...]:
     if tools is None:
         return ()
     if not isinstance(tools, list):
-        raise invalid("tools", "tools: must be a list", "invalid_type")
+        raise wrong("tools", "must be a list", "invalid_type")
     if len(tools) > limits.tools:
-        raise invalid("tools", f"tools: {len(tools)}, at most {limits.tools} are accepted")
+        raise too_many("tools", len(tools), limits.tools)
     names: dict[str, int] = {}
     for index, tool in enumerate(tools):
         name = _checked_tool(tool, f"tools[{index}]", limits)
         if name in names:
-            raise invalid(
-                f"tools[{index}].function.name",
-                f"tools[{index}].function.name={shown(name)}: tools[{names[name]}] has this name",
+            raise wrong_value(
+                f"tools[{index}].function.name", name, f"tools[{names[name]}] has this name"
             )
         names[name] = index
     return tuple(tools)
@@ -103,21 +101,16 @@ def _tools(tools: Any, limits: Limits) -> tuple[Tool, ...]:
 def _checked_tool(tool: Any, where: str, limits: Limits) -> str:
     """Checks a tool; returns its function's name."""
     if not isinstance(tool, dict):
-        raise invalid(where, f"{where}: must be an object", "invalid_type")
+        raise wrong(where, "must be an object", "invalid_type")
     if tool.get("type") != "function":
-        raise invalid(
-            f"{where}.type", f"{where}.type={shown(tool.get('type'))}: must be 'function'"
-        )
+        raise wrong_value(f"{where}.type", tool.get("type"), "must be 'function'")
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise invalid(f"{where}.function", f"{where}.function: must be an object", "invalid_type")
+        raise wrong(f"{where}.function", "must be an object", "invalid_type")
     where += ".function"
     name = function.get("name")
     if not isinstance(name, str) or not re.fullmatch(TOOL_NAME, name):
-        raise invalid(
-            f"{where}.name",
-            f"{where}.name={shown(name)}: must be 1 to 64 letters, digits, '_', '-' or '.'",
-        )
+        raise wrong_value(f"{where}.name", name, "must be 1 to 64 letters, digits, '_', '-' or '.'")
     for field, kind, words in (
         ("description", str, "a text"),
         ("strict", bool, "a boolean"),
@@ -125,13 +118,11 @@ def _checked_tool(tool: Any, where: str, limits: Limits) -> str:
     ):
         value = function.get(field)
         if value is not None and not isinstance(value, kind):
-            raise invalid(f"{where}.{field}", f"{where}.{field}: must be {words}", "invalid_type")
+            raise wrong(f"{where}.{field}", f"must be {words}", "invalid_type")
     _check_schema(function.get("parameters") or {}, f"{where}.parameters")
     size = len(msgspec.json.encode(tool))
     if size > limits.tool_bytes:
-        raise invalid(
-            where, f"{where}: {size} bytes of JSON, at most {limits.tool_bytes} are accepted"
-        )
+        raise too_many(where, f"{size} bytes of JSON", limits.tool_bytes)
     return name
 
 
@@ -139,21 +130,17 @@ def _check_schema(schema: Mapping[str, Any], where: str) -> None:
     """Checks what a function's parameters have to be: the schema of an object. What a grammar can
     express is checked where a grammar is needed."""
     if schema.get("type", "object") != "object":
-        raise invalid(f"{where}.type", f"{where}.type={shown(schema['type'])}: must be 'object'")
+        raise wrong_value(f"{where}.type", schema["type"], "must be 'object'")
     properties = schema.get("properties", {})
     if not isinstance(properties, dict):
-        raise invalid(
-            f"{where}.properties", f"{where}.properties: must be an object", "invalid_type"
-        )
+        raise wrong(f"{where}.properties", "must be an object", "invalid_type")
     for name, one in properties.items():
         if not isinstance(one, (dict, bool)):
             field = f"{where}.properties.{name}"
-            raise invalid(field, f"{field}: must be a JSON schema, an object", "invalid_type")
+            raise wrong(field, "must be a JSON schema, an object", "invalid_type")
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
-        raise invalid(
-            f"{where}.required", f"{where}.required: must be a list of names", "invalid_type"
-        )
+        raise wrong(f"{where}.required", "must be a list of names", "invalid_type")
 
 
 def _choice(choice: Any, tools: tuple[Tool, ...]) -> tuple[str, str | None]:
@@ -164,29 +151,22 @@ def _choice(choice: Any, tools: tuple[Tool, ...]) -> tuple[str, str | None]:
         if choice not in _CHOICES:
             raise _no_choice(choice)
         if choice == "required" and not tools:
-            raise invalid("tool_choice", "tool_choice='required': needs tools")
+            raise wrong_value("tool_choice", choice, "needs tools")
         return choice, None
     if not isinstance(choice, dict) or choice.get("type") != "function":
         raise _no_choice(choice)
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise invalid(
-            "tool_choice.function.name",
-            "tool_choice.function.name is required",
-            "missing_required_parameter",
-        )
+        raise required("tool_choice.function.name")
     if name not in (tool["function"]["name"] for tool in tools):
-        raise invalid(
-            "tool_choice.function.name",
-            f"tool_choice.function.name={shown(name)}: is none of the tools",
-        )
+        raise wrong_value("tool_choice.function.name", name, "is none of the tools")
     return "named", name
 
 
 def _no_choice(choice: Any) -> ApiError:
-    return invalid(
+    return wrong_value(
         "tool_choice",
-        f"tool_choice={shown(choice)}: must be 'none', 'auto', 'required' or "
-        "{'type': 'function', 'function': {'name': ...}}",
+        choice,
+        "must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}",
     )

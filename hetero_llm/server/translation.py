@@ -1,4 +1,4 @@
-"""Requests of other APIs in the words of a chat request; for its errors see `field_names.py`."""
+"""Requests of other APIs in the words of a chat request; `errors.FieldNames` names their fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hetero_llm.server.errors import ApiError, invalid
+from hetero_llm.server.errors import ApiError, FieldNames, invalid, wrong
 from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.request_parsing import converted
 
@@ -38,14 +38,35 @@ class Conversation:
         calls.append(call)
 
 
-def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
-    """The chat request of these fields; None stands for a field that was not given.
+def chat_request(
+    fields: Mapping[str, Any], names: Mapping[str, str]
+) -> tuple[ChatRequest, FieldNames]:
+    """The chat request of these fields, and what the client calls them; None stands for a field
+    that was not given.
 
     Raises:
-        ApiError: a field has the wrong type; the error names it as a chat request does.
+        ApiError: a field has the wrong type; the error has the client's name of it.
     """
-    given = {name: value for name, value in fields.items() if value is not None}
-    return converted(given, ChatRequest)
+    given = FieldNames(names)
+    with given.in_errors():
+        return converted(without_nulls(fields), ChatRequest), given
+
+
+def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def function_tool(
+    name: str | None, description: str | None, parameters: Any, *, strict: bool | None
+) -> dict[str, Any]:
+    """A tool as a chat request declares it."""
+    function = {
+        "name": name,
+        "description": description,
+        "parameters": parameters,
+        "strict": strict,
+    }
+    return {"type": "function", "function": without_nulls(function)}
 
 
 def part_of(value: Any, kind: type[T], where: str) -> T:
@@ -55,7 +76,7 @@ def part_of(value: Any, kind: type[T], where: str) -> T:
         ApiError: it is none; the error's path begins with `where`.
     """
     if not isinstance(value, dict):
-        raise invalid(where, f"{where}: must be an object", "invalid_type")
+        raise wrong(where, "must be an object", "invalid_type")
     try:
         return converted(value, kind)
     except ApiError as error:
@@ -63,7 +84,3 @@ def part_of(value: Any, kind: type[T], where: str) -> T:
         path = f"{where}.{inner}" if inner else where
         message = f"{path}{error.message.removeprefix(inner)}" if inner else error.message
         raise invalid(path, message, error.code) from None
-
-
-def required(where: str) -> ApiError:
-    return invalid(where, f"{where} is required", "missing_required_parameter")

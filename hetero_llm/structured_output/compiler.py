@@ -242,7 +242,11 @@ class GrammarCompiler:
 
 
 class Matcher:
-    """The state of one sequence under its grammar; `core.grammar.GrammarMatcher`."""
+    """The state of one sequence under its grammar; `core.grammar.GrammarMatcher`.
+
+    Attributes:
+        error: see there.
+    """
 
     def __init__(self, matcher: LLMatcher, grammar: Grammar, eos_ids: tuple[int, ...]) -> None:
         self._matcher = matcher
@@ -254,25 +258,21 @@ class Matcher:
             () if grammar.begins_after and opens is None else None
         )
         self._may_open = opens is not None  # the next token may begin a free text
-        self._error = f"the grammar: {_plain(matcher.get_error())}" if matcher.is_error() else None
-
-    @property
-    def error(self) -> str | None:
-        return self._error
+        self.error = f"the grammar: {_plain(matcher.get_error())}" if matcher.is_error() else None
 
     def observe(self, token_id: int) -> None:
         """Takes in the next output token; see `GrammarMatcher`."""
-        if self._error is not None or self._observe_free(token_id):
+        if self.error is not None or self._observe_free(token_id):
             return
         if token_id in self._eos_ids and self._matcher.is_stopped():
             return  # with ignore_eos further end tokens follow a complete output
         if not self._matcher.consume_token(token_id):
             reason = _plain(self._matcher.get_error())
-            self._error = f"the grammar refuses token {token_id}: {reason}"
+            self.error = f"the grammar refuses token {token_id}: {reason}"
 
     def try_observe(self, token_id: int) -> bool:
         """Takes in the next token of a draft, unless it is refused; see `GrammarMatcher`."""
-        if self._error is not None:
+        if self.error is not None:
             return False
         may_open = self._may_open
         if self._observe_free(token_id):
@@ -286,19 +286,19 @@ class Matcher:
     def copy(self) -> Matcher:
         """A state of its own that has taken in the same tokens."""
         other = Matcher(self._matcher.deep_copy(), self._grammar, self._eos_ids)
-        other._before, other._may_open, other._error = self._before, self._may_open, self._error
+        other._before, other._may_open, other.error = self._before, self._may_open, self.error
         return other
 
     def fill_mask(self, mask: NDArray[np.int32]) -> bool:
         """Writes which tokens may come next; see `GrammarMatcher`."""
         if self._before is not None:
             return False
-        if self._error is not None:
+        if self.error is not None:
             mask.fill(0)
             return True
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
-            self._error = f"the grammar: {_plain(self._matcher.get_error())}"
+            self.error = f"the grammar: {_plain(self._matcher.get_error())}"
             mask.fill(0)
         elif self._may_open:
             opens = self._grammar.may_begin_with

@@ -17,7 +17,7 @@ class DraftMatcher(Matcher):
         self, token_ids: Sequence[int], parents: Sequence[int], most: int
     ) -> tuple[list[int], list[int], int]:
         """See `DraftGrammar`."""
-        if self._error is not None:
+        if self.error is not None:
             return [], [], 0
         walk = _Walk(self, token_ids, parents)
         walk.descend(

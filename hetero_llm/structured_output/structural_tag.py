@@ -116,14 +116,6 @@ def _expression(lark: Lark, form: Any, at: str) -> str:
     return build(lark, form, at)
 
 
-def _const_string(lark: Lark, form: Mapping[str, Any], at: str) -> str:
-    return lark.literal(_text(form, "value", at))
-
-
-def _json_schema(lark: Lark, form: Mapping[str, Any], at: str) -> str:
-    return lark.schema(form.get("json_schema"), f"{at}.json_schema")
-
-
 def _regex(lark: Lark, form: Mapping[str, Any], at: str) -> str:
     from llguidance import LLMatcher
 
@@ -137,21 +129,9 @@ def _grammar(lark: Lark, form: Mapping[str, Any], at: str) -> str:
     return lark.nested(gbnf_to_lark.any_to_lark(_text(form, "grammar", at)))
 
 
-def _any_text(lark: Lark, form: Mapping[str, Any], at: str) -> str:
-    return "TEXT"
-
-
-def _sequence(lark: Lark, form: Mapping[str, Any], at: str) -> str:
-    return " ".join(f"({one})" for one in _elements(lark, form, at))
-
-
-def _either(lark: Lark, form: Mapping[str, Any], at: str) -> str:
-    return " | ".join(f"({one})" for one in _elements(lark, form, at))
-
-
 def _elements(lark: Lark, form: Mapping[str, Any], at: str) -> list[str]:
     found = _objects(form, "elements", at)
-    return [_expression(lark, one, f"{at}.elements[{i}]") for i, one in enumerate(found)]
+    return [f"({_expression(lark, one, f'{at}.elements[{i}]')})" for i, one in enumerate(found)]
 
 
 def _tag(lark: Lark, form: Mapping[str, Any], at: str, *, begun: str = "") -> str:
@@ -222,13 +202,13 @@ def _with_separator(lark: Lark, form: Mapping[str, Any], at: str) -> str:
 
 
 _FORMATS: dict[str, Callable[[Lark, Mapping[str, Any], str], str]] = {
-    "const_string": _const_string,
-    "json_schema": _json_schema,
+    "const_string": lambda lark, form, at: lark.literal(_text(form, "value", at)),
+    "json_schema": lambda lark, form, at: lark.schema(form.get("json_schema"), f"{at}.json_schema"),
     "regex": _regex,
     "grammar": _grammar,
-    "any_text": _any_text,
-    "sequence": _sequence,
-    "or": _either,
+    "any_text": lambda lark, form, at: "TEXT",
+    "sequence": lambda lark, form, at: " ".join(_elements(lark, form, at)),
+    "or": lambda lark, form, at: " | ".join(_elements(lark, form, at)),
     "tag": _tag,
     "triggered_tags": _triggered,
     "tags_with_separator": _with_separator,

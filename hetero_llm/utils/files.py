@@ -11,13 +11,27 @@ import errno
 import os
 import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from hetero_llm.core.errors import ConfigError
 
 KIB, MIB = 1 << 10, 1 << 20
 _PIECE = 1 << 20
 _KINDS = {
     stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device",
 }  # fmt: skip
+
+
+@contextmanager
+def as_config_errors(field: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors with the user's file `path` become a ConfigError of the argument that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(field, str(path), error.strerror or str(error)) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(field, str(path), f"is not UTF-8 text: {error}") from None
 
 
 def check_regular(path: str | os.PathLike[str], *, most: int | None = None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hetero_llm.bench_client.client import RequestResult
 from hetero_llm.bench_client.load import ClientHealth
-from hetero_llm.bench_client.metrics import Metrics, count_request, summarise
+from hetero_llm.bench_client.metrics import count_request, summarise
 from hetero_llm.bench_client.report import Point, Run
 from hetero_llm.bench_client.serve import pooled
 from hetero_llm.bench_client.wire_format import Usage
@@ -28,7 +28,4 @@ def run(results: Sequence[RequestResult], duration: float, retokenized: int | No
 
 
 def point(*runs: Run, rate: float = float("inf"), max_concurrency: int | None = None) -> Point:
-    together: Metrics = pooled(
-        [(one.metrics, one.results, one.counts) for one in runs], PERCENTILES
-    )
-    return Point("taco_llm", rate, max_concurrency, together, runs)
+    return Point("taco_llm", rate, max_concurrency, pooled(runs, PERCENTILES), runs)

@@ -86,6 +86,15 @@ def test_the_path_tells_the_api(path: str, api: Api) -> None:
     assert api.takes_conversations == (api is not Api.COMPLETIONS)
 
 
+def test_messages_of_a_file_that_only_the_server_can_refuse() -> None:
+    """A file may hold objects without a role or a content: sending them ends in no traceback."""
+    odd = Sample(None, 4, ({"content": "x"}, {"role": "system"}, {"role": "system", "content": 3}))
+    for api in (Api.CHAT, Api.RESPONSES):
+        assert list(odd.messages or ()) in body(odd, api=api).values()
+    sent = body(odd, api=Api.MESSAGES)
+    assert (sent["messages"], sent["system"]) == ([{"content": "x"}], [None, 3])
+
+
 def test_samples_that_do_not_fit_the_endpoint() -> None:
     with pytest.raises(ConfigError, match="prompt_as='ids': a chat endpoint takes text only"):
         body(Sample((1, 2), 4), api=Api.CHAT)

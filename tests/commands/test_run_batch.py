@@ -11,6 +11,7 @@ import pytest
 
 from hetero_llm import cli
 from hetero_llm.engine import async_engine
+from hetero_llm.server import serving  # noqa: F401  first: it would keep the engine of these tests
 from tests.server.fake_engine import FakeEngine, demo_tokenizer
 
 REQUEST = {

@@ -16,8 +16,8 @@ from hetero_llm.config.lookahead_config import (
     Given,
     LookaheadConfig,
     is_snapshot,
-    load_lookahead_config,
     lookahead_config,
+    read_lookahead_file,
 )
 from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.core.errors import ConfigError
@@ -99,6 +99,10 @@ WRONG: list[tuple[str, Any, str]] = [
 WRONG_IDS = [f"{key}-{value}" for key, value, _ in WRONG]
 
 
+def load(folder: str) -> LookaheadConfig:
+    return lookahead_config(read_lookahead_file(folder))
+
+
 def write(folder: Path, content: Any) -> str:
     (folder / FILE_NAME).write_text(json.dumps(content), encoding="utf-8")
     return str(folder)
@@ -106,7 +110,7 @@ def write(folder: Path, content: Any) -> str:
 
 def load_error(folder: str) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        load_lookahead_config(folder)
+        load(folder)
     return caught.value
 
 
@@ -166,18 +170,18 @@ class TestValues:
 
 class TestFile:
     def test_no_folder_and_no_file_are_the_defaults(self, tmp_path: Path) -> None:
-        assert load_lookahead_config(None) == LookaheadConfig()
-        assert load_lookahead_config(str(tmp_path)) == LookaheadConfig()
-        assert load_lookahead_config(write(tmp_path, {})) == LookaheadConfig()
+        assert lookahead_config({}) == LookaheadConfig()
+        assert load(str(tmp_path)) == LookaheadConfig()
+        assert load(write(tmp_path, {})) == LookaheadConfig()
 
     def test_the_manuals_example(self, tmp_path: Path) -> None:
-        config = load_lookahead_config(write(tmp_path, MANUAL_FILE))
+        config = load(write(tmp_path, MANUAL_FILE))
         rest = {"warmup_file": None, "ignore_prompt": False, "sure_copy_length": 7}
         assert asdict(config) == MANUAL_FILE | {"eos_token_id": (2,)} | rest
 
     def test_byte_order_mark(self, tmp_path: Path) -> None:
         (tmp_path / FILE_NAME).write_text('{"top_k": 3}', encoding="utf-8-sig")
-        assert load_lookahead_config(str(tmp_path)).top_k == 3
+        assert load(str(tmp_path)).top_k == 3
 
     @pytest.mark.parametrize(
         ("content", "width"),
@@ -191,17 +195,17 @@ class TestFile:
     def test_beam_width_is_one_where_only_the_mode_is_set(
         self, tmp_path: Path, content: dict[str, int], width: int
     ) -> None:
-        assert load_lookahead_config(write(tmp_path, content)).token_paths_top_k == width
+        assert load(write(tmp_path, content)).token_paths_top_k == width
 
     def test_warmup_file_is_relative_to_the_folder(self, tmp_path: Path) -> None:
         file = tmp_path / "warm" / "up.json"
         file.parent.mkdir()
         file.write_text("[]")
         folder = write(tmp_path, {"warmup_file": "warm/up.json"})
-        assert load_lookahead_config(folder).warmup_file == str(file)
+        assert load(folder).warmup_file == str(file)
         other = tmp_path / "other"
         other.mkdir()
-        assert load_lookahead_config(write(other, {"warmup_file": str(file)})) == (
+        assert load(write(other, {"warmup_file": str(file)})) == (
             LookaheadConfig(warmup_file=str(file))
         )
 
@@ -226,7 +230,7 @@ class TestFile:
             file.write_bytes(content)
         folder = write(tmp_path, {"warmup_file": "up"})
         if reason is None:
-            assert load_lookahead_config(folder).warmup_file == str(file)
+            assert load(folder).warmup_file == str(file)
             assert is_snapshot(str(file)) is (b"\0" in content)
             return
         error = load_error(folder)

@@ -109,6 +109,18 @@ def test_memory_that_all_ranks_share() -> None:
         assert processes.shared == -1
 
 
+def test_a_start_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise OSError("no memory")
+
+    RankProcesses(2, RankProgram((sys.executable, "-c", ""), {}), lambda: None).shut_down()
+    monkeypatch.setattr("hetero_llm.distributed.rank_processes.create_store", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ConfigError, match="cannot be started: no memory"):
+        RankProcesses(2, RankProgram((sys.executable, "-c", ""), {}), lambda: None)
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_a_killed_rank_is_the_failure_of_all() -> None:
     aborted = []
     with ranks(3, WAIT_FOR_THE_END, lambda: aborted.append(1)) as processes:

@@ -11,10 +11,13 @@ from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.distributed.step_channel import StepReader, StepWriter
 from hetero_llm.distributed.step_codec import (
+    FINISH_MESSAGE,
     StepMessage,
     message_kind,
     step_from_words,
+    step_to_bytes,
     value_from_words,
+    value_to_bytes,
 )
 from tests.distributed.steps import assert_same, steps
 
@@ -30,9 +33,9 @@ def test_all_ranks_read_the_same_calls(made: list[SchedulerOutput]) -> None:
     handles = [str(os.dup(writer.channel.fd)) for _ in range(2)]
     readers = [StepReader(handle, rank) for rank, handle in enumerate(handles, 1)]
     for step in made:
-        writer.launch(step, never)
-        writer.finish(never)
-    writer.send(StepMessage.GRAMMAR, Grammar("text"), never)
+        writer.write(step_to_bytes(step), never)
+        writer.write(FINISH_MESSAGE, never)
+    writer.write(value_to_bytes(StepMessage.GRAMMAR, Grammar("text")), never)
     for reader in readers:
         for step in made:
             words = reader.read(0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.engine.async_overhead import offline, online
+from bench.engine.async_overhead import figures, offline, online
 from hetero_llm import (
     LLM,
     AsyncEngineArgs,
@@ -360,10 +360,11 @@ def test_calls_and_figures(engine: AsyncLLMEngine) -> None:
 
 
 def test_the_bench_counts_what_it_says(engine: AsyncLLMEngine, llm: LLM) -> None:
-    for rates, first in (
-        offline(llm, [1, 2], tokens=3),
-        asyncio.run(online(engine, [1, 2], tokens=3)),
+    for generate in (
+        lambda prompts, tokens: offline(llm, prompts, tokens),
+        lambda prompts, tokens: asyncio.run(online(engine, prompts, tokens)),
     ):
+        rates, first = figures(generate, [1, 2], 3)
         assert len(rates) == 2 and min(*rates, first) > 0
 
 

@@ -216,7 +216,7 @@ def test_norms_and_gates_write_rows_in_8_bits(
         model = load_model(folder, config, dtype=torch.bfloat16, device=device, show_progress=False)
         if not fused_rows:
             monkeypatch.setattr(fused, "quantize_where_rows_are_made", lambda _: None)
-        fused.use_kernels(model, few_rows=0)
+        fused.speed_up(model, few_rows=0)
         for few_rows, expected in ((0, 1 if fused_rows else 4), (rows, 0)):
             for module in model.modules():
                 if isinstance(module, layers.Linear) and module.quantized is not None:
@@ -266,7 +266,7 @@ def test_a_norm_that_quantizes_rows_leaves_the_sum_alone(
         if name.endswith((".out_proj", ".down_proj")):
             assert isinstance(module, layers.Linear)
             module.reduce = collectives.all_reduce
-    fused.use_kernels(model, few_rows=0)
+    fused.speed_up(model, few_rows=0)
     ids, positions = torch.arange(3, 3 + rows, device=device), torch.arange(rows, device=device)
 
     def hidden(few_rows: int) -> tuple[torch.Tensor, tuple[int, int]]:
@@ -299,6 +299,6 @@ def test_sums_that_others_read_stay(tmp_path: Path) -> None:
         summing = [m for m in model.modules() if isinstance(m, layers.Linear)]
         for module in summing:
             module.reduce = collectives.all_reduce
-        fused.use_kernels(model, few_rows=None)
+        fused.speed_up(model)
         assert fused.fuse_sums(model, collectives) == 0
         assert all(module.reduce == collectives.all_reduce for module in summing)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from tests.gpu.scenarios.serving import start
 CUDA = torch.device("cuda")
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False, logprobs=1)
 MIB = 1 << 20
+UTILIZATION = 0.3
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +45,12 @@ def start_one_b(folder: Path, **engine_args: Any) -> LLM:
         str(folder),
         load_format="dummy",
         skip_tokenizer_init=True,
-        **{"device": "cuda", "max_model_len": 2048, "gpu_memory_utilization": 0.3, **engine_args},
+        **{
+            "device": "cuda",
+            "max_model_len": 2048,
+            "gpu_memory_utilization": UTILIZATION,
+            **engine_args,
+        },
     )
 
 
@@ -60,22 +68,26 @@ def results(llm: LLM) -> list[CompletionOutput]:
     return [o.outputs[0] for o in outputs]
 
 
-@pytest.mark.parametrize("enforce_eager", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_offloaded_weights_give_the_same_results(dtype: str, enforce_eager: bool) -> None:
-    """In bfloat16 the products of offloaded weights are the library's, so roundings differ."""
+@functools.cache
+def demo_results(dtype: str, **engine_args: Any) -> list[CompletionOutput]:
     given: dict[str, Any] = {
         "dtype": dtype,
         "device": "cuda",
         "gpu_memory_utilization": 0.1,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 256,
-        "enforce_eager": enforce_eager,
     }
-    with LLM("demo", **given) as llm:
-        expected = results(llm)
-    with LLM("demo", **given, cpu_offload_gb=1) as llm:
-        found = results(llm)
+    with LLM("demo", **given, **engine_args) as llm:
+        return results(llm)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "eager"), [("float32", True), ("float32", False), ("bfloat16", False)]
+)
+def test_offloaded_weights_give_the_same_results(dtype: str, eager: bool) -> None:
+    """In bfloat16 the products of offloaded weights are the library's, so roundings differ."""
+    expected = demo_results(dtype)
+    found = demo_results(dtype, cpu_offload_gb=1, enforce_eager=eager)
     exact = dtype == "float32"
     if exact:
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
@@ -120,13 +132,29 @@ def test_a_staged_product_can_be_captured() -> None:
         assert torch.equal(output, wanted)
 
 
-def test_the_pool_grows_by_what_offloading_frees(one_b: Path) -> None:
+@dataclass(frozen=True)
+class Plain:
+    """An engine without special arguments: its KV pool, and the most memory that steps took."""
+
+    num_blocks: int
+    peak_bytes: int
+
+
+@pytest.fixture(scope="module")
+def plain(one_b: Path) -> Plain:
+    with start_one_b(one_b) as llm:
+        torch.cuda.reset_peak_memory_stats()
+        prompts = torch.randint(3, 128256, (40, 1000)).tolist()
+        params = SamplingParams(temperature=1, top_p=0.9, seed=1, max_tokens=3, detokenize=False)
+        llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+        return Plain(num_blocks(llm), torch.cuda.max_memory_allocated())
+
+
+def test_the_pool_grows_by_what_offloading_frees(one_b: Path, plain: Plain) -> None:
     plan = plan_offload(load_model_config(one_b), torch.bfloat16, 1.0)
     assert plan.freed_bytes > 0.8 * GIB
-    with start_one_b(one_b) as llm:
-        without = num_blocks(llm)
     with start_one_b(one_b, cpu_offload_gb=1.0) as llm:
-        gained = (num_blocks(llm) - without) * one_b_block_bytes()
+        gained = (num_blocks(llm) - plain.num_blocks) * one_b_block_bytes()
         assert abs(gained - plan.freed_bytes) < 128 * MIB
         (output,) = llm.generate(
             prompt_token_ids=[[5, 6, 7]], sampling_params=PARAMS, use_tqdm=False
@@ -134,21 +162,14 @@ def test_the_pool_grows_by_what_offloading_frees(one_b: Path) -> None:
         assert len(output.outputs[0].token_ids) == 16
 
 
-def test_a_conservative_pool_is_no_larger(one_b: Path) -> None:
-    with start_one_b(one_b) as llm:
-        plain = num_blocks(llm)
+def test_a_conservative_pool_is_no_larger(one_b: Path, plain: Plain) -> None:
     with start_one_b(one_b, conservative_dry_run=True) as llm:
-        assert 0 < num_blocks(llm) <= plain + 64 * MIB // one_b_block_bytes()
+        assert 0 < num_blocks(llm) <= plain.num_blocks + 64 * MIB // one_b_block_bytes()
 
 
-def test_the_step_stays_within_the_utilization(one_b: Path) -> None:
-    with start_one_b(one_b, gpu_memory_utilization=0.3) as llm:
-        torch.cuda.reset_peak_memory_stats()
-        prompts = torch.randint(3, 128256, (40, 1000)).tolist()
-        params = SamplingParams(temperature=1, top_p=0.9, seed=1, max_tokens=3, detokenize=False)
-        llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
-        total = torch.cuda.get_device_properties(0).total_memory
-        assert torch.cuda.max_memory_allocated() < 0.3 * total
+def test_the_step_stays_within_the_utilization(plain: Plain) -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert plain.peak_bytes < UTILIZATION * total
 
 
 def test_the_cache_is_sized_from_free_memory() -> None:
@@ -182,7 +203,7 @@ def test_a_pool_that_is_too_small(one_b: Path) -> None:
 def test_too_many_fixed_blocks(one_b: Path) -> None:
     with pytest.raises(ConfigError, match="^num_gpu_blocks_override=.*GiB are free; lower it"):
         start_one_b(one_b, num_gpu_blocks_override=2_000_000)
-    with start_one_b(one_b, num_gpu_blocks_override=200) as llm:
+    with start_one_b(one_b, num_gpu_blocks_override=200, enforce_eager=True) as llm:
         assert num_blocks(llm) == 200
 
 

@@ -29,12 +29,15 @@ BLOCKS, SLOTS, MAX_LEN = 24, 4, 64
 
 
 FAMILIES = [("llama", "heads_of_16"), ("opt", "heads_of_16"), ("gpt_oss", "heads_of_16")]
+LAYERS = {} if torch.cuda.is_available() else {"llama": 1, "opt": 1}
+"""Two, of which the interpreter takes seconds for each: there only where they differ."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids="-".join)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, variant = request.param
-    return make_tiny_checkpoint(tmp_path_factory.mktemp(family), family, variant, layers=2)
+    layers = LAYERS.get(family, 2)
+    return make_tiny_checkpoint(tmp_path_factory.mktemp(family), family, variant, layers=layers)
 
 
 def step_of(

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from hetero_llm.models.collectives import ONE_RANK, Collectives
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.layers import CausalLM, RotaryHeads
+from hetero_llm.models.layers import Attend, CausalLM
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
-from hetero_llm.models.rotary import StepRotary
 from tests.helpers.rank_threads import ThreadCollectives, ThreadRanks
 
 PROMPT = (5, 17, 3, 60, 8, 44)
@@ -78,16 +77,16 @@ def greedy(model: CausalLM, count: int) -> tuple[Tensor, list[int]]:
     return logits, ids[len(PROMPT) :]
 
 
-class WholeAttend:
+class WholeAttend(Attend):
     """`Attend` over one whole sequence at once."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._config = config
+        self.config = config
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
     ) -> Tensor:
-        config, count = self._config, len(q)
+        config, count = self.config, len(q)
         assert q.shape[1:] == (config.num_heads, config.head_dim)
         assert k.shape[1:] == v.shape[1:] == (config.num_kv_heads, config.head_dim)
         group = config.num_heads // config.num_kv_heads
@@ -107,20 +106,6 @@ class WholeAttend:
             scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, count, 1)), dim=2)
         weights = scores.softmax(-1)[..., :count]
         return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
-
-    def rotary(
-        self,
-        layer: int,
-        qkv: Tensor,
-        heads: RotaryHeads,
-        rows: StepRotary,
-        *,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return self(layer, *heads(qkv, rows), sinks=sinks)
-
-    def select(self, layer: int, x: Tensor) -> Tensor:
-        return x
 
 
 def check_same_tokens(whole: CausalLM, ranks: Ranks, count: int = 16) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
+from hetero_llm.models.collectives import OneRank, Rank
 from hetero_llm.models.kv_scales import read_scales_file
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.models.loader import load_model
@@ -77,6 +78,25 @@ def test_a_scale_of_each_head(folder: Path, caplog: pytest.LogCaptureFixture) ->
     assert scales is not None
     assert scales.tolist() == [[[1, 1], [1, 1]], [[0.5, 2], [1, 4]]]
     assert "layers without scales of the KV cache, which are 1 there: [0]" in caplog.text
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_leaves_out_scales_of_layers_that_are_not_served(
+    tmp_path: Path, stage: int
+) -> None:
+    """Those of layers behind the whole model's, not behind the stage's."""
+    folder = make_tiny_checkpoint(tmp_path, "glm4_moe", layers=3)
+    rewrite_config(folder, quantization_config=QUANTIZED, num_nextn_predict_layers=1)
+    for layer in range(4):
+        names = (f"{ATTENTION.format(layer)}{part}_scale" for part in "kv")
+        add(folder, {name: float(layer + 1) for name in names})
+    config = load_model_config(folder)
+    model = load_model(
+        folder, config, dtype=torch.float32, device="cpu", show_progress=False,
+        collectives=OneRank(Rank(0, 1, stage, 2)),
+    )  # fmt: skip
+    assert model.kv_scales is not None
+    assert model.kv_scales[:, 0, 0].tolist() == [[1.0, 2.0], [3.0]][stage]
 
 
 def test_one_scale_for_keys_and_values(folder: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.read_config import load_model_config
-from hetero_llm.models.registry import model_class, supported_architectures
+from hetero_llm.models.registry import FAMILIES, model_class
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -269,7 +269,7 @@ def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
     usual = "ForCausalLM"
     first, _, short = str(caught.value).partition(f", and with {usual} at the end: ")
     listed = {*first.split("supported are ")[1].split(", ")}
-    assert listed | {name + usual for name in short.split(", ")} == set(supported_architectures())
+    assert listed | {name + usual for name in short.split(", ")} == set(FAMILIES)
     with pytest.raises(ModelLoadError, match="NoSuchForCausalLM"):
         model_class("NoSuchForCausalLM")
 

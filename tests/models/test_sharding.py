@@ -134,8 +134,14 @@ def test_shared_experts_take_no_sum_of_their_own(tmp_path: Path, family: str) ->
     assert ranks.threads.num_sums == 2 * ranks.models[0].config.num_layers
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-@pytest.mark.parametrize("form", [form for form in FORMATS if not form.startswith("gptq")])
+# Experts in one form of each way to store scales.
+@pytest.mark.parametrize(
+    ("form", "family"),
+    [
+        *((form, "llama") for form in FORMATS if not form.startswith("gptq")),
+        *((form, "mixtral") for form in ("fp8 blocks", "awq", "nvfp4", "float-quantized")),
+    ],
+)
 def test_quantized_checkpoints(tmp_path: Path, form: str, family: str) -> None:
     quantized, _ = both(tmp_path, FORMATS[form], family)
     check(quantized, 2)
@@ -147,8 +153,15 @@ def test_mxfp4(tmp_path: Path, size: int) -> None:
     check(quantized, size)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_block", "ifq", "ifq_nf4", "int4"])
-@pytest.mark.parametrize("family", ["llama", "glm", "gpt2", "qwen3_moe", "gpt_oss"])
+# Families differ by what is cut, kinds by where scales lie: a row, a block, a group.
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *(("llama", name) for name in ("fp8", "fp8_block", "ifq", "ifq_nf4", "int4")),
+        *((family, name) for family in ("glm", "gpt2", "qwen3_moe", "gpt_oss")
+          for name in ("fp8_block", "int4")),
+    ],
+)  # fmt: skip
 def test_weights_quantized_while_they_are_loaded(tmp_path: Path, name: str, family: str) -> None:
     folder = make_tiny_checkpoint(tmp_path, family, changes=(FAMILIES | MIXTURES)[family])
     check(folder, 2, quantization=name)

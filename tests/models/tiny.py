@@ -12,8 +12,7 @@ import transformers
 from torch import Tensor
 
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.layers import RotaryHeads
-from hetero_llm.models.rotary import StepRotary
+from hetero_llm.models.layers import Attend
 from tests.models import tiny_basic, tiny_gated, tiny_layer_norm, tiny_moe
 
 VOCAB_SIZE = 96
@@ -114,7 +113,7 @@ def _save_byte_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-class DenseAttend:
+class DenseAttend(Attend):
     """Reference `Attend`: whole sequences in one forward, one row's scores at a time.
 
     Rows are independent: each is a chain of calls whose shapes depend on its position alone.
@@ -157,17 +156,3 @@ class DenseAttend:
                 out[start + i] = (weights.unsqueeze(-1) * values).sum(0).to(q.dtype)
             start += length
         return out
-
-    def rotary(
-        self,
-        layer: int,
-        qkv: Tensor,
-        heads: RotaryHeads,
-        rows: StepRotary,
-        *,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return self(layer, *heads(qkv, rows), sinks=sinks)
-
-    def select(self, layer: int, x: Tensor) -> Tensor:
-        return x

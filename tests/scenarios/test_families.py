@@ -57,6 +57,7 @@ class Family:
     tolerance: float
     max_model_len: int | None
     longest_prompt: int
+    known: dict[tuple[int, ...], torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def block_size(self, shift: int) -> int:
         """Each variant meets all block sizes, each path different ones over the variants."""
@@ -72,9 +73,13 @@ class Family:
         ]
 
     def log_probs(self, tokens: list[int]) -> torch.Tensor:
-        """[tokens, vocab] by transformers."""
-        with torch.no_grad():
-            return self.reference(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        """[tokens, vocab] by transformers; kept, as most paths generate the same tokens."""
+        key = tuple(tokens)
+        if key not in self.known:
+            with torch.no_grad():
+                logits = self.reference(torch.tensor([tokens])).logits[0]
+            self.known[key] = logits.float().log_softmax(-1)
+        return self.known[key]
 
     def llm(self, **engine_args: Any) -> LLM:
         engine_args = {"max_model_len": self.max_model_len, **engine_args}
@@ -150,6 +155,9 @@ def test_one_shot(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_equals_transformers(family, outputs)
 
 
+# A chunk behind others and one behind a cached prefix take the same way through a model, so each
+# variant meets one of them.
+@pytest.mark.parametrize("family", range(0, len(VARIANTS), 2), indirect=True, ids=_id)
 def test_chunked_prefill(family: Family) -> None:
     with family.llm(
         block_size=family.block_size(1), max_num_batched_tokens=5, max_num_seqs=5
@@ -160,6 +168,7 @@ def test_chunked_prefill(family: Family) -> None:
     assert_equals_transformers(family, outputs)
 
 
+@pytest.mark.parametrize("family", range(1, len(VARIANTS), 2), indirect=True, ids=_id)
 def test_prefix_hits(family: Family) -> None:
     block_size = min(family.block_size(2), family.longest_prompt // 2 // 8 * 8)
     prompts = family.prompts()

@@ -30,6 +30,7 @@ from hetero_llm import (
 from hetero_llm.core.errors import RankDeadError
 from tests.models.tiny import make_tiny_checkpoint
 from tests.scenarios.test_tensor_parallel import (
+    ADAPTERS,
     GREEDY,
     REQUESTS,
     SAMPLED,
@@ -40,7 +41,6 @@ from tests.scenarios.test_tensor_parallel import (
     with_adapters,
 )
 
-ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 
 

@@ -56,16 +56,19 @@ TIGHT: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "cpu_backend": "torch", "block_size": 8,
     "max_num_batched_tokens": 48, "max_num_seqs": 6, "max_model_len": 256,
 }  # fmt: skip
+ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
+
+
+def make_model(folder: Path, kv_heads: int) -> Path:
+    changes = {
+        "num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 256,
+    }  # fmt: skip
+    return make_tiny_checkpoint(folder, "llama", with_tokenizer=True, changes=changes)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four heads, and two KV heads: with four ranks these are repeated."""
-    changes = {
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    }  # fmt: skip
-    path = tmp_path_factory.mktemp("tp") / "llama"
-    return make_tiny_checkpoint(path, "llama", with_tokenizer=True, changes=changes)
+    return make_model(tmp_path_factory.mktemp("tp") / "llama", 2)
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +103,12 @@ def check_same_logprobs(ours: Any, theirs: Any) -> None:
 
 @pytest.fixture(scope="class")
 def llm(folder: Path) -> Iterator[LLM]:
-    """Two ranks, with few KV blocks and drafts of the lookahead cache."""
+    """Two ranks, with few KV blocks, drafts of the lookahead cache, and slots for adapters."""
     drafts = {"use_lookahead": True, "num_speculative_tokens": 5}
     with LLM(
-        str(folder), **TIGHT, **drafts, tensor_parallel_size=2, num_gpu_blocks_override=40
-    ) as llm:
+        str(folder), **TIGHT, **drafts, **ADAPTERS, tensor_parallel_size=2,
+        num_gpu_blocks_override=40,
+    ) as llm:  # fmt: skip
         yield llm
 
 
@@ -132,6 +136,11 @@ class TestTwoRanks:
             LLM(str(folder), **TIGHT, tensor_parallel_size=2)
         assert len(llm.generate("x", GREEDY, use_tqdm=False)) == 1, "the first one goes on"
 
+    def test_adapters(
+        self, llm: LLM, folder: Path, adapters: list[LoRARequest | None], adapted: list[list[int]]
+    ) -> None:
+        assert with_adapters(llm, adapters) == adapted
+
 
 def adapters_of(folder: Path, base: Path) -> list[LoRARequest | None]:
     """None, and three adapters on all modules."""
@@ -152,19 +161,28 @@ def with_adapters(llm: LLM, adapters: list[LoRARequest | None]) -> list[list[int
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_adapters(folder: Path, tmp_path: Path) -> None:
-    adapters = adapters_of(tmp_path, folder)
-    options = {**TIGHT, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
-    with LLM(str(folder), **options, enable_lora=True) as llm:
+@pytest.fixture(scope="module")
+def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | None]:
+    return adapters_of(tmp_path_factory.mktemp("adapters"), folder)
+
+
+@pytest.fixture(scope="module")
+def adapted(folder: Path, adapters: list[LoRARequest | None]) -> list[list[int]]:
+    """What `with_adapters` gives with one process."""
+    with LLM(str(folder), **TIGHT, **ADAPTERS) as llm:
         expected = with_adapters(llm, adapters)
     assert len(set(map(tuple, expected))) == len(expected)
-    with LLM(str(folder), **options, enable_lora=True, tensor_parallel_size=2) as llm:
-        assert with_adapters(llm, adapters) == expected
+    return expected
+
+
+def test_a_merged_adapter(
+    folder: Path, adapters: list[LoRARequest | None], adapted: list[list[int]]
+) -> None:
     merged = adapters[1]
     assert merged is not None
     with LLM(str(folder), **TIGHT, lora_merge=merged.lora_path, tensor_parallel_size=2) as llm:
         (output,) = llm.generate([[6, 6, 7]], GREEDY, use_tqdm=False)
-    assert output.outputs[0].token_ids == expected[1]
+    assert output.outputs[0].token_ids == adapted[1]
 
 
 def with_virtual_tokens(llm: LLM, folders: list[Path]) -> list[list[int]]:
@@ -197,14 +215,18 @@ def test_prompt_adapters(folder: Path, tmp_path: Path) -> None:
         assert with_virtual_tokens(llm, folders) == expected
 
 
-def test_four_ranks_step_by_step_with_an_abort(
-    folder: Path, expected: list[RequestOutput], caplog: pytest.LogCaptureFixture
+def test_a_repeated_kv_head_step_by_step_with_an_abort(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    args = EngineArgs(str(folder), **{**TIGHT, "cpu_backend": "native"}, tensor_parallel_size=4)
+    """Both ranks have the only KV head. (Four ranks run in `test_pipeline_parallel.py`.)"""
+    folder = make_model(tmp_path / "llama", 1)
+    with LLM(str(folder), **TIGHT) as llm:
+        expected = run(llm)
+    args = EngineArgs(str(folder), **{**TIGHT, "cpu_backend": "native"}, tensor_parallel_size=2)
     with caplog.at_level(logging.INFO):
         engine = LLMEngine(args)
     ranks = [one for one in psutil.Process().children() if "rank_process" in str(one.cmdline())]
-    lines = [line for line in caplog.messages if line.startswith("tensor parallel on 4 ranks: ")]
+    lines = [line for line in caplog.messages if line.startswith("tensor parallel on 2 ranks: ")]
     pids = [os.getpid(), *(one.pid for one in ranks)]
     assert lines[0].endswith(", ".join(f"{n} is process {pid}" for n, pid in enumerate(pids)))
     assert any("the native executor does not share layers" in line for line in caplog.messages)

@@ -36,6 +36,8 @@ CUT: Script = ([Content("a")], [CallStart(0, "call_c", "f")], [CallArguments(0, 
 class ScriptedParser:
     """Yields the lists of a script, one for each feed; at the end nothing is held back."""
 
+    reasoning_tokens: int | None = None
+
     def __init__(self, script: Script) -> None:
         self._script = iter(script)
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
 
 from hetero_llm import LLM, SamplingParams
 from hetero_llm.core.errors import PromptError
+from hetero_llm.core.images import PromptImage, PromptImages
 from hetero_llm.engine.async_engine import AsyncLLMEngine
 from hetero_llm.engine.inputs.image_uri import picture_of_uri
 from hetero_llm.engine.inputs.images import open_images
@@ -214,9 +217,10 @@ def test_images_on_their_way_to_the_engine(folder: Path) -> None:
     assert found.key == prepared.key
     for name, array in one.arrays.items():
         assert np.array_equal(array, other.arrays[name]) and array.dtype == other.arrays[name].dtype
-    strange = messages.Array("|O", [1], b"")
-    with pytest.raises(ValueError, match="an array of"):
-        messages.images_from_wire([messages.Image(0, 1, None, {"pixel_values": strange})], "")
+    doubles = PromptImages((PromptImage(0, 1, None, {"pixel_values": np.zeros(1)}),), "")
+    strange = messages.encode(messages.request_to_wire("1", replace(request, images=doubles)))
+    with pytest.raises(msgspec.ValidationError, match="an array of '<f8'"):
+        messages.decode_to_engine(strange)
 
 
 def test_errors_name_the_part() -> None:

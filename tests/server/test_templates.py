@@ -6,12 +6,14 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from hetero_llm.engine.text.tokenizer import Tokenizer
+from hetero_llm.server import templates
 from hetero_llm.server.errors import ApiError
 from hetero_llm.server.settings import Limits, ServerSettings
 from hetero_llm.server.templates import ChatTemplate
@@ -33,6 +35,14 @@ MOODY = (
 PLAIN = {"add_generation_prompt": True, "continue_final_message": False}
 WAITING = Limits(template_seconds=60.0)
 SHORT = Limits(template_seconds=0.5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes_of_their_own() -> Iterator[None]:
+    """Workers start here as they do in service."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(templates, "subprocess", subprocess)
+        yield
 
 
 def conversation(word: str) -> dict[str, Any]:

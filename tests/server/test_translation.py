@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_llm.server.errors import ApiError
-from hetero_llm.server.field_names import FieldNames
+from hetero_llm.server.errors import ApiError, FieldNames
 from hetero_llm.server.responses_api.protocol import InputPart
 from hetero_llm.server.translation import Conversation, chat_request, part_of
 
@@ -23,8 +22,8 @@ def test_calls_are_named_by_their_items() -> None:
 
 def test_types_are_checked_and_named() -> None:
     with pytest.raises(ApiError) as caught:
-        chat_request({"seed": "much", "n": None})
-    assert caught.value.message.startswith("seed: must be an integer")
+        chat_request({"seed": "much", "n": None}, {"seed": "random_seed"})
+    assert caught.value.message.startswith("random_seed: must be an integer")
     with pytest.raises(ApiError) as caught:
         part_of({"text": 3}, InputPart, "input[1].content[0]")
     assert caught.value.param == "input[1].content[0].text"

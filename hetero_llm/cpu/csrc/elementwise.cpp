@@ -47,12 +47,12 @@ INLINE void silu_mul_lanes(const Bf16* gate_up, Bf16* out, int64_t rows, int64_t
         }
 }
 
-DEFINE_WIDTHS(rms_norm,
-              (const Bf16* x, Bf16* residual, const Bf16* weight, Bf16* out, int64_t rows,
-               int64_t size, int64_t stride, float eps),
-              (x, residual, weight, out, rows, size, stride, eps))
-DEFINE_WIDTHS(silu_mul, (const Bf16* gate_up, Bf16* out, int64_t rows, int64_t size),
-              (gate_up, out, rows, size))
+DEFINE_FOR_WIDTHS(rms_norm,
+                  (const Bf16* x, Bf16* residual, const Bf16* weight, Bf16* out, int64_t rows,
+                   int64_t size, int64_t stride, float eps),
+                  (x, residual, weight, out, rows, size, stride, eps))
+DEFINE_FOR_WIDTHS(silu_mul, (const Bf16* gate_up, Bf16* out, int64_t rows, int64_t size),
+                  (gate_up, out, rows, size))
 
 }  // namespace
 }  // namespace hetero
@@ -69,9 +69,8 @@ void hetero_rms_norm_bf16(const hetero::Bf16* x, hetero::Bf16* residual,
     const Isa isa = best_isa();
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > kParallelElements)
     for (int64_t r = 0; r < rows; r += kRows)
-        CALL_WIDTH(rms_norm, (x + r * stride, residual ? residual + r * size : nullptr, weight,
-                              out + r * size, rows - r < kRows ? rows - r : kRows, size, stride,
-                              eps));
+        rms_norm(x + r * stride, residual ? residual + r * size : nullptr, weight, out + r * size,
+                 rows - r < kRows ? rows - r : kRows, size, stride, eps, isa);
 }
 
 // gate_up [rows, 2 * size], gate first -> silu(gate) * up, [rows, size].
@@ -81,8 +80,8 @@ void hetero_silu_mul_bf16(const hetero::Bf16* gate_up, hetero::Bf16* out, int64_
     const Isa isa = best_isa();
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > kParallelElements)
     for (int64_t r = 0; r < rows; r += kRows)
-        CALL_WIDTH(silu_mul, (gate_up + 2 * r * size, out + r * size,
-                              rows - r < kRows ? rows - r : kRows, size));
+        silu_mul(gate_up + 2 * r * size, out + r * size, rows - r < kRows ? rows - r : kRows, size,
+                 isa);
 }
 
 }  // extern "C"

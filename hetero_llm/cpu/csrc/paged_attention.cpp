@@ -20,8 +20,8 @@ constexpr int64_t kCut = 256;  // a decoded token's context is cut at multiples 
 
 // A thread's own memory, which it keeps from one call to the next.
 char* scratch_of(int64_t bytes) {
-    static thread_local Buffer buffer;
-    return buffer.of<char>(bytes);
+    static thread_local Buffer<char> buffer;
+    return buffer.reserve(bytes);
 }
 
 void write_result(const float* from, int64_t count, bool is_bf16, void* out, int64_t at, Isa isa) {

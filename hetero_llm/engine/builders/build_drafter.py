@@ -95,12 +95,8 @@ def requirements_for(
         share = memory_utilization * psutil.virtual_memory().total / BYTES_PER_TOKEN
         capacity = config.cache_size or min(int(share), MOST_TOKENS)
     assert config.eos_token_id is not None
-    fingerprint = _no_tokenizer if tokenizer is None else tokenizer.fingerprint
+    fingerprint = (lambda: "none") if tokenizer is None else tokenizer.fingerprint
     return SnapshotRequirements(fingerprint, config.voc_size, config.eos_token_id, capacity)
-
-
-def _no_tokenizer() -> str:
-    return "none"
 
 
 def _lookahead(

@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 _PROMOTED_BYTES = 2e9  # a second: 4% of a link of 50 GB/s
 _GRAPHS_BYTES = 2 << 30  # of the GPU, for graphs and what libraries take
 _KV_SEQUENCES = 4  # of `max_model_len`, at most: room that the bank leaves to the KV cache
-_KV_SHARE = 0.25  # of the GPU, of which such sequences have at most so much
+_KV_SHARE = 0.25  # of the GPU's memory: maximum for several such sequences
 _HOST_SHARE = 0.95  # of free host memory
 _CANDIDATES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 

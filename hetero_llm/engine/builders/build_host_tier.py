@@ -238,7 +238,8 @@ def open_host_memory(
     try:
         if own.rank == 0:
             num_rows = _num_rows(config, shape.block_bytes * own.size, scheduler)
-            board = _open_board(own)  # before another rank knows the number of rows
+            if own.size > 1:  # before another rank knows the number of rows
+                board = ReportBoard(own.board, own.size)
         num_rows = agreement.of_first([num_rows])[0]
     except CopierError as error:
         logger.warning("serving without prefix cache offload: %s", error)
@@ -299,10 +300,6 @@ def _open_pool(
         pool.close()
         return None
     return pool
-
-
-def _open_board(own: HostShare) -> ReportBoard | None:
-    return None if own.size == 1 else ReportBoard(own.board, own.size)
 
 
 def _open_copier(host: HostMemory, cache: PagedKVCache) -> NativeCopier | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
+from hetero_llm.engine.builders.build_adapters import ServedAdapters, prepare_adapters
 from hetero_llm.engine.resolve import find_model
 from hetero_llm.models.quantization_config import with_plain_weights
 
@@ -83,14 +83,13 @@ def load_weights(
     device: torch.device,
     show_progress: bool,
     backend: str,
-    loaded: Callable[[CausalLM], None] | None = None,
     share: RankShare = ALONE_SHARE,
     expert_memory: HostMemory | None = None,
-) -> CausalLM:
+) -> tuple[CausalLM, ServedAdapters | None]:
     """Loads the model and replaces its layers by the fastest ones for device and configuration.
+    Returns it, and the adapters of its requests (`prepare_adapters`).
 
     Args:
-        loaded: called in between.
         backend: see `BuiltEngine`; "native": the layers stay, since the executor reads the weights
             itself.
         share: of this rank, whose part of the weights is loaded.
@@ -131,16 +130,29 @@ def load_weights(
         model = load_onto_gpu(load, device, plan)
     else:
         model = load()
-    if loaded is not None:
-        loaded(model)
+    adapters = prepare_adapters(
+        config.lora,
+        model,
+        model_config,
+        dtype,
+        backend=backend,
+        download_dir=config.load.download_dir,
+    )
+    _replace_layers(model, config, backend, share)
+    model.finish_loading(batch_invariant=config.batch_invariant)
+    return model, adapters
+
+
+def _replace_layers(model: CausalLM, config: EngineConfig, backend: str, share: RankShare) -> None:
+    """Replaces layers by the fastest ones for device and configuration."""
     if config.batch_invariant:
         from hetero_llm.models.invariant import make_batch_invariant
 
         make_batch_invariant(model)
     elif backend == "cuda":
-        from hetero_llm.gpu.fused import use_kernels
+        from hetero_llm.gpu import fused
 
-        use_kernels(model, few_rows=None, agree=share.agreement.of_first)
+        fused.speed_up(model, agree=share.agreement.of_first)
         _fuse_sums(model, share)
     elif backend == "ipex":
         from hetero_llm.cpu.ipex import speed_up
@@ -150,8 +162,6 @@ def load_weights(
         from hetero_llm.cpu.fused import speed_up
 
         speed_up(model)
-    model.finish_loading(batch_invariant=config.batch_invariant)
-    return model
 
 
 def _fuse_sums(model: CausalLM, share: RankShare) -> None:

@@ -67,20 +67,12 @@ def build_pooling(
     _check_arguments(config, model, device)
     tokenizer = open_tokenizer(config, folder)
     name = _dtype(config.load.dtype, model, device)
-    dtype: torch.dtype = getattr(torch, name)
+    recipe = _Recipe(config, folder, model, getattr(torch, name), device, show_progress)
     runner: DecoderRunner | EncoderRunner
     if model.decoder is None:
-        runner, num_blocks = (
-            _encoder(
-                config, folder, model, dtype=dtype, device=device, show_progress=show_progress
-            ),
-            0,
-        )
+        runner, num_blocks = _encoder(recipe), 0
     else:
-        runner, num_blocks = _decoder(
-            config, folder, model, tokenizer,
-            dtype=dtype, device=device, show_progress=show_progress,
-        )  # fmt: skip
+        runner, num_blocks = _decoder(recipe, tokenizer)
     if not config.disable_log_stats:
         logger.info(
             "%s on %s in %s: pools (%s) for %s, %d tokens at most",
@@ -91,6 +83,18 @@ def build_pooling(
     return BuiltPooling(
         PoolingEngine(runner), model, tokenizer, num_blocks, str(device), name, backend
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """What a runner is made of."""
+
+    config: EngineConfig
+    folder: Path
+    model: PoolingModel
+    dtype: torch.dtype
+    device: torch.device
+    show_progress: bool
 
 
 def _check_arguments(config: EngineConfig, model: PoolingModel, device: torch.device) -> None:
@@ -132,43 +136,33 @@ def _dtype(wanted: str, model: PoolingModel, device: torch.device) -> str:
     return "float32" if device.type == "cpu" else "float16"
 
 
-def _encoder(
-    config: EngineConfig,
-    folder: Path,
-    model: PoolingModel,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    show_progress: bool,
-) -> EncoderRunner:
+def _encoder(recipe: _Recipe) -> EncoderRunner:
     from hetero_llm.pooling.encoder_runner import EncoderRunner, load_encoder
 
+    config, device = recipe.config, recipe.device
     network = load_encoder(
-        folder, model, config.load, dtype=dtype, device=device, show_progress=show_progress
+        recipe.folder,
+        recipe.model,
+        config.load,
+        dtype=recipe.dtype,
+        device=device,
+        show_progress=recipe.show_progress,
     )
     return EncoderRunner(
         network,
-        model,
+        recipe.model,
         device=device,
         max_num_seqs=1 if config.batch_invariant else config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or _STEP_TOKENS[device.type],
     )
 
 
-def _decoder(
-    config: EngineConfig,
-    folder: Path,
-    model: PoolingModel,
-    tokenizer: Tokenizer | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    show_progress: bool,
-) -> tuple[DecoderRunner, int]:
+def _decoder(recipe: _Recipe, tokenizer: Tokenizer | None) -> tuple[DecoderRunner, int]:
     """The runner and the number of its KV blocks."""
     from hetero_llm.pooling.decoder_runner import DecoderRunner, blocks_needed
     from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 
+    config, model, device = recipe.config, recipe.model, recipe.device
     assert model.decoder is not None
     own = dataclasses.replace(model.decoder, max_model_len=model.max_model_len)
     tokens = config.max_num_batched_tokens or _STEP_TOKENS[device.type]
@@ -176,12 +170,11 @@ def _decoder(
         tokens = max(tokens, model.max_model_len)
     most = min(config.max_num_seqs, tokens)
     size = config.cache.block_size
-    shape = KVCacheShape(own.num_layers, own.num_kv_heads, own.head_dim, size, dtype)
+    shape = KVCacheShape(own.num_layers, own.num_kv_heads, own.head_dim, size, recipe.dtype)
     num_blocks = blocks_needed(model.max_model_len, tokens, most, size)
     _check_memory(config, shape.block_bytes * num_blocks, model.max_model_len, device)
     ids = _label_ids(model, tokenizer) if model.label_tokens else []
-    model_of = partial(_load_decoder, config, folder, model, own, ids)
-    network = model_of(dtype=dtype, device=device, show_progress=show_progress)
+    network = _load_decoder(recipe, own, ids)
     cache = PagedKVCache(shape, num_blocks, device)
     row_kernel = None
     if device.type == "cpu" and not config.batch_invariant:
@@ -201,17 +194,7 @@ def _decoder(
     return runner, num_blocks
 
 
-def _load_decoder(
-    config: EngineConfig,
-    folder: Path,
-    model: PoolingModel,
-    own: ModelConfig,
-    label_ids: list[int],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    show_progress: bool,
-) -> HeadlessLM:
+def _load_decoder(recipe: _Recipe, own: ModelConfig, label_ids: list[int]) -> HeadlessLM:
     """Loads the weights and replaces layers by the fastest ones for the device.
 
     Args:
@@ -220,13 +203,14 @@ def _load_decoder(
     from hetero_llm.models.headless import HeadlessLM
     from hetero_llm.models.loader import load_model
 
+    config, model, device = recipe.config, recipe.model, recipe.device
     classes = 0 if model.label_tokens else len(model.labels)
     network = load_model(
-        folder,
+        recipe.folder,
         own,
-        dtype=dtype,
+        dtype=recipe.dtype,
         device=device,
-        show_progress=show_progress,
+        show_progress=recipe.show_progress,
         load_format=config.load.load_format,
         allow_pickle=config.load.allow_pickle_weights,
         seed=config.load.seed,
@@ -240,9 +224,9 @@ def _load_decoder(
 
         make_batch_invariant(network)
     elif device.type == "cuda":
-        from hetero_llm.gpu.fused import speed_up
+        from hetero_llm.gpu import fused
 
-        speed_up(network)
+        fused.speed_up(network)
     else:
         from hetero_llm.cpu.fused import speed_up
 

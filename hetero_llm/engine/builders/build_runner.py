@@ -11,6 +11,11 @@ from hetero_llm.config.engine_config import CacheConfig, EngineConfig, Scheduler
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
+from hetero_llm.engine.builders.build_adapters import (
+    ServedAdapters,
+    apply_adapters,
+    device_adapters,
+)
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 
 if TYPE_CHECKING:
@@ -19,7 +24,6 @@ if TYPE_CHECKING:
     from hetero_llm.core.acceptance import TypicalAcceptance
     from hetero_llm.cpu.backend import NativeBackend
     from hetero_llm.cpu.model_runner import NativeModelRunner
-    from hetero_llm.gpu.adapters import GpuAdapters
     from hetero_llm.gpu.hybrid_experts import HybridExperts
     from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
     from hetero_llm.gpu.memory import StepRunner
@@ -45,106 +49,84 @@ class BuiltRunner:
     cache: PagedKVCache
 
 
-# large: one field for each thing that a runner depends on.
 @dataclass(frozen=True, slots=True)
 class RunnerInputs:
-    """Everything a runner is built from. See `build_runner`."""
+    """Everything a runner and its KV cache are built from.
 
+    Attributes:
+        scheduler: limits of steps.
+        model_config: of the model, or of this rank's part of it (`models.sharding`).
+        dtype: of the model.
+        most_drafted_tokens: of a step with draft trees; 0: there are no such steps.
+        native: settings of the native executor; None: it does not run the model.
+        layer_ready: flags at which steps wait for KV loads from host memory; None: there are none.
+        adapters: of the model; None: requests have none.
+        share: of this rank. All ranks get as many blocks as the one with the least memory has.
+        experts: of its mixtures on a GPU, some of them on the host; None: there are no such.
+    """
+
+    config: EngineConfig
+    scheduler: SchedulerConfig
     model: CausalLM
     model_config: ModelConfig
-    shape: KVCacheShape
+    dtype: torch.dtype
     device: torch.device
-    scheduler: SchedulerConfig
-    cache: CacheConfig
-    batch_invariant: bool
-    enforce_eager: bool
-    most_drafted_tokens: int
-    native: NativeBackend | None
-    typical: TypicalAcceptance | None
-    layer_ready: LayerReadyFlags | None
-    kv_scales: torch.Tensor | None
-    adapters: GpuAdapters | None
-    experts: HybridExperts | None
-    prompt_adapters: bool
-    share: RankShare
+    most_drafted_tokens: int = 0
+    native: NativeBackend | None = None
+    layer_ready: LayerReadyFlags | None = None
+    adapters: ServedAdapters | None = None
+    share: RankShare = ALONE_SHARE
+    experts: HybridExperts | None = None
+
+    @property
+    def shape(self) -> KVCacheShape:
+        return cache_shape(self.config, self.model_config, self.dtype, self.device)
+
+    @property
+    def typical(self) -> TypicalAcceptance | None:
+        speculation = self.config.speculation
+        return None if speculation is None else speculation.typical
 
     @property
     def blocks_per_sequence(self) -> int:
         """KV blocks of one sequence of `max_model_len` tokens."""
-        return -(-self.scheduler.max_model_len // self.cache.block_size)
+        return -(-self.scheduler.max_model_len // self.config.cache.block_size)
 
 
-def build_runner(
-    config: EngineConfig,
-    scheduler_config: SchedulerConfig,
-    model: CausalLM,
-    *,
-    model_config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    most_drafted_tokens: int,
-    native: NativeBackend | None,
-    layer_ready: LayerReadyFlags | None = None,
-    adapters: GpuAdapters | None = None,
-    share: RankShare = ALONE_SHARE,
-    experts: HybridExperts | None = None,
-) -> BuiltRunner:
+def build_runner(inputs: RunnerInputs) -> BuiltRunner:
     """Builds the runner and its KV cache.
-
-    Args:
-        model_config: of the model, or of this rank's part of it (`models.sharding`).
-        most_drafted_tokens: most tokens of a step with draft trees; 0: there are no such steps.
-        native: settings of the native executor; None: it does not run the model.
-        layer_ready: flags at which steps wait for KV loads from host memory; None: there are none.
-        adapters: of the model's products on a GPU; None: it has none there.
-        share: of this rank. All ranks get as many blocks as the one with the least memory has.
-        experts: of its mixtures on a GPU, some of them on the host; None: there are no such.
 
     Raises:
         ConfigError: there is not enough memory.
     """
-    shape = cache_shape(config, model_config, dtype, device)
-    inputs = RunnerInputs(
-        model,
-        model_config,
-        shape,
-        device,
-        scheduler_config,
-        config.cache,
-        config.batch_invariant,
-        config.enforce_eager,
-        most_drafted_tokens,
-        native,
-        None if config.speculation is None else config.speculation.typical,
-        layer_ready,
-        _kv_scales(config, model, model_config, shape.dtype),
-        adapters,
-        experts,
-        config.prompt_adapters.enabled,
-        share,
-    )
-    if config.cache.num_blocks is not None:
-        needed, length = inputs.blocks_per_sequence, scheduler_config.max_model_len
-        _check_fixed_blocks(config.cache.num_blocks, needed, length)
-    return _cuda_runner(inputs) if device.type == "cuda" else _cpu_runner(inputs)
+    config, device, fixed = inputs.config, inputs.device, inputs.config.cache.num_blocks
+    scales = _kv_scales(config, inputs.model, inputs.model_config, inputs.shape.dtype)
+    if fixed is not None:
+        _check_fixed_blocks(fixed, inputs.blocks_per_sequence, inputs.scheduler.max_model_len)
+    if device.type == "cuda":
+        return _cuda_runner(inputs, scales)
+    built = _cpu_runner(inputs)
+    if inputs.adapters is not None:
+        apply_adapters(built.runner, inputs.adapters.store, config, device)
+    return built
 
 
 def _cpu_runner(inputs: RunnerInputs) -> BuiltRunner:
     from hetero_llm.runner.kv_cache import PagedKVCache
 
-    if inputs.cache.conservative:
+    if inputs.config.cache.conservative:
         logger.warning("conservative_dry_run has no effect on a CPU: there is no profile run")
-    num_blocks = inputs.cache.num_blocks
+    shape, num_blocks = inputs.shape, inputs.config.cache.num_blocks
     if num_blocks is None:
         processes = inputs.share.agreement.size
-        num_blocks = _blocks_in_host_memory(inputs.cache, inputs.scheduler, inputs.shape, processes)
+        num_blocks = _blocks_in_host_memory(inputs.config.cache, inputs.scheduler, shape, processes)
     num_blocks = inputs.share.agreement.least(num_blocks)
-    cache = PagedKVCache(inputs.shape, num_blocks, inputs.device)
+    cache = PagedKVCache(shape, num_blocks, inputs.device)
     if inputs.native is not None:
         assert inputs.layer_ready is None, "the native executor has its KV in host memory"
         return BuiltRunner(_native_runner(inputs, inputs.native, cache), cache)
     row_kernel = None
-    if not inputs.batch_invariant:
+    if not inputs.config.batch_invariant:
         from hetero_llm.cpu.paged_attention import native_row_kernel
         from hetero_llm.runner.scored_attention import Scoring
 
@@ -270,25 +252,27 @@ def _native_runner(
     return runner
 
 
-def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
+def _cuda_runner(inputs: RunnerInputs, kv_scales: torch.Tensor | None) -> BuiltRunner:
     from hetero_llm.gpu.memory import build_runner as build_within
     from hetero_llm.gpu.memory import measure_room, too_small_error
     from hetero_llm.gpu.model_runner import GpuModelRunner
     from hetero_llm.runner.kv_cache import PagedKVCache
     from hetero_llm.runner.sequence_parallel import sequence_parallel
 
+    config, shape = inputs.config, inputs.shape
     takes_images = isinstance(inputs.model_config, ImageModelConfig)
-    if takes_images or inputs.prompt_adapters:
+    if takes_images or config.prompt_adapters.enabled:
         what = "a model with images" if takes_images else "enable_prompt_adapter: the model"
         logger.info("%s runs without CUDA graphs", what)
-    on_torch = inputs.batch_invariant or inputs.prompt_adapters or takes_images
-    graphs = not on_torch and not inputs.enforce_eager and _can_be_captured(inputs.model)
+    on_torch = runs_on_torch(config, inputs.model_config)
+    graphs = not on_torch and not config.enforce_eager and _can_be_captured(inputs.model)
     if graphs and not inputs.share.in_graphs:
         logger.info("the ranks exchange through NCCL: steps run without CUDA graphs")
         graphs = False
+    adapters = device_adapters(inputs.adapters, inputs.model, config, inputs.device)
 
     def runner_with(num_blocks: int, graphs: bool) -> BuiltRunner:
-        cache = PagedKVCache(inputs.shape, num_blocks, inputs.device, inputs.kv_scales)
+        cache = PagedKVCache(shape, num_blocks, inputs.device, kv_scales)
         if on_torch:
             return BuiltRunner(_torch_runner(inputs, cache, None), cache)
         runner = GpuModelRunner(
@@ -302,7 +286,7 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
             capture_prompts=inputs.share.agreement.size > 1,
             most_drafted_tokens=inputs.most_drafted_tokens,
             layer_ready=cast("DeviceLayerReadyFlags | None", inputs.layer_ready),
-            adapters=inputs.adapters,
+            adapters=adapters,
             experts=inputs.experts,
             sequence=sequence_parallel(inputs.share.sequence, inputs.device),
             link=inputs.share.link,
@@ -310,20 +294,20 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
         runner.typical = inputs.typical
         return BuiltRunner(runner, cache)
 
-    room, num_blocks = None, inputs.cache.num_blocks
+    room, num_blocks = None, config.cache.num_blocks
     if num_blocks is None:
         room = measure_room(
             lambda blocks: _measured(runner_with(blocks, graphs=False).runner, inputs),
             inputs.scheduler,
-            inputs.shape,
-            utilization=inputs.cache.memory_utilization,
-            conservative=inputs.cache.conservative,
+            shape,
+            utilization=config.cache.memory_utilization,
+            conservative=config.cache.conservative,
         )
-        num_blocks = inputs.share.agreement.least(room.pool_bytes // inputs.shape.block_bytes)
+        num_blocks = inputs.share.agreement.least(room.pool_bytes // shape.block_bytes)
         if num_blocks < inputs.blocks_per_sequence:
-            raise too_small_error(num_blocks, inputs.scheduler, inputs.shape, room)
+            raise too_small_error(num_blocks, inputs.scheduler, shape, room)
     final = partial(runner_with, graphs=graphs)
-    return build_within(final, num_blocks, inputs.shape, room)
+    return build_within(final, num_blocks, shape, room)
 
 
 def _measured(runner: ModelRunner[Any], inputs: RunnerInputs) -> StepRunner[Any]:
@@ -501,9 +485,9 @@ def _torch_runner(
         max_num_seqs=inputs.scheduler.max_num_seqs,
         max_model_len=inputs.scheduler.max_model_len,
         device=inputs.device,
-        batch_invariant=inputs.batch_invariant,
+        batch_invariant=inputs.config.batch_invariant,
         row_kernel=row_kernel,
-        prompt_adapters=inputs.prompt_adapters,
+        prompt_adapters=inputs.config.prompt_adapters.enabled,
     )
     runner.typical = inputs.typical
     runner.layer_ready = inputs.layer_ready

@@ -18,7 +18,7 @@ from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig
 from hetero_llm.core.errors import PromptError, RequestError, SamplingError
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.images import PromptImages
-from hetero_llm.core.lora import AdapterRef, LoRARequest, check_lora_request
+from hetero_llm.core.lora import AdapterRef, LoRARequest, pair_requests
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.prompt_adapter import (
     VIRTUAL_TOKEN,
@@ -526,24 +526,10 @@ def pair_params(
     return list(params)
 
 
-def pair_adapters(given: Any, count: int) -> list[LoRARequest | None]:
-    """One `LoRARequest` (or none) for all prompts, or a list with one or None for each.
-
-    Raises:
-        RequestError: it is neither.
-    """
-    if given is None or isinstance(given, LoRARequest):
-        return [given] * count
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
-        reason = f"must be one LoRARequest or a list of {count}"
-        raise RequestError("lora_request", given, reason)
-    return [None if one is None else check_lora_request(one) for one in given]
-
-
 BothAdapters = tuple[LoRARequest | None, PromptAdapterRequest | None]
 
 
 def pair_both_adapters(lora: Any, prompt: Any, count: int) -> list[BothAdapters]:
-    """What `pair_adapters` and `pair_prompt_adapters` return, by prompt."""
-    pairs = pair_adapters(lora, count), pair_prompt_adapters(prompt, count)
-    return list(zip(*pairs, strict=True))
+    """The LoRA adapter and the prompt adapter of each prompt; see `pair_requests`."""
+    adapters = pair_requests(lora, count, LoRARequest, "lora_request")
+    return list(zip(adapters, pair_prompt_adapters(prompt, count), strict=True))

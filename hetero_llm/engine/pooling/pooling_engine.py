@@ -45,6 +45,10 @@ class PoolingEngine:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
+    def check_request(self, request: PoolingRequest) -> None:
+        """Its inputs were checked when they were made: any number of them finds room."""
+        assert isinstance(request, PoolingRequest), "the model pools"
+
     def add_request(self, request: PoolingRequest) -> None:
         """Queues a checked request, which has an input at least."""
         self.check_alive()

@@ -33,11 +33,14 @@ class PoolingInputs:
 
     Args:
         tokenizer: None if the engine was started without one.
+
+    Attributes:
+        model: see Args.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, model: PoolingModel) -> None:
         self._tokenizer = tokenizer
-        self._model = model
+        self.model = model
         self._backend = None
         self._longest_token = 1
         self._segments = False
@@ -48,10 +51,6 @@ class PoolingInputs:
             self._segments = model.has_segments and "token_type_ids" in names
             self._longest_token = max(map(len, tokenizer.hf.get_vocab()), default=1)
 
-    @property
-    def model(self) -> PoolingModel:
-        return self._model
-
     def finish_of(self, params: PoolingParams, task: str) -> Finish:
         """What becomes of the pooled values.
 
@@ -61,7 +60,7 @@ class PoolingInputs:
         Raises:
             PoolingError: the model does not serve the task, or a field does not fit it.
         """
-        model = self._model
+        model = self.model
         if not isinstance(params, PoolingParams):
             raise PoolingError("pooling_params", params, "must be a PoolingParams")
         params.check()
@@ -84,7 +83,7 @@ class PoolingInputs:
 
     def check_task(self, task: str) -> None:
         """Raises PoolingError: the model does not serve the task."""
-        model = self._model
+        model = self.model
         if task in model.tasks:
             return
         reason = f"this model serves {' and '.join(map(repr, model.tasks))}"
@@ -158,7 +157,7 @@ class PoolingInputs:
         return inputs
 
     def _dimensions(self, params: PoolingParams) -> int:
-        wanted, model = params.dimensions, self._model
+        wanted, model = params.dimensions, self.model
         if wanted is None:
             return model.dimensions
         if not model.matryoshka:
@@ -176,7 +175,7 @@ class PoolingInputs:
         return wanted
 
     def _prefix(self, params: PoolingParams) -> str:
-        model, name = self._model, params.prompt_name
+        model, name = self.model, params.prompt_name
         name = model.default_prompt if name is None else name
         if not name:
             return ""
@@ -198,7 +197,7 @@ class PoolingInputs:
         if limit is not None:
             most = _CUT_CONTEXTS * limit * self._longest_token
             text = text[-most:] if self._cuts_left(params) else text[:most]
-        return text.lower() if self._model.lower_case else text
+        return text.lower() if self.model.lower_case else text
 
     def _encode(self, texts: Sequence[Text], add_special_tokens: bool) -> Sequence[Any]:
         """An encoding of the tokenizers library for each text or pair."""
@@ -215,7 +214,7 @@ class PoolingInputs:
 
     def _limit(self, params: PoolingParams) -> int | None:
         """Tokens that an input is cut to; None: it is not."""
-        wanted, longest = params.truncate_prompt_tokens, self._model.max_model_len
+        wanted, longest = params.truncate_prompt_tokens, self.model.max_model_len
         if wanted is None:
             return None
         if wanted > longest:
@@ -243,7 +242,7 @@ class PoolingInputs:
     def _of_ids(self, token_ids: Sequence[Any], params: PoolingParams) -> PoolingInput:
         if not token_ids:
             raise PromptError("prompt_token_ids", token_ids, "is empty (no tokens)")
-        size = self._model.vocab_size
+        size = self.model.vocab_size
         for token in token_ids:
             if type(token) is not int:
                 raise PromptError("prompt_token_ids", token, "must be integers")
@@ -256,7 +255,7 @@ class PoolingInputs:
         return self._checked(PoolingInput(np.array(token_ids, np.int32)), params)
 
     def _checked(self, made: PoolingInput, params: PoolingParams) -> PoolingInput:
-        longest = self._model.max_model_len
+        longest = self.model.max_model_len
         if len(made) > longest:
             raise PromptError(
                 "prompt", f"{len(made)} tokens",

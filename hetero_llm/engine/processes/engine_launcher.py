@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -16,9 +15,9 @@ from typing import Any, BinaryIO
 
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.engine.processes import messages
-from hetero_llm.engine.processes.message_socket import MessageSocket
 from hetero_llm.utils.env import child_environment
 from hetero_llm.utils.log_sink import kind_of_root
+from hetero_llm.utils.message_socket import MessageSocket
 
 MODULE = "hetero_llm.engine.processes.engine_process"
 _SECONDS_TO_REAP = 0.5
@@ -54,17 +53,14 @@ class EngineProcess:
             HeteroLLMError: the error of a failed start, as `LLM` raises it.
             EngineDeadError: the process ended without a message.
         """
-        poll = select.poll()
-        poll.register(self.socket, select.POLLIN)
-        while not self.socket.closed:
-            poll.poll()
-            for data in self.socket.receive():
-                message = messages.decode_from_engine(data)
-                if isinstance(message, messages.StartFailed):
-                    raise messages.error_from_wire(message.error)
-                assert isinstance(message, messages.Ready)
-                return message
-        raise EngineDeadError(f"the engine did not start: {self.how_it_ended()}")
+        data = self.socket.wait()
+        if data is None:
+            raise EngineDeadError(f"the engine did not start: {self.how_it_ended()}")
+        message = messages.decode_from_engine(data)
+        if isinstance(message, messages.StartFailed):
+            raise messages.error_from_wire(message.error)
+        assert isinstance(message, messages.Ready)
+        return message
 
     def how_it_ended(self) -> str:
         """How the process ended, for messages; call it once the socket is closed."""

@@ -3,20 +3,16 @@
 One thread: handle the messages that have arrived, run a step, send its outputs. A second thread
 would compete with the step loop for the interpreter lock.
 
-Signals that a terminal or a service manager sends to a whole process group are ignored here: the
-API process drains first. This process ends on its parent's message or when its parent ends.
+Signals to the whole process group are ignored: the API process drains first. This process ends on
+its parent's message or when its parent ends.
 """
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import fcntl
-import gc
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import time
@@ -30,13 +26,12 @@ from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.pooling.pooling_engine import PoolingEngine
-from hetero_llm.engine.processes import messages
+from hetero_llm.engine.processes import child_process, messages
 from hetero_llm.engine.processes.fault_injection import with_faults
-from hetero_llm.engine.processes.message_socket import MessageSocket
 from hetero_llm.lora.no_adapters import NoAdapters
 from hetero_llm.utils import env
-from hetero_llm.utils.gc_control import prompt_wakeups, serve_promptly
-from hetero_llm.utils.log_sink import LineFormatter, Sink
+from hetero_llm.utils.gc_control import prompt_wakeups
+from hetero_llm.utils.message_socket import MessageSocket
 
 if TYPE_CHECKING:
     from hetero_llm.engine.builders.build_pooling import BuiltPooling
@@ -50,7 +45,6 @@ EXIT_DEAD = 1
 HEARTBEAT_SECONDS = 0.1
 _SECONDS_TO_FLUSH = 1.0
 _POLL_SECONDS = 0.005  # of host memory's copies while no request runs
-_PR_SET_PDEATHSIG = 1
 
 
 class EngineLoop:
@@ -123,9 +117,9 @@ class EngineLoop:
 
     def _handle(self, message: messages.Message) -> None:
         if isinstance(message, messages.AddRequest):
-            self._add(message)
+            self._add(message.key, lambda: messages.request_from_wire(message))
         elif isinstance(message, messages.AddPooling):
-            self._add_pooling(message)
+            self._add(message.request.key, lambda: message.request)
         elif isinstance(message, messages.Abort):
             last = self._engine.abort(message.key)
             if last is not None:
@@ -137,32 +131,19 @@ class EngineLoop:
         else:
             raise TypeError(f"{type(message).__name__} after the start")
 
-    def _add(self, message: messages.AddRequest) -> None:
+    def _add(self, key: str, make: Callable[[], Any]) -> None:
         """Starts a request. The API process has checked it, but for what only the scheduler knows:
         how many sequences and KV blocks there are."""
+        engine: Any = self._engine
         try:
-            request = messages.request_from_wire(message)
-            assert isinstance(self._engine, Engine), "the model pools"
-            self._engine.check_request(request)
+            request = make()
+            engine.check_request(request)
         except Exception as error:  # nothing was started: the engine is unchanged
-            self._refuse(message.key, error)
+            if not isinstance(error, RequestError):
+                logger.error("a request could not be checked", exc_info=error)
+            self._send(messages.RequestFailed(key, messages.error_to_wire(error)))
             return
-        self._engine.add_request(request)
-
-    def _add_pooling(self, message: messages.AddPooling) -> None:
-        """Starts a request to a pooling model, which the API process has checked."""
-        try:
-            request = messages.pooling_from_wire(message)
-            assert isinstance(self._engine, PoolingEngine), "the model generates"
-        except Exception as error:  # nothing was started: the engine is unchanged
-            self._refuse(message.key, error)
-            return
-        self._engine.add_request(request)
-
-    def _refuse(self, key: str, error: Exception) -> None:
-        if not isinstance(error, RequestError):
-            logger.error("a request could not be checked", exc_info=error)
-        self._send(messages.RequestFailed(key, messages.error_to_wire(error)))
+        engine.add_request(request)
 
     def _call_result(self, call: messages.Call) -> messages.CallResult:
         try:
@@ -175,7 +156,7 @@ class EngineLoop:
     def _outputs_message(self, outputs: list[Any]) -> messages.Message:
         """The message for what a step of the engine has returned."""
         if isinstance(self._engine, PoolingEngine):
-            return messages.PooledOutputs([messages.pooled_to_wire(one) for one in outputs])
+            return messages.PooledOutputs(outputs)
         return messages.StepOutputs([self._packed(one) for one in outputs])
 
     def _packed(self, output: RequestOutput) -> messages.Output:
@@ -214,14 +195,6 @@ def _reset_prefix_cache(built: BuiltEngine | BuiltPooling) -> None:
         built.engine.reset_prefix_cache()
 
 
-def _save_lookahead_cache(built: BuiltEngine | BuiltPooling, path: str) -> None:
-    _store(built).save(path)
-
-
-def _load_lookahead_cache(built: BuiltEngine | BuiltPooling, path: str) -> None:
-    _store(built).load(path)
-
-
 def _open_adapter(
     built: BuiltEngine | BuiltPooling,
     name: str,
@@ -231,17 +204,15 @@ def _open_adapter(
     load_inplace: bool,
 ) -> list[Any]:
     """Content hash and rank of an adapter, which is read if it is new."""
-    adapters = built.engine.adapters if isinstance(built.engine, Engine) else NoAdapters()
     request = LoRARequest(
         name, number, path, base_model_name=base_model_name, load_inplace=load_inplace
     )
-    ref = adapters.open(request)
+    ref = _adapters(built).open(request)
     return [ref.content_hash, ref.rank]
 
 
-def _forget_adapter(built: BuiltEngine | BuiltPooling, name: str) -> None:
-    adapters = built.engine.adapters if isinstance(built.engine, Engine) else NoAdapters()
-    adapters.forget(name)
+def _adapters(built: BuiltEngine | BuiltPooling) -> Any:
+    return built.engine.adapters if isinstance(built.engine, Engine) else NoAdapters()
 
 
 def _store(built: BuiltEngine | BuiltPooling) -> Store:
@@ -254,10 +225,10 @@ def _store(built: BuiltEngine | BuiltPooling) -> Store:
 CALLS: dict[str, Callable[..., Any]] = {
     "metrics": lambda built: built.metrics(),
     "reset_prefix_cache": _reset_prefix_cache,
-    "save_lookahead_cache": _save_lookahead_cache,
-    "load_lookahead_cache": _load_lookahead_cache,
+    "save_lookahead_cache": lambda built, path: _store(built).save(path),
+    "load_lookahead_cache": lambda built, path: _store(built).load(path),
     "open_adapter": _open_adapter,
-    "forget_adapter": _forget_adapter,
+    "forget_adapter": lambda built, name: _adapters(built).forget(name),
 }
 """Functions that the API process can call between two steps. Arguments and results are plain
 data."""
@@ -270,14 +241,7 @@ def main(arguments: list[str]) -> int:
     """Runs the engine; the arguments are those that `engine_launcher.launch` gives."""
     socket_end, life_end, dies_with_thread = map(int, arguments)
     _end_with_parent(life_end, dies_with_thread=bool(dies_with_thread))
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is the parent's, for its results
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # A handler, and not SIG_IGN, which processes started from here would inherit.
-        signal.signal(number, lambda *_: None)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # for an engine that hangs
-    serve_promptly()
-    _set_title()
+    child_process.begin("engine")
     os.set_inheritable(socket_end, False)
     parent = MessageSocket(socket.socket(fileno=socket_end))
     with prompt_wakeups():
@@ -291,14 +255,12 @@ def main(arguments: list[str]) -> int:
 
 def _build(parent: MessageSocket) -> BuiltEngine | BuiltPooling | int:
     """The engine that the first message asks for, or the exit code."""
-    start = _first_message(parent)
-    if start is None:
+    first = parent.wait()
+    if first is None:
         return EXIT_BAD_START
-    root = logging.getLogger()
-    root.handlers[:] = [Sink(sys.stderr.fileno(), LineFormatter(start.log_format, _name_of(start)))]
-    root.setLevel(max(start.log_level, logging.WARNING))
-    logging.getLogger("hetero_llm").setLevel(start.log_level)
-    logging.captureWarnings(True)
+    start = messages.decode_to_engine(first)
+    assert isinstance(start, messages.Start)
+    child_process.open_log(_name_of(start), start.log_format, start.log_level)
     begun = time.monotonic()
     try:
         config = EngineConfig.from_args(resolve_engine_args(start.args))
@@ -320,8 +282,7 @@ def _build(parent: MessageSocket) -> BuiltEngine | BuiltPooling | int:
             logger.exception("the engine could not be built")
         parent.send(messages.encode(messages.StartFailed(messages.error_to_wire(error))))
         return EXIT_BAD_START
-    gc.collect()
-    gc.freeze()  # later collections skip all objects that were loaded
+    child_process.freeze_objects()
     seconds = {"import": imported - begun, "load": time.monotonic() - imported}
     ready = messages.Ready(
         built.max_model_len, built.num_blocks, built.device, built.dtype, built.backend, seconds,
@@ -337,27 +298,9 @@ def _name_of(start: messages.Start) -> str:
     return f"engine {start.replica}" if several else "engine"
 
 
-def _first_message(parent: MessageSocket) -> messages.Start | None:
-    """Waits for the first message; None if the parent ended before it sent one."""
-    poll = select.poll()
-    poll.register(parent, select.POLLIN)
-    while not parent.closed:
-        poll.poll()
-        for data in parent.receive():
-            start = messages.decode_to_engine(data)
-            assert isinstance(start, messages.Start)
-            return start
-    return None
-
-
 def flush_and_close(parent: MessageSocket) -> None:
     """Sends unsent bytes, for a second at most, and closes the socket."""
-    poll = select.poll()
-    poll.register(parent, select.POLLOUT)
-    deadline = time.monotonic() + _SECONDS_TO_FLUSH
-    while parent.num_unsent and not parent.closed and time.monotonic() < deadline:
-        poll.poll((deadline - time.monotonic()) * 1e3)
-        parent.flush()
+    parent.drain(_SECONDS_TO_FLUSH)
     parent.close()
 
 
@@ -373,22 +316,11 @@ def _end_with_parent(life_end: int, *, dies_with_thread: bool) -> None:
     fcntl.fcntl(life_end, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(life_end, fcntl.F_GETFL)
     fcntl.fcntl(life_end, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if dies_with_thread and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if dies_with_thread:
+        child_process.die_with_parent_thread()
     if select.select([life_end], [], [], 0)[0]:  # the parent ended before SIGIO was set up
         sys.exit(EXIT_DEAD)
 
 
-def _set_title() -> None:
-    try:
-        from setproctitle import setproctitle
-    except ImportError:
-        return
-    setproctitle("hetero-llm: engine")
-
-
 if __name__ == "__main__":
-    exit_code = main(sys.argv[1:])
-    logging.shutdown()
-    # The kernel frees everything faster than the interpreter does, device memory included.
-    os._exit(exit_code)
+    child_process.end(main(sys.argv[1:]))

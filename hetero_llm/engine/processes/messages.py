@@ -1,13 +1,14 @@
 """Messages between the API process and the engine process: typed structs in msgpack.
 
 No message can carry code: each object is decoded into the declared type of its field, or refused.
+Dataclasses of `core` travel as they are; numpy's arrays as their type, shape and bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -29,10 +30,10 @@ from hetero_llm.core.errors import (
 )
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.histogram import Histogram
-from hetero_llm.core.images import PromptImage, PromptImages
-from hetero_llm.core.lora import AdapterRef, LoRARequest
+from hetero_llm.core.images import PromptImages
+from hetero_llm.core.lora import AdapterRef
 from hetero_llm.core.outputs import CompletionOutput, RequestMetrics, TokenLogprobs
-from hetero_llm.core.pooling import Finish, PoolingInput, PoolingRequest, PoolingResult
+from hetero_llm.core.pooling import PoolingRequest, PoolingResult
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 
@@ -65,41 +66,12 @@ class Start(Message):
     replica: int = 0
 
 
-class Array(msgspec.Struct, array_like=True):
-    """A numpy array; `dtype` is one of `_ARRAY_DTYPES`."""
-
-    dtype: str
-    shape: list[int]
-    data: bytes
-
-
-class Image(msgspec.Struct, array_like=True):
-    """See `PromptImage`."""
-
-    start: int
-    count: int
-    grid: tuple[int, int] | None
-    arrays: dict[str, Array]
-
-
-class Adapter(msgspec.Struct, array_like=True):
-    """An `AdapterRef` and the fields of its `LoRARequest`."""
-
-    name: str
-    number: int
-    path: str
-    base_model_name: str | None
-    content_hash: str
-    rank: int
-
-
-# large: one field for each fact about a request.
 class AddRequest(Message):
     """A checked `Request`, of whose fields it has the names; see `request_to_wire`.
 
     `key` names the request between the two processes: it is used once, unlike users' ids.
     `packed_prompt` holds the prompt's token ids, int32. `images` are prepared. `grammar` stands for
-    the parameters' constraint, which does not travel; empty: there is none.
+    the parameters' constraint, which does not travel.
     """
 
     key: str
@@ -113,26 +85,16 @@ class AddRequest(Message):
     num_logprobs: int | None = None
     num_prompt_logprobs: int = 0
     bad_word_ids: list[list[int]] = []
-    images: list[Image] = []
-    images_key: str = ""
-    grammar: str = ""
-    grammar_begins_after: list[int] = []
-    grammar_may_begin_with: int | None = None
-    adapter: Adapter | None = None
+    images: PromptImages | None = None
+    grammar: Grammar | None = None
+    adapter: AdapterRef | None = None
     num_virtual_tokens: int = 0
 
 
 class AddPooling(Message):
-    """A checked `PoolingRequest`. `lengths`: tokens of each input; `tokens`: those of all, int32;
-    `types`: their segments, uint8, empty if all are 0."""
+    """A checked request to a model that pools."""
 
-    key: str
-    lengths: list[int]
-    tokens: bytes
-    types: bytes = b""
-    dimensions: int = 0
-    normalize: bool = False
-    activation: str = ""
+    request: PoolingRequest
 
 
 class Abort(Message):
@@ -189,20 +151,10 @@ class StepOutputs(Message):
     outputs: list[Output]
 
 
-class Pooled(msgspec.Struct, array_like=True):
-    """See `PoolingResult`; `values` are those of all inputs, float32, `size` of each."""
-
-    key: str
-    values: bytes
-    size: int
-    scheduled: float
-    error: str | None = None
-
-
 class PooledOutputs(Message):
     """The requests to a pooling model that one step has finished."""
 
-    outputs: list[Pooled]
+    outputs: list[PoolingResult]
 
 
 class RequestFailed(Message):
@@ -229,8 +181,13 @@ class Dead(Message):
     text: str
 
 
+_ARRAY_DTYPES = ("<f4", "<i4", "<i8", "|u1")
+
+
 def _plain(value: Any) -> Any:
-    """Converts mappings, numpy's numbers and subclasses of plain types into plain data."""
+    """Converts arrays, mappings, numpy's numbers and subclasses of plain types into plain data."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Integral):
@@ -240,6 +197,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return str(value)
     raise TypeError(f"{type(value).__name__} cannot travel to another process")
+
+
+def _array(kind: type, value: Any) -> np.ndarray:
+    """The array of what `_plain` has made of one; a view of the message's bytes."""
+    assert kind is np.ndarray, kind
+    dtype, shape, data = value
+    if dtype not in _ARRAY_DTYPES:
+        raise ValueError(f"an array of {dtype!r}")
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
 ToEngine = Start | AddRequest | AddPooling | Abort | Call | Shutdown
@@ -254,8 +220,8 @@ FromEngine = (
     | Dead
 )
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_to_engine = msgspec.msgpack.Decoder(ToEngine)
-_from_engine = msgspec.msgpack.Decoder(FromEngine)
+_to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=_array)
+_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_array)
 
 
 def encode(message: Message) -> bytes:
@@ -287,7 +253,6 @@ def request_to_wire(key: str, request: Request) -> AddRequest:
     kind = request.params.output_kind
     if kind is RequestOutputKind.CUMULATIVE:
         kind = RequestOutputKind.DELTA
-    images = request.images
     return AddRequest(
         key,
         request.packed_prompt,
@@ -300,12 +265,9 @@ def request_to_wire(key: str, request: Request) -> AddRequest:
         request.num_logprobs,
         request.num_prompt_logprobs,
         [list(word) for word in request.bad_word_ids],
-        images_to_wire(images),
-        "" if images is None else images.key,
-        "" if request.grammar is None else request.grammar.text,
-        [] if request.grammar is None else list(request.grammar.begins_after),
-        None if request.grammar is None else request.grammar.may_begin_with,
-        None if request.adapter is None else adapter_to_wire(request.adapter),
+        request.images,
+        request.grammar,
+        request.adapter,
         request.num_virtual_tokens,
     )
 
@@ -315,8 +277,7 @@ def request_from_wire(message: AddRequest) -> Request:
     what the types themselves refuse.
 
     Raises:
-        SamplingError, AdapterError: as `SamplingParams` and `LoRARequest` do.
-        ValueError: as `images_from_wire`.
+        SamplingError: as `SamplingParams` does.
     """
     return Request(
         request_id=message.key,
@@ -332,35 +293,12 @@ def request_from_wire(message: AddRequest) -> Request:
         num_logprobs=message.num_logprobs,
         num_prompt_logprobs=message.num_prompt_logprobs,
         bad_word_ids=tuple(map(tuple, message.bad_word_ids)),
-        images=images_from_wire(message.images, message.images_key),
-        grammar=_grammar_of(message),
-        adapter=None if message.adapter is None else adapter_from_wire(message.adapter),
+        images=message.images,
+        grammar=message.grammar,
+        adapter=message.adapter,
         packed_prompt=message.packed_prompt,
         num_virtual_tokens=message.num_virtual_tokens,
     )
-
-
-def adapter_to_wire(adapter: AdapterRef) -> Adapter:
-    named = adapter.request
-    return Adapter(
-        named.lora_name, named.lora_int_id, named.lora_path, named.base_model_name,
-        adapter.content_hash, adapter.rank,
-    )  # fmt: skip
-
-
-def adapter_from_wire(adapter: Adapter) -> AdapterRef:
-    """Raises AdapterError: as `LoRARequest`."""
-    named = LoRARequest(
-        adapter.name, adapter.number, adapter.path, base_model_name=adapter.base_model_name
-    )
-    return AdapterRef(named, adapter.content_hash, adapter.rank)
-
-
-def _grammar_of(message: AddRequest) -> Grammar | None:
-    if not message.grammar:
-        return None
-    after = tuple(message.grammar_begins_after)
-    return Grammar(message.grammar, after, message.grammar_may_begin_with)
 
 
 def params_to_wire(params: SamplingParams, kind: RequestOutputKind) -> dict[str, Any]:
@@ -391,112 +329,6 @@ def params_to_wire(params: SamplingParams, kind: RequestOutputKind) -> dict[str,
 def params_from_wire(fields: dict[str, Any]) -> SamplingParams:
     """Raises SamplingError: as `SamplingParams` does."""
     return SamplingParams(**{**fields, "output_kind": RequestOutputKind(fields["output_kind"])})
-
-
-# -- pooling --------------------------------------------------------------------------------
-
-
-def pooling_to_wire(request: PoolingRequest) -> AddPooling:
-    inputs = request.inputs
-    types = b""
-    if any(one.types is not None for one in inputs):
-        types = b"".join(
-            bytes(len(one)) if one.types is None else one.types.tobytes() for one in inputs
-        )
-    return AddPooling(
-        request.key,
-        [len(one) for one in inputs],
-        b"".join(one.token_ids.astype("<i4").tobytes() for one in inputs),
-        types,
-        request.finish.dimensions,
-        request.finish.normalize,
-        request.finish.activation,
-    )
-
-
-def pooling_from_wire(message: AddPooling) -> PoolingRequest:
-    """The arrays are views of the message's bytes.
-
-    Raises:
-        ValueError: the bytes are not those of the inputs' lengths.
-    """
-    lengths, types = message.lengths, None
-    tokens = np.frombuffer(message.tokens, "<i4")
-    if message.types:
-        types = np.frombuffer(message.types, np.uint8)
-    sizes = {sum(lengths), len(tokens), len(tokens if types is None else types)}
-    if not lengths or min(lengths) < 1 or len(sizes) != 1:
-        raise ValueError(f"{len(tokens)} tokens of {len(lengths)} inputs")
-    ends = np.cumsum(lengths).tolist()
-    parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    inputs = [PoolingInput(tokens[part], None if types is None else types[part]) for part in parts]
-    finish = Finish(message.dimensions, message.normalize, message.activation)
-    return PoolingRequest(message.key, inputs, finish)
-
-
-def pooled_to_wire(result: PoolingResult) -> Pooled:
-    data = b"" if result.error else b"".join(one.tobytes() for one in result.values)
-    return Pooled(result.key, data, len(result.values[0]), result.scheduled, result.error)
-
-
-def pooled_from_wire(pooled: Pooled) -> PoolingResult:
-    """The arrays are views of the message's bytes."""
-    values = list(np.frombuffer(pooled.values, "<f4").reshape(-1, pooled.size))
-    return PoolingResult(pooled.key, values, pooled.scheduled, pooled.error)
-
-
-# -- images ---------------------------------------------------------------------------------
-
-_ARRAY_DTYPES = ("<f4", "<i8")
-_MOST_IMAGE_BYTES = 1 << 30
-"""Of one request; `engine.inputs.images` has the same limit."""
-
-
-def images_to_wire(images: PromptImages | None) -> list[Image]:
-    """Copies the arrays' bytes."""
-    if images is None:
-        return []
-    return [
-        Image(
-            one.start,
-            one.count,
-            one.grid,
-            {
-                name: Array(array.dtype.str, list(array.shape), array.tobytes())
-                for name, array in one.arrays.items()
-            },
-        )
-        for one in images.items
-    ]
-
-
-def images_from_wire(images: Sequence[Image], key: str) -> PromptImages | None:
-    """The arrays are views of the message's bytes.
-
-    Raises:
-        ValueError: an array has a type, or all have a size, that no image has.
-    """
-    if not images:
-        return None
-    size = sum(len(array.data) for image in images for array in image.arrays.values())
-    if size > _MOST_IMAGE_BYTES:
-        raise ValueError(f"images of {size} bytes")
-    items = (
-        PromptImage(
-            image.start,
-            image.count,
-            image.grid,
-            {name: _array(array) for name, array in image.arrays.items()},
-        )
-        for image in images
-    )
-    return PromptImages(tuple(items), key)
-
-
-def _array(array: Array) -> np.ndarray:
-    if array.dtype not in _ARRAY_DTYPES:
-        raise ValueError(f"an array of {array.dtype!r}")
-    return np.frombuffer(array.data, array.dtype).reshape(array.shape)
 
 
 # -- errors ---------------------------------------------------------------------------------

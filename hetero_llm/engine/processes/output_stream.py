@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from hetero_llm.core.errors import HeteroLLMError
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
@@ -19,7 +20,8 @@ MOST_KEPT = 256
 
 
 class OutputStream:
-    """The unread outputs of one request. The engine never waits for the reader.
+    """The unread outputs of one request: `messages.Output`s, or the one `PoolingResult` of a model
+    that pools. The engine never waits for the reader.
 
     Attributes:
         key: see `messages.AddRequest`.
@@ -40,19 +42,19 @@ class OutputStream:
         self.abort_wanted = False
         self.assignment: Assignment | None = None
         self.answered = False
-        self._outputs: deque[Output] = deque()
+        self._outputs: deque[Any] = deque()
         self._make_error: Callable[[], HeteroLLMError] | None = None
         self._waiting: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
         return len(self._outputs)
 
-    def put(self, output: Output) -> None:
+    def put(self, output: Any, *, last: bool) -> None:
         if len(self._outputs) < MOST_KEPT:
             self._outputs.append(output)
         else:
             merge(self._outputs[-1], output)
-        self.ended |= output.finished
+        self.ended |= last
         self._wake()
 
     def fail(self, make_error: Callable[[], HeteroLLMError]) -> None:
@@ -61,7 +63,7 @@ class OutputStream:
         self.ended = True
         self._wake()
 
-    async def get(self) -> Output:
+    async def get(self) -> Any:
         """The next output.
 
         Raises:

@@ -3,25 +3,20 @@
 It builds its part of the model as the engine's process builds rank 0, and then makes the same calls
 of its runner in the same order, step after step. It sends nothing back.
 
-Signals that a terminal or a service manager sends to a whole process group are ignored: the engine
-ends its ranks. When the engine has gone, a thread outside of Python ends this process at once.
+Signals to the whole process group are ignored: the engine ends its ranks. When the engine has gone,
+a thread outside of Python ends this process at once.
 """
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
-import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.bridge.ipc.broadcast import ChannelClosedError
@@ -52,19 +47,16 @@ from hetero_llm.engine.builders.build_ranks import (
     join_group,
     read_settings,
 )
-from hetero_llm.utils.gc_control import collect_if_due, prompt_wakeups, serve_promptly
-from hetero_llm.utils.log_sink import LineFormatter, Sink
+from hetero_llm.engine.processes import child_process
+from hetero_llm.utils.gc_control import collect_if_due, prompt_wakeups
 
 if TYPE_CHECKING:
-    from hetero_llm.engine.builders.build_adapters import ServedAdapters
     from hetero_llm.lora.rank_adapters import NoRankAdapters, RankAdapters
-    from hetero_llm.models.layers import CausalLM
     from hetero_llm.structured_output.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
-_PR_SET_PDEATHSIG = 1
 _WAIT_US = 1_000_000  # of a read of the channel, before the next one
 _SPIN_US = {"cpu": 0, "cuda": 2000}
 """How long a rank spins for its next message: beside a GPU it has a core to itself, and a step
@@ -158,15 +150,9 @@ def main(words: list[str]) -> int:
         os.set_inheritable(fd, False)
     steps = StepReader(str(arguments.channel), arguments.rank)
     steps.live(arguments.parent)
-    if arguments.dies_with_thread and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is the engine's, for its results
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # for a rank that hangs
-    serve_promptly()
-    _set_title(arguments.rank)
+    if arguments.dies_with_thread:
+        child_process.die_with_parent_thread()
+    child_process.begin(f"rank {arguments.rank}")
     control = ControlSocket(socket.socket(fileno=arguments.control))
     try:
         import torch  # noqa: F401  # while the engine resolves its arguments
@@ -174,15 +160,14 @@ def main(words: list[str]) -> int:
         settings = read_settings(control.receive_bytes())
     except EOFError:
         return EXIT_FAILED
-    _open_log(arguments.rank, settings)
+    child_process.open_log(f"rank {arguments.rank}", settings.log_format, settings.log_level)
     try:
         with prompt_wakeups():
             _run(arguments, settings, control, steps)
     except Exception as error:
         if not isinstance(error, HeteroLLMError):
             logger.exception("the rank has failed")
-        with suppress(OSError):
-            control.send(RankFailed.of(error))
+        control.send(RankFailed.of(error))
         return EXIT_FAILED
     return 0
 
@@ -202,38 +187,24 @@ def _run(
         rank, arguments.store, device,
         row_bytes=settings.row_bytes, parallel=settings.config.parallel,
     )  # fmt: skip
-    built = _build(settings, share, control)
-    gc.collect()
-    gc.freeze()  # later collections skip all objects that were loaded
+    loop = _build(settings, share, control, steps)
+    child_process.freeze_objects()
     steps.set_spin(_SPIN_US[settings.device])
     share.serves()
-    RankLoop(steps, built.runner, built.grammars, built.adapters, share.gave_up, built.copies).run()
+    loop.run()
 
 
-@dataclass(frozen=True, slots=True)
-class _Built:
-    """The rank's runner and what its steps need; see `RankLoop`."""
-
-    runner: ModelRunner[Any]
-    grammars: GrammarCompiler | None
-    adapters: RankAdapters | NoRankAdapters
-    copies: RankCopies | None
-
-
-def _build(settings: RankSettings, share: RankShare, control: ControlSocket) -> _Built:
-    """Builds them as the engine builds those of rank 0."""
+def _build(
+    settings: RankSettings, share: RankShare, control: ControlSocket, steps: StepReader
+) -> RankLoop:
+    """Builds the rank's runner, and what its steps need, as the engine builds those of rank 0."""
     import dataclasses
 
     import torch
     from tqdm import tqdm
 
-    from hetero_llm.engine.builders.build_adapters import (
-        apply_adapters,
-        device_adapters,
-        prepare_adapters,
-    )
     from hetero_llm.engine.builders.build_model import backend_name, find_served_model, load_weights
-    from hetero_llm.engine.builders.build_runner import build_runner, cache_shape
+    from hetero_llm.engine.builders.build_runner import RunnerInputs, build_runner, cache_shape
     from hetero_llm.engine.resolve import open_tokenizer
     from hetero_llm.engine.text.tokenizer import open_grammars
     from hetero_llm.lora.rank_adapters import NoRankAdapters, RankAdapters
@@ -245,22 +216,10 @@ def _build(settings: RankSettings, share: RankShare, control: ControlSocket) -> 
     folder, model_config = find_served_model(config, device)
     model_config = dataclasses.replace(model_config, max_model_len=settings.scheduler.max_model_len)
     backend = backend_name(config, device, native=False)
-    served: list[ServedAdapters | None] = []
-
-    def loaded(model: CausalLM) -> None:
-        served.append(
-            prepare_adapters(
-                config.lora, model, model_config, dtype,
-                backend=backend, download_dir=config.load.download_dir,
-            )
-        )  # fmt: skip
-
-    model = load_weights(
+    model, adapters = load_weights(
         config, folder, model_config,
-        dtype=dtype, device=device, show_progress=False, backend=backend, loaded=loaded,
-        share=share,
+        dtype=dtype, device=device, show_progress=False, backend=backend, share=share,
     )  # fmt: skip
-    adapters = served[0]
     control.send(RankReached(LOADED))
     rank = share.collectives.rank
     own_config = sharded_config(model_config, rank)
@@ -270,15 +229,15 @@ def _build(settings: RankSettings, share: RankShare, control: ControlSocket) -> 
         own=HostShare(share, board=settings.board),
     )  # fmt: skip
     made = build_runner(
-        config, settings.scheduler, model,
-        model_config=own_config,
-        dtype=dtype, device=device, most_drafted_tokens=settings.most_drafted_tokens, native=None,
-        layer_ready=None if host is None else host.layer_ready,
-        adapters=device_adapters(adapters, model, config, device), share=share,
-    )  # fmt: skip
+        RunnerInputs(
+            *(config, settings.scheduler, model, own_config, dtype, device),
+            most_drafted_tokens=settings.most_drafted_tokens,
+            layer_ready=None if host is None else host.layer_ready,
+            adapters=adapters,
+            share=share,
+        )
+    )
     runner = made.runner
-    if adapters is not None and device.type == "cpu":
-        apply_adapters(runner, adapters.store, config, device)
     copies = None if host is None else host.join_rank(made.cache)
     grammars = None
     if share.collectives.rank.is_last:  # the other stages do not sample
@@ -288,30 +247,8 @@ def _build(settings: RankSettings, share: RankShare, control: ControlSocket) -> 
         runner.set_open_matcher(grammars.open)
         grammars.warm_up_beside()
     served_adapters = NoRankAdapters() if adapters is None else RankAdapters(adapters.store)
-    return _Built(runner, grammars, served_adapters, copies)
-
-
-def _open_log(rank: int, settings: RankSettings) -> None:
-    """Logs to standard error as the engine does; each line begins with the rank."""
-    root = logging.getLogger()
-    root.handlers[:] = [
-        Sink(sys.stderr.fileno(), LineFormatter(settings.log_format, f"rank {rank}"))
-    ]
-    root.setLevel(max(settings.log_level, logging.WARNING))
-    logging.getLogger("hetero_llm").setLevel(settings.log_level)
-    logging.captureWarnings(True)
-
-
-def _set_title(rank: int) -> None:
-    try:
-        from setproctitle import setproctitle
-    except ImportError:
-        return
-    setproctitle(f"hetero-llm: rank {rank}")
+    return RankLoop(steps, runner, grammars, served_adapters, share.gave_up, copies)
 
 
 if __name__ == "__main__":
-    exit_code = main(sys.argv[1:])
-    logging.shutdown()
-    # The kernel frees everything faster than the interpreter does, device memory included.
-    os._exit(exit_code)
+    child_process.end(main(sys.argv[1:]))

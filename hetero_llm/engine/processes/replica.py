@@ -140,6 +140,7 @@ class Replica:
 
     Attributes:
         metrics, histograms: of the last heartbeat.
+        hung: the engine was found to show no life; its threads' stacks were asked for.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class Replica:
         self.histograms: dict[str, Histogram] = {}
         self._handle, self._fail = handle, fail
         self._last_message = time.monotonic()
-        self._asked_for_stacks = False
+        self.hung = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -203,11 +204,6 @@ class Replica:
         """Seconds since the engine last showed life."""
         return time.monotonic() - self._last_message
 
-    @property
-    def hung(self) -> bool:
-        """Whether the engine was found to show no life; its threads' stacks were asked for."""
-        return self._asked_for_stacks
-
     def check_life(self, step_timeout: float) -> None:
         """A hung engine is asked for its threads' stacks, once, on stderr.
 
@@ -216,10 +212,10 @@ class Replica:
         """
         age = self.age
         if age <= step_timeout:
-            self._asked_for_stacks = False
+            self.hung = False
             return
-        if not self._asked_for_stacks:
-            self._asked_for_stacks = True
+        if not self.hung:
+            self.hung = True
             logger.error("%s has shown no life for %.1f s", self._name, age)
             self.process.popen.send_signal(signal.SIGUSR1)
         raise EngineHungError(

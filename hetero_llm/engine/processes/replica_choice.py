@@ -14,7 +14,6 @@ import random
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 PIECE_BYTES = 256
 _MOST_PIECES = 1 << 14
@@ -113,40 +112,6 @@ class PrefixIndex:
 
     def clear(self) -> None:
         self._pieces.clear()
-
-
-class Chooser(Protocol):
-    """What those who send requests to replicas need; see `ReplicaChooser`."""
-
-    def choose(
-        self, pieces: Sequence[int], session: str = "", *, num_pieces: float | None = None
-    ) -> Assignment: ...
-
-    def answered(self, assignment: Assignment) -> None: ...
-
-    def finished(self, assignment: Assignment, *, answered: bool) -> None: ...
-
-    def forget(self, replica: int) -> None: ...
-
-
-class OneReplica:
-    """Stands in for `ReplicaChooser` where there is nothing to choose."""
-
-    _ONLY = Assignment(0, 0, 0.0)
-
-    def choose(
-        self, pieces: Sequence[int], session: str = "", *, num_pieces: float | None = None
-    ) -> Assignment:
-        return self._ONLY
-
-    def answered(self, assignment: Assignment) -> None:
-        pass
-
-    def finished(self, assignment: Assignment, *, answered: bool) -> None:
-        pass
-
-    def forget(self, replica: int) -> None:
-        pass
 
 
 class ReplicaChooser:

@@ -37,10 +37,14 @@ _CONTEXT_TOKENS = 8
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer, fast or slow."""
+    """A Hugging Face tokenizer, fast or slow.
+
+    Attributes:
+        hf: the wrapped tokenizer, for users who need more than this class offers.
+    """
 
     def __init__(self, hf_tokenizer: Any) -> None:
-        self._hf = hf_tokenizer
+        self.hf = hf_tokenizer
         self._fast = getattr(hf_tokenizer, "backend_tokenizer", None)
         steps = decoder_steps(self._fast)
         self._byte_level = "ByteLevel" in steps
@@ -52,31 +56,28 @@ class Tokenizer:
         self._special = frozenset(
             index for index, token in hf_tokenizer.added_tokens_decoder.items() if token.special
         )
-        self.decode_token = lru_cache(maxsize=65536)(self._decode_token)
+        self.decode_token = lru_cache(maxsize=65536)(
+            lambda token_id: self.decode([token_id], skip_special_tokens=False)
+        )
         self._decode_one = lru_cache(maxsize=65536)(
             lambda token_id, skip: self._decode_uncached([token_id], skip)
         )
         self._bytes = lru_cache(maxsize=None)(self._byte_level_bytes)
         self._byte_tokens = {} if self._byte_level else self._find_byte_tokens()
 
-    @property
-    def hf(self) -> Any:
-        """The wrapped tokenizer, for users who need more than this class offers."""
-        return self._hf
-
     def fingerprint(self) -> str:
         """SHA-256 of the vocabulary, added tokens included: equal for tokenizers whose ids stand
         for the same texts. Takes a fifth of a second for 150,000 tokens."""
-        vocabulary = sorted((index, token) for token, index in self._hf.get_vocab().items())
+        vocabulary = sorted((index, token) for token, index in self.hf.get_vocab().items())
         return sha256(json.dumps(vocabulary, default=repr).encode()).hexdigest()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         # Not verbose: the library would log that a text beyond the context "will result in indexing
         # errors", and it is refused here.
-        return self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self.hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def decode_stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
         """The text of tokens that follow `prompt_ids`."""
@@ -101,7 +102,7 @@ class Tokenizer:
         """The exact bytes of a token, None where only decoding in a text would tell."""
         if token_id in self.added_tokens:
             return self.decode_token(token_id).encode()
-        piece = self._hf.convert_ids_to_tokens(token_id)
+        piece = self.hf.convert_ids_to_tokens(token_id)
         if not isinstance(piece, str):
             return None
         return piece_bytes(piece, byte_level=self._byte_level)
@@ -116,7 +117,7 @@ class Tokenizer:
     def _bytes_in_text(self, token_id: int) -> bytes | None:
         """What a token adds to a text: nothing if there is no such token, None if that depends on
         others."""
-        if self._hf.convert_ids_to_tokens(token_id) is None:
+        if self.hf.convert_ids_to_tokens(token_id) is None:
             return b""
         exact = self.token_bytes(token_id)
         text = self.decode_token(token_id)
@@ -138,10 +139,10 @@ class Tokenizer:
         Raises:
             RequestError: there is no template, or it refuses the conversation.
         """
-        if chat_template is None and not getattr(self._hf, "chat_template", None):
+        if chat_template is None and not getattr(self.hf, "chat_template", None):
             raise RequestError("chat_template", None, "the tokenizer has none; pass chat_template=")
         try:
-            text = self._hf.apply_chat_template(
+            text = self.hf.apply_chat_template(
                 list(messages),
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -164,15 +165,15 @@ class Tokenizer:
     def _decode_uncached(self, token_ids: list[int], skip: bool) -> str:
         if self._fast is not None:
             return self._fast.decode(token_ids, skip_special_tokens=skip)
-        return self._hf.decode(
+        return self.hf.decode(
             token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
         )
 
     def _find_byte_tokens(self) -> dict[int, bytes]:
         """The byte of each of the 256 byte tokens ("<0x61>"), if it has them and decodes them."""
         names = [f"<0x{byte:02X}>" for byte in range(256)]
-        ids = self._hf.convert_tokens_to_ids(names)
-        if None in ids or self._hf.convert_ids_to_tokens(ids) != names:
+        ids = self.hf.convert_tokens_to_ids(names)
+        if None in ids or self.hf.convert_ids_to_tokens(ids) != names:
             return {}
         sample = self.decode([ids[byte] for byte in "中".encode()], skip_special_tokens=False)
         return {ids[byte]: bytes([byte]) for byte in range(256)} if sample == "中" else {}
@@ -186,9 +187,6 @@ class Tokenizer:
             return b""
         exact = piece_bytes(piece, byte_level=True)
         return piece.encode() if exact is None else exact
-
-    def _decode_token(self, token_id: int) -> str:
-        return self.decode([token_id], skip_special_tokens=False)
 
 
 class TokenizerThreads:

@@ -12,12 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_llm.gpu.kernels.launch import (
-    let_next_start,
-    pdl_options,
-    strided_grid,
-    wait_for_inputs,
-)
+from hetero_llm.gpu.kernels.launch import pdl_options, strided_grid, wait_and_release
 from hetero_llm.models.config import ClampedSwish, Gate
 from hetero_llm.models.layers import Activation, GatedActivation
 
@@ -90,8 +85,7 @@ def _activation(
     INNER: tl.constexpr, TILE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     tiles: tl.constexpr = (INNER + TILE - 1) // TILE
     for index in tl.range(tl.program_id(0), num_rows * tiles, tl.num_programs(0), num_stages=1):

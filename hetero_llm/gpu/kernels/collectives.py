@@ -41,12 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hetero_llm.gpu.kernels.launch import (
-    let_next_start,
-    num_multiprocessors,
-    pdl_options,
-    wait_for_inputs,
-)
+from hetero_llm.gpu.kernels.launch import num_multiprocessors, pdl_options, wait_and_release
 from hetero_llm.gpu.kernels.norm import MAX_NORM_SIZE, num_warps, rms_norm_row
 
 TILE_BYTES = 8192
@@ -242,8 +237,7 @@ def sum_rows_kernel(
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     most_looks = _most_looks(control_ptr)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
     sent = rows if PHASES & 1 else 0
     behind = programs if PHASES & 1 and PHASES & 2 else 0
@@ -291,8 +285,7 @@ def two_shot_sum_kernel(
     columns = tl.arange(0, TILE)
     everywhere = columns >= 0
     most_looks = _most_looks(control_ptr)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
     groups = tl.cdiv(total, GROUP)
     if PHASES & 1:
@@ -343,8 +336,7 @@ def gather_columns_kernel(
     waits for. All pointers are to bits."""
     columns = tl.arange(0, TILE)
     most_looks = _most_looks(control_ptr)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
     tiles_of_row = tl.cdiv(n, TILE)
     tiles = rows * tiles_of_row

@@ -13,12 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_llm.gpu.kernels.launch import (
-    let_next_start,
-    pdl_options,
-    strided_grid,
-    wait_for_inputs,
-)
+from hetero_llm.gpu.kernels.launch import pdl_options, strided_grid, wait_and_release
 
 MAX_MOVES = 64
 """Moves of one sequence: a program holds them all in registers."""
@@ -33,8 +28,7 @@ def _compact(
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     MOVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     moves = tl.arange(0, MOVES)
     dims = tl.arange(0, PADDED)
     pieces: tl.constexpr = LAYERS * 2 * KV_HEADS
@@ -98,11 +92,7 @@ def compact_kv(
         counts,
         num_sequences,
         sources.stride(0),
-        cache.stride(0),
-        cache.stride(1),
-        cache.stride(2),
-        cache.stride(3),
-        cache.stride(4),
+        *cache.stride()[:5],
         LAYERS=layers,
         KV_HEADS=kv_heads,
         DIM=dim,

@@ -11,20 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hetero_llm.gpu.kernels.launch import (
-    IN_INTERPRETER,
-    INTERPRETED,
-    let_next_start,
-    pdl_options,
-    wait_for_inputs,
-)
-from hetero_llm.gpu.kernels.quantized_elements import INT4, KIND_CODES, parts, plain_part
-from hetero_llm.gpu.kernels.quantized_gemm import (
-    SCALE_TYPES,
-    PreparedMatrix,
-    of_slot,
-    zero_of_slot,
-)
+from hetero_llm.gpu.kernels.launch import IN_INTERPRETER, INTERPRETED, pdl_options, wait_and_release
+from hetero_llm.gpu.kernels.quantized_elements import INT4, parts, plain_part
+from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix, of_slot, zero_of_slot
 from hetero_llm.quantization.matrix import INT4_ZERO
 
 _BLOCK_N = 32
@@ -73,8 +62,7 @@ def dequantize_kernel(
     pointers = data + features.to(tl.int64)[:, None] * width + tl.program_id(1) * LANES
     lanes = tl.load(pointers + inner[None, :], mask=(features < n)[:, None], other=0)
     # The product before this one reads what is written here.
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     if tl.float32 != DTYPE and not IN_INTERPRETER:
         values = parts(lanes, KIND, DTYPE)
     for part in tl.static_range(PARTS):
@@ -127,26 +115,16 @@ def dequantize_to(matrix: PreparedMatrix, out: Tensor) -> Tensor:
     assert out.is_cuda or INTERPRETED, "no device for this kernel"
     if out.numel() == 0:
         return out
-    more = matrix.zero if matrix.offset is None else matrix.offset
     dequantize_kernel[(triton.cdiv(n, _BLOCK_N), matrix.data.shape[1] // matrix.lanes)](
         out,
         matrix.data,
-        matrix.scale,
-        matrix.zero,
-        matrix.offset,
-        matrix.row_scale,
-        matrix.order,
+        *matrix.tensors,
         n,
         k,
         matrix.data.shape[1],
         n if matrix.order is None else n * k // matrix.order.numel(),
-        0 if matrix.scale is None else matrix.scale.shape[1],
-        0 if more is None else more.shape[1],
-        KIND=KIND_CODES[matrix.kind],
-        LANES=matrix.lanes,
-        GROUP=matrix.group,
-        ROWS=matrix.rows,
-        SCALE=SCALE_TYPES[matrix.scale_dtype],
+        *matrix.strides,
+        **matrix.constants,
         BLOCK_N=_BLOCK_N,
         **pdl_options(out.device),
     )

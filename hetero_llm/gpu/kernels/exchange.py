@@ -2,10 +2,8 @@
 
 Host memory that these kernels read and write is page-locked, so a captured step brings its own
 transfers: launching it is all that the host does. The host fills the places of a ring in turn,
-    while
-earlier steps still run, and a counter on the device names the place whose turn it is: one step
-    input
-buffer, and one result, for each step.
+while earlier steps still run, and a counter on the device names the place whose turn it is: one
+step input buffer, and one result, for each step.
 
 - `fetch_pinned` copies the step input buffer to the device.
 - `apply_step_inputs` writes the block tables, completes the input tokens and counts the turn on.

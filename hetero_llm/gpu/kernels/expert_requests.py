@@ -36,12 +36,7 @@ from hetero_llm.bridge.expert_mailbox import (
     WORDS,
     ExpertMailbox,
 )
-from hetero_llm.gpu.kernels.launch import (
-    INTERPRETED,
-    let_next_start,
-    pdl_options,
-    wait_for_inputs,
-)
+from hetero_llm.gpu.kernels.launch import INTERPRETED, pdl_options, wait_and_release
 
 ON_HOST = -1
 """In the bank's table, and in `Places.slots`: CPU threads compute this expert."""
@@ -193,8 +188,7 @@ def post_kernel(
     PDL: tl.constexpr,
 ):
     """Rows with a fixed stride; grid (PROGRAMS)."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     lanes = tl.arange(0, K_LANES)
     columns = tl.arange(0, TILE)
     requests = tl.program_id(0) * 0
@@ -291,8 +285,7 @@ def wait_add_kernel(
     PDL: tl.constexpr,
 ):
     """Tiles of rows with a fixed stride; grid (PROGRAMS)."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     tiles = tl.cdiv(n, TILE)
     lanes = tl.arange(0, K_LANES)
     open_ = tl.program_id(0) * 0  # 1: the answer is there; -1: it will not come
@@ -338,8 +331,7 @@ def wait_add_kernel(
 @triton.jit(do_not_specialize=["count"])
 def write_table_kernel(table, changes, count, MOST: tl.constexpr, PDL: tl.constexpr):
     """One program. changes: [2, MOST] places in the table, then values; in host memory."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     lanes = tl.arange(0, MOST)
     there = lanes < count
     place = tl.load(changes + lanes, mask=there, other=0, volatile=True)

@@ -39,6 +39,7 @@ from hetero_llm.gpu.kernels.launch import (
     Launch,
     let_next_start,
     pdl_options,
+    wait_and_release,
     wait_for_inputs,
 )
 from hetero_llm.gpu.kernels.skinny_gemm import add_products, load_row
@@ -136,8 +137,7 @@ def align_kernel(
     PDL: tl.constexpr,
 ):
     """A program per expert: counts all, and writes its own pairs, in order."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     lanes = tl.arange(0, CHUNK)
@@ -314,8 +314,7 @@ def combine_kernel(
     PDL: tl.constexpr,
 ):
     """y[row] = sum of shares[pair] * parts[pair] over the row's pairs; grid (rows, tiles of n)."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = columns < n
@@ -379,8 +378,7 @@ def vector_gate_up_kernel(
     """One row; grid (tiles of n, K). Of pairs with a negative id nothing is computed."""
     HALF: tl.constexpr = BLOCK_N // 2
     DTYPE: tl.constexpr = y.dtype.element_ty
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     pair = tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)
     if expert < 0:
@@ -419,19 +417,12 @@ def vector_down_kernel(
     PDL: tl.constexpr,
 ):
     """One row; grid (tiles of n): the products of all its experts, weighted and added up."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_N,), tl.float32)
     for pair in tl.static_range(K):
         expert = tl.load(ids + pair).to(tl.int64)
-        if SKIP:
-            if expert >= 0:
-                total += _expert_of_row(
-                    x, weight, shares, bias, features, pair, expert, n, k_pairs,
-                    DTYPE, EVEN_K, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-        else:
+        if not SKIP or expert >= 0:
             total += _expert_of_row(
                 x, weight, shares, bias, features, pair, expert, n, k_pairs,
                 DTYPE, EVEN_K, BLOCK_N, BLOCK_K,

@@ -39,6 +39,7 @@ from hetero_llm.gpu.kernels.launch import (
     INTERPRETED,
     let_next_start,
     pdl_options,
+    wait_and_release,
     wait_for_inputs,
 )
 from hetero_llm.gpu.kernels.lora import NO_SLOT, LoraSlots
@@ -217,10 +218,10 @@ def num_shrinking(lora):
 
 
 @triton.jit
-def store_words(pointers, sums):
-    """Float32 sums where `take_words` looks for them."""
+def store_words(pointers, sums, mask=None):
+    """Float32 sums where their readers look for them."""
     bits = sums.to(tl.int32, bitcast=True)
-    tl.store(pointers, tl.where(bits == NOT_YET, _OTHER_NAN, bits))
+    tl.store(pointers, tl.where(bits == NOT_YET, _OTHER_NAN, bits), mask=mask)
 
 
 @triton.jit
@@ -244,12 +245,6 @@ def take_words(pointers, stride, NUMBER: tl.constexpr):
     for i in tl.static_range(NUMBER):
         tl.store(pointers + i * stride, tl.full(missing.shape, NOT_YET, tl.int32))
     return total
-
-
-@triton.jit
-def _store_sums(pointers, sums, mask):
-    bits = sums.to(tl.int32, bitcast=True)
-    tl.store(pointers, tl.where(bits == NOT_YET, _OTHER_NAN, bits), mask=mask)
 
 
 @triton.jit
@@ -290,8 +285,7 @@ def shrink_row(
     lines = tl.program_id(0) // SHARES * LINES + tl.arange(0, LINES)
     start = share * columns
     stop = tl.minimum(k, start + columns)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     if slot >= 0:
         matrix = a + slot.to(tl.int64) * a_stride
         products = tl.zeros((LINES, BLOCK_K), tl.float32)
@@ -305,7 +299,7 @@ def shrink_row(
             products += left.to(tl.float32) * right.to(tl.float32)[None, :]
         scale = tl.load(scales + slot.to(tl.int64) * scale_stride + lines)
         own = tl.sum(products, axis=1) * scale
-        _store_sums(sums + share * (PARTS * RANK) + lines, own, lines < PARTS * RANK)
+        store_words(sums + share * (PARTS * RANK) + lines, own, lines < PARTS * RANK)
 
 
 @triton.jit
@@ -455,7 +449,7 @@ def shrink_rows(
         scale = tl.load(scales + slot.to(tl.int64) * scale_stride + inner, mask=exists, other=0.0)
         pointers = sums + (share * m + rows)[None, :] * WIDTH + inner[:, None]
         own = exists[:, None] & (row_slots[None, :] == slot[:, None])
-        _store_sums(pointers, products * scale[:, None], own)
+        store_words(pointers, products * scale[:, None], own)
     let_next_start(PDL)
 
 
@@ -538,8 +532,7 @@ def row_slots_kernel(
     PDL: tl.constexpr,
 ):
     """Each program sets words of the sums; the first one does the rest, too."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     place = tl.program_id(0) * FILL + tl.arange(0, FILL)
     tl.store(sums + place, tl.full((FILL,), NOT_YET, tl.int32), mask=place < words)
     if tl.program_id(0) == 0:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_llm.gpu.kernels.launch import let_next_start, pdl_options, wait_for_inputs
+from hetero_llm.gpu.kernels.launch import pdl_options, wait_and_release
 
 _TILE = 16
 
@@ -26,8 +26,7 @@ def _join(
     mask = exists[:, None] & (dims < DIM)[None, :]
     place = line[:, None] * DIM + dims[None, :]
     weight = line // HEADS * row_stride + line % HEADS * head_stride
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     first_weight = tl.load(first_weight_ptr + weight, mask=exists, other=0.0)
     second_weight = tl.load(second_weight_ptr + weight, mask=exists, other=0.0)
     first = tl.load(first_ptr + place, mask=mask, other=0.0).to(tl.float32)
@@ -65,8 +64,7 @@ def join_parts(
         first_weight,
         second_weight,
         rows * heads,
-        first_weight.stride(0),
-        first_weight.stride(1),
+        *first_weight.stride(),
         HEADS=heads,
         DIM=dim,
         PADDED=triton.next_power_of_2(dim),

@@ -44,6 +44,13 @@ def let_next_start(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def wait_and_release(PDL: tl.constexpr):
+    """`wait_for_inputs`, then `let_next_start`: of kernels that need not keep the next one out."""
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+
+
 @functools.cache
 def pdl_options(device: torch.device) -> dict[str, Any]:
     """Launch arguments of a kernel that has a `PDL` constexpr: on from Hopper onwards."""

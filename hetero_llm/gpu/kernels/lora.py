@@ -31,10 +31,9 @@ from torch import Tensor
 from hetero_llm.gpu.kernels.launch import (
     IN_INTERPRETER,
     INTERPRETED,
-    let_next_start,
     num_multiprocessors,
     pdl_options,
-    wait_for_inputs,
+    wait_and_release,
 )
 
 NO_SLOT = -1
@@ -244,8 +243,7 @@ def lora_shrink_kernel(
     lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
     exists = lines < WIDTH
     places = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     slot = tl.load(adapters + tile * BLOCK_M // BLOCK).to(tl.int64) - 1
     if slot >= 0:
         rows = tl.load(rows_ptr + places)
@@ -316,8 +314,7 @@ def lora_expand_kernel(
     stop = tl.multiple_of(tl.load(bounds + part + 1), ALIGNED)
     stop = tl.minimum(stop, first + TILES * BLOCK_N)
     places = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     slot = tl.load(adapters + tl.program_id(1) * BLOCK_M // BLOCK).to(tl.int64) - 1
     if (first < stop) & (slot >= (0 if ADD else -1)):
         rows = tl.load(rows_ptr + places)

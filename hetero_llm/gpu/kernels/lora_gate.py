@@ -10,50 +10,29 @@ Wrapper `lora_gate`, reference `lora_gate_reference`; timed by `bench.kernels.lo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hetero_llm.gpu.kernels.activation import KINDS, activate, gated_activation_reference
-from hetero_llm.gpu.kernels.launch import (
-    IN_INTERPRETER,
-    let_next_start,
-    pdl_options,
-    wait_for_inputs,
+from hetero_llm.gpu.kernels.launch import IN_INTERPRETER, pdl_options, wait_and_release
+from hetero_llm.gpu.kernels.lora import (
+    ExpandConfig,
+    LoraSlots,
+    RowGroups,
+    load_low,
+    lora_reference,
 )
-from hetero_llm.gpu.kernels.lora import LoraSlots, RowGroups, load_low, lora_reference
-
-
-@dataclass(frozen=True)
-class GateConfig:
-    """How `lora_gate` is launched.
-
-    Attributes:
-        block_m: Rows of a program.
-        block_n: Outputs computed at a time.
-        tiles: Times `block_n`: outputs of a program.
-        num_warps: Warps of a program.
-        num_stages: Depth of the pipeline through shared memory, where there are several tiles.
-    """
-
-    block_m: int
-    block_n: int
-    tiles: int = 1
-    num_warps: int = 4
-    num_stages: int = 2
-
 
 _FEW_ROWS = 64
 
 
-def choose(m: int, rank: int, dtype: torch.dtype) -> GateConfig:
-    """The launch for m rows and adapters of a padded rank."""
+def choose(m: int, rank: int, dtype: torch.dtype) -> ExpandConfig:
+    """The launch for m rows and adapters of a padded rank: `block_n` outputs at a time."""
     if m <= _FEW_ROWS or dtype == torch.float32:
-        return GateConfig(16, 32 if rank <= 64 else 16)
-    return GateConfig(64, 64, tiles=4) if rank <= 64 else GateConfig(64, 32)
+        return ExpandConfig(16, 32 if rank <= 64 else 16)
+    return ExpandConfig(64, 64, tiles=4) if rank <= 64 else ExpandConfig(64, 32)
 
 
 @triton.jit
@@ -93,8 +72,7 @@ def lora_gate_kernel(
     first = tl.program_id(0) * (TILES * BLOCK_N)
     stop = tl.minimum(inner, first + TILES * BLOCK_N)
     places = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     slot = tl.load(adapters + tl.program_id(1) * BLOCK_M // BLOCK).to(tl.int64) - 1
     if slot >= -1:
         rows = tl.load(rows_ptr + places)
@@ -129,7 +107,7 @@ def lora_gate(
     weights: LoraSlots,
     *,
     name: str,
-    config: GateConfig | None = None,
+    config: ExpandConfig | None = None,
 ) -> Tensor:
     """`activation.gated_activation` of `lora.lora_expand(gate_up, u, groups, weights)`, which is
     not written.

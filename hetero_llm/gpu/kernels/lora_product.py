@@ -117,11 +117,9 @@ def product_with_adapters(
         [M, N] in x's dtype. The adapter's part is rounded to it before the library's product adds
         to it, the product's part before the adapter's is added by `lora_expand`.
     """
-    y = None if rows.distinct is None else _fused(product, x, weight, bias, rows, weights)
+    y = _without_low(product, x, weight, bias, rows, weights)
     if y is not None:
         return y
-    if len(x) == 0:
-        return product(x, weight, bias)
     groups = rows.groups_for(x, weights)
     u = lora_shrink(x, groups, weights)
     if product is skinny_gemm.linear and len(x) > skinny_gemm.MAX_ROWS:
@@ -161,22 +159,23 @@ def product_before_gate(
     Returns:
         [M, N] in x's dtype, and what its activation must add; None: nothing.
     """
-    y = None if rows.distinct is None else _fused(product, x, weight, bias, rows, weights)
+    y = _without_low(product, x, weight, bias, rows, weights)
     if y is not None:
         return y, None
-    if len(x) == 0:
-        return product(x, weight, bias), None
     groups = rows.groups_for(x, weights)
     u = lora_shrink(x, groups, weights)
     return product(x, weight, bias), GateAdapters(u, groups, weights)
 
 
-def _fused(
+def _without_low(
     product: Product, x: Tensor, weight: Tensor, bias: Tensor | None,
     rows: StepRows, weights: LoraSlots,
 ) -> Tensor | None:  # fmt: skip
-    """None: this product cannot have them inside."""
+    """The whole result where it takes no `lora_shrink`: the adapters are inside of the product, or
+    there are no rows. None: it takes one."""
     m = len(x)
+    if m == 0:
+        return product(x, weight, bias)
     config = _fused_config(product, m, weights)
     if config is None or rows.distinct is None:
         return None

@@ -14,37 +14,23 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_llm.gpu.kernels.launch import let_next_start, pdl_options, wait_for_inputs
+from hetero_llm.gpu.kernels.launch import pdl_options, wait_and_release
 from hetero_llm.gpu.kernels.quantize_rows import (
     QuantizedRows,
     format_options,
     store_quantized_row,
 )
 from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix
+from hetero_llm.models import layers
 from hetero_llm.models.layers import Affine
-from hetero_llm.models.layers import add_gemma_rms_norm as add_gemma_rms_norm_reference
-from hetero_llm.models.layers import add_layer_norm as add_layer_norm_reference
-from hetero_llm.models.layers import add_rms_norm as add_rms_norm_reference
-from hetero_llm.models.layers import norm_projections as norm_projections_reference
-
-__all__ = [
-    "MAX_NORM_SIZE",
-    "add_gemma_rms_norm",
-    "add_gemma_rms_norm_reference",
-    "add_layer_norm",
-    "add_layer_norm_reference",
-    "add_rms_norm",
-    "add_rms_norm_reference",
-    "norm_projections",
-    "norm_projections_reference",
-    "num_warps",
-    "quantized_rms_norm",
-    "quantizes_norms",
-    "rms_norm_row",
-]
 
 MAX_NORM_SIZE = 16384
 """Longest row: a program holds its whole row in registers."""
+
+add_rms_norm_reference = layers.add_rms_norm
+add_gemma_rms_norm_reference = layers.add_gemma_rms_norm
+add_layer_norm_reference = layers.add_layer_norm
+norm_projections_reference = layers.norm_projections
 
 
 @triton.jit
@@ -85,8 +71,7 @@ def _normed_row(
     """This program's row, rounded to the inputs' type; the sum is stored."""
     inside = columns < SIZE
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
 
     place = tl.program_id(0).to(tl.int64) * SIZE + columns
     total = _add(x_ptr, residual_ptr, None, place, inside, HAS_RESIDUAL)
@@ -129,8 +114,7 @@ def _norm_part(
     columns = tl.arange(0, PADDED)
     inside = columns < SIZE
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     values = tl.load(qkv_ptr + place + columns, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
     norm = ((values * scale).to(dtype).to(tl.float32) * weight).to(dtype)
@@ -173,8 +157,7 @@ def _add_layer_norm(
     if second_out_ptr is not None:
         second_weight = _parameter(second_weight_ptr, columns, inside, 1.0, PADDED)
         second_bias = _parameter(second_bias_ptr, columns, inside, 0.0, PADDED)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
 
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     place = tl.program_id(0).to(tl.int64) * SIZE + columns

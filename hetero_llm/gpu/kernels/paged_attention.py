@@ -35,10 +35,9 @@ import triton.language as tl
 
 from hetero_llm.gpu.kernels.launch import (
     INTERPRETED,
-    let_next_start,
     num_multiprocessors,
     pdl_options,
-    wait_for_inputs,
+    wait_and_release,
 )
 
 WORK_FIELDS = 8
@@ -159,8 +158,7 @@ def _merge(
     dims = tl.arange(0, PADDED)
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + q_head).to(tl.float32) * 1.4426950408889634  # log2(e)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     for index in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         cut = cut_ptr + index * 8
         row = tl.load(cut).to(tl.int64)
@@ -369,8 +367,7 @@ def _attend(
                 keys, values, table, begin, end, columns, block_stride, token_stride, BLOCK,
                 (DIM * key_ptr.dtype.element_ty.primitive_bitwidth) // 1024,
             )  # fmt: skip
-        wait_for_inputs(PDL)
-        let_next_start(PDL)
+        wait_and_release(PDL)
         q = tl.load(
             q_ptr + (row * q_stride + q_head * DIM)[:, None] + dims[None, :], mask=valid, other=0.0
         )
@@ -414,8 +411,7 @@ def _attend(
         else:
             kept = (piece * KV_HEADS + head).to(tl.int64)
             _keep(sums_ptr, states_ptr, kept, lines, dims, in_tile, acc, highest, weight)
-    wait_for_inputs(PDL)  # so programs without an item end no earlier, either
-    let_next_start(PDL)
+    wait_and_release(PDL)  # so programs without an item end no earlier, either
 
 
 # large: one launch with each of its arguments, and what they are.

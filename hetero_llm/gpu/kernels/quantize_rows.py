@@ -23,13 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hetero_llm.gpu.kernels.activation import KINDS, activate, gated_activation_reference
-from hetero_llm.gpu.kernels.launch import (
-    IN_INTERPRETER,
-    INTERPRETED,
-    let_next_start,
-    pdl_options,
-    wait_for_inputs,
-)
+from hetero_llm.gpu.kernels.launch import IN_INTERPRETER, INTERPRETED, pdl_options, wait_and_release
 from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}
@@ -183,8 +177,7 @@ def quantize_rows_kernel(
 ):
     """A program per row. Lanes of a group follow each other."""
     GROUPS: tl.constexpr = TILE * 2 // GROUP if GROUP else 1  # of a piece
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     codes += row * width
@@ -245,8 +238,7 @@ def scale_products_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (m, tiles of n)."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     features = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = features < n

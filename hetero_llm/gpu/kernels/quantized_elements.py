@@ -184,16 +184,11 @@ def _round(value: float, bits: str) -> float:
     return torch.tensor(value, dtype=torch.bfloat16 if bits == "bf16" else torch.float16).item()
 
 
-# Kernels may use constants alone.
-_FP8_BF16, _FP8_F16, _INT8_BF16, _INT8_F16 = (
-    tl.constexpr(parts_asm(kind, bits)) for kind in ("fp8", "int8") for bits in ("bf16", "f16")
+# Kernels may use constants alone. By kind:
+_BF16_ASM, _F16_ASM = (
+    tl.constexpr(tuple(parts_asm(kind, bits) for kind in KIND_CODES)) for bits in ("bf16", "f16")
 )
-_INT4_BF16, _INT4_F16, _FP4_BF16, _FP4_F16, _NF4_BF16, _NF4_F16 = (
-    tl.constexpr(parts_asm(kind, bits))
-    for kind in ("int4", "fp4", "nf4")
-    for bits in ("bf16", "f16")
-)
-_FP8_WORDS, _INT8_WORDS = tl.constexpr(words_asm("fp8")), tl.constexpr(words_asm("int8"))
+_WORDS_ASM = tl.constexpr((words_asm("fp8"), words_asm("int8")))
 _FP4_VALUES = tl.constexpr(FP4_VALUES)
 _NF4_VALUES = tl.constexpr(NF4_VALUES)
 _NF4_VALUES_BF16, _NF4_VALUES_F16 = (
@@ -240,57 +235,48 @@ def plain_part(lanes, J: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _four_registers(asm: tl.constexpr, words, TYPE: tl.constexpr, PACK: tl.constexpr):
+    """The four results of `asm` for a register of PACK numbers each."""
+    return tl.inline_asm_elementwise(
+        asm,
+        "=r,=r,=r,=r,r",
+        [words],
+        dtype=(TYPE.value, TYPE.value, TYPE.value, TYPE.value),
+        is_pure=True,
+        pack=PACK,
+    )
+
+
+@triton.jit
 def parts(lanes, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """int16 lanes -> a tile of DTYPE (float32 in the interpreter) for each part; of int4 the code
     plus 128 (bfloat16) or 1024 (float16)."""
+    asm: tl.constexpr = _BF16_ASM[KIND] if tl.bfloat16 == DTYPE else _F16_ASM[KIND]
     if IN_INTERPRETER:
-        if KIND < INT4:
-            return plain_part(lanes, 0, KIND, DTYPE), plain_part(lanes, 1, KIND, DTYPE)
-        else:
-            return (
-                plain_part(lanes, 0, KIND, DTYPE),
-                plain_part(lanes, 1, KIND, DTYPE),
-                plain_part(lanes, 2, KIND, DTYPE),
-                plain_part(lanes, 3, KIND, DTYPE),
-            )
-    elif tl.bfloat16 == DTYPE:
-        if KIND < INT4:
-            return tl.inline_asm_elementwise(
-                _FP8_BF16 if KIND == FP8 else _INT8_BF16,
-                "=r,=r,r",
-                [lanes],
-                dtype=(tl.bfloat16, tl.bfloat16),
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                _INT4_BF16 if KIND == INT4 else (_FP4_BF16 if KIND == FP4 else _NF4_BF16),
-                "=r,=r,=r,=r,r",
-                [lanes],
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-                is_pure=True,
-                pack=2,
-            )
+        values = ()
+        for part in tl.static_range(2 if KIND < INT4 else 4):
+            values = values + (plain_part(lanes, part, KIND, DTYPE),)
+        return values
+    elif KIND < INT4:
+        return tl.inline_asm_elementwise(
+            asm, "=r,=r,r", [lanes], dtype=(DTYPE.value, DTYPE.value), is_pure=True, pack=2
+        )
     else:
-        if KIND < INT4:
-            return tl.inline_asm_elementwise(
-                _FP8_F16 if KIND == FP8 else _INT8_F16,
-                "=r,=r,r",
-                [lanes],
-                dtype=(tl.float16, tl.float16),
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                _INT4_F16 if KIND == INT4 else (_FP4_F16 if KIND == FP4 else _NF4_F16),
-                "=r,=r,=r,=r,r",
-                [lanes],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-                is_pure=True,
-                pack=2,
-            )
+        return _four_registers(asm, lanes, DTYPE, 2)
+
+
+@triton.jit
+def _two_by_two(NAME: tl.constexpr, left, right, DTYPE: tl.constexpr):
+    """An instruction for two numbers of 16 bits in a register each."""
+    TYPE: tl.constexpr = "bf16x2" if tl.bfloat16 == DTYPE else "f16x2"
+    return tl.inline_asm_elementwise(
+        NAME + "." + TYPE + " $0, $1, $2;",
+        "=r,r,r",
+        [left, right],
+        dtype=left.dtype,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit
@@ -298,24 +284,8 @@ def subtract(values, zero, DTYPE: tl.constexpr):
     """values - zero, two by two: exact for codes of int4 and their zero points."""
     if IN_INTERPRETER:
         return values - zero.to(tl.float32)
-    elif tl.bfloat16 == DTYPE:
-        return tl.inline_asm_elementwise(
-            "sub.bf16x2 $0, $1, $2;",
-            "=r,r,r",
-            [values, zero],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
     else:
-        return tl.inline_asm_elementwise(
-            "sub.f16x2 $0, $1, $2;",
-            "=r,r,r",
-            [values, zero],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
+        return _two_by_two("sub", values, zero, DTYPE)
 
 
 @triton.jit
@@ -323,24 +293,8 @@ def multiply(values, factor, DTYPE: tl.constexpr):
     """values * factor, two by two, rounded to DTYPE (not in the interpreter)."""
     if IN_INTERPRETER:
         return values * factor.to(tl.float32)
-    elif tl.bfloat16 == DTYPE:
-        return tl.inline_asm_elementwise(
-            "mul.bf16x2 $0, $1, $2;",
-            "=r,r,r",
-            [values, factor],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
     else:
-        return tl.inline_asm_elementwise(
-            "mul.f16x2 $0, $1, $2;",
-            "=r,r,r",
-            [values, factor],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
+        return _two_by_two("mul", values, factor, DTYPE)
 
 
 @triton.jit
@@ -349,24 +303,10 @@ def unpack_words(words, KIND: tl.constexpr):
     bytes; 4 bits: a word of two bfloat16 for each part; in the interpreter the words themselves."""
     if IN_INTERPRETER:
         return words, words, words, words
-    elif KIND < INT4:
-        return tl.inline_asm_elementwise(
-            _FP8_WORDS if KIND == FP8 else _INT8_WORDS,
-            "=r,=r,=r,=r,r",
-            [words],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
     else:
-        return tl.inline_asm_elementwise(
-            _INT4_BF16 if KIND == INT4 else (_FP4_BF16 if KIND == FP4 else _NF4_BF16),
-            "=r,=r,=r,=r,r",
-            [words],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
+        asm: tl.constexpr = _WORDS_ASM[KIND] if KIND < INT4 else _BF16_ASM[KIND]
+        TYPE: tl.constexpr = tl.float32 if KIND < INT4 else tl.int32
+        return _four_registers(asm, words, TYPE, 1)
 
 
 @triton.jit

@@ -16,7 +16,6 @@ Wrapper `quantized_experts`, reference `experts.experts_reference`; timed by
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 import triton
@@ -42,13 +41,12 @@ from hetero_llm.gpu.kernels.experts import (
 )
 from hetero_llm.gpu.kernels.experts import choose as choose_plain
 from hetero_llm.gpu.kernels.launch import Launch, let_next_start, pdl_options, wait_for_inputs
-from hetero_llm.gpu.kernels.quantized_elements import INT4, KIND_CODES
+from hetero_llm.gpu.kernels.quantized_elements import INT4
 from hetero_llm.gpu.kernels.quantized_gemm import (
-    SCALE_TYPES,
     PreparedMatrix,
     folds,
+    load_row_scale,
     multiply_chunk,
-    scale_rows,
 )
 from hetero_llm.gpu.kernels.quantized_gemm import choose as choose_tile
 from hetero_llm.gpu.kernels.skinny_gemm import MAX_ROWS
@@ -139,7 +137,7 @@ def quantized_grouped_kernel(
             )
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
-    sums = scale_rows(sums, row_scale, features, total)
+    sums = sums * load_row_scale(row_scale, features, total)
     if bias is not None:
         own = (tile * BLOCK_N + lanes % BLOCK_N < n) & (tl.program_id(1) == 0)
         sums += tl.load(bias + features, mask=own, other=0.0).to(tl.float32)[:, None]
@@ -179,24 +177,18 @@ def plan_quantized_product(
     assert bias is None or (bias.numel() == matrix.shape[0] and bias.is_contiguous())
     assert config.block_k % matrix.chunk == 0, (config, matrix.chunk)
     blocks = groups.experts.numel()
-    more = matrix.zero if matrix.offset is None else matrix.offset
-    arguments: tuple[Any, ...] = (x, matrix.data, matrix.scale, matrix.zero, matrix.offset)
-    arguments += (matrix.row_scale, matrix.order, y, groups.pairs, groups.experts)
-    arguments += (rows, groups.num_pairs, blocks, n, matrix.shape[0], k, matrix.data.shape[1])
-    arguments += (matrix.padded_columns, x.stride(0), matrix.groups)
-    arguments += (0 if matrix.scale is None else matrix.scale.shape[1],)
-    arguments += (0 if more is None else more.shape[1],)
     tiles = triton.cdiv(matrix.padded_columns, config.block_k)
-    arguments += (triton.cdiv(tiles, splits), bias)
+    arguments = (
+        *(x, matrix.data, *matrix.tensors, y, groups.pairs, groups.experts),
+        *(rows, groups.num_pairs, blocks, n, matrix.shape[0], k, matrix.data.shape[1]),
+        *(matrix.padded_columns, x.stride(0), matrix.groups, *matrix.strides),
+        *(triton.cdiv(tiles, splits), bias),
+    )
     options = {
         "PER_ROW": per_row,
         **gate_options(activation or None),
-        "KIND": KIND_CODES[matrix.kind],
-        "LANES": matrix.lanes,
+        **matrix.constants,
         "CHUNKS": config.block_k // matrix.chunk,
-        "GROUP": matrix.group,
-        "ROWS": matrix.rows,
-        "SCALE": SCALE_TYPES[matrix.scale_dtype],
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "STAGES": config.num_stages,

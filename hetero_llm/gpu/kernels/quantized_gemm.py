@@ -50,6 +50,7 @@ from hetero_llm.gpu.kernels.launch import (
     let_next_start,
     num_multiprocessors,
     pdl_options,
+    wait_and_release,
     wait_for_inputs,
 )
 from hetero_llm.gpu.kernels.lora import LoraSlots
@@ -192,6 +193,28 @@ class PreparedMatrix:
     @property
     def device(self) -> torch.device:
         return self.data.device
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Arguments of all kernels: scales, zero points, offsets, scales of rows, order."""
+        return self.scale, self.zero, self.offset, self.row_scale, self.order
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of rows of scales, and of zero points or offsets; 0 without."""
+        more = self.zero if self.offset is None else self.offset
+        return tuple(0 if one is None else one.shape[1] for one in (self.scale, more))
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Of all kernels."""
+        return {
+            "KIND": KIND_CODES[self.kind],
+            "LANES": self.lanes,
+            "GROUP": self.group,
+            "ROWS": self.rows,
+            "SCALE": SCALE_TYPES[self.scale_dtype],
+        }
 
     @property
     def nbytes(self) -> int:
@@ -450,60 +473,7 @@ def _add_tile(
     return sums
 
 
-@triton.jit
-def _multiply_row(
-    tile, x, data, scale, zero, offset, row_scale, order, bias, y, partials, counters, lora, n, k,
-    words, groups, scale_stride, zero_stride, steps,
-    KIND: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, EVICT: tl.constexpr,
-    PDL: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr,
-):  # fmt: skip
-    """One tile of features of `vector_quantized_kernel`."""
-    features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    place = tl.program_id(1) * steps * WORDS
-    stop = tl.minimum(words, place + steps * WORDS)
-    columns = place + tl.arange(0, WORDS)
-    sums = tl.zeros((BLOCK_N, WORDS // 4), tl.float32)
-    w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
-    scales_of_rows = load_row_scale(row_scale, features, n)
-    if RANK > 0:
-        prepared = prepare_row(lora, PARTS)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
-    for _ in tl.range(place + WORDS, stop, WORDS, num_stages=1):
-        sums = _add_tile(
-            *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
-            *(groups, scale_stride, zero_stride),
-            *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
-        )
-        place += WORDS
-        columns += WORDS
-        w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
-    if RANK > 0:
-        found = look_for_row(
-            *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, WORDS // 4, EVEN_N)
-        )
-    sums = _add_tile(
-        *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
-        *(groups, scale_stride, zero_stride),
-        *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
-    )
-    if RANK == 0:
-        total = tl.sum(sums, axis=1)[:, None] * scales_of_rows
-    elif row_scale is None:
-        total = tl.sum(add_to_row(sums, found), axis=1)[:, None]
-    else:
-        more = add_to_row(tl.zeros(sums.shape, tl.float32), found)
-        sums, more = tl.reduce((sums, more), 1, _add_both)
-        total = sums[:, None] * scales_of_rows + more[:, None]
-    rows = tl.arange(0, 1)
-    finish_tile(
-        *(total, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
-        *(HAS_BIAS, SPLIT_K, BLOCK_N, 1, 0, 0, 1, 1),
-    )
-
-
+# large: half of it are arguments.
 @triton.jit(do_not_specialize=["steps"])
 def vector_quantized_kernel(
     x,  # [k / 2] int32, pairs of neighbours; with an order [k]
@@ -550,26 +520,55 @@ def vector_quantized_kernel(
 
     WORDS is 128 per warp, so that a thread meets the same inputs in every feature.
     """
-    if RANK == 0:
-        _multiply_row(
-            *(tl.program_id(0), x, data, scale, zero, offset, row_scale, order, bias, y, partials),
-            *(counters, lora, n, k, words, groups, scale_stride, zero_stride, steps),
-            *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, SPLIT_K, EVEN_N, EVEN_K, HAS_BIAS),
-            *(EVICT, PDL, 0, 0, 1),
-        )
-    else:
+    shrinking = 0
+    if RANK > 0:
         tl.static_assert(SPLIT_K == 1)
         shrinking = num_shrinking(lora)
-        if tl.program_id(0) < shrinking:
-            shrink_row(lora, RANK, PARTS, SHARES, LINES, LORA_K, PDL)
-        else:
-            _multiply_row(
-                *(tl.program_id(0) - shrinking, x, data, scale, zero, offset, row_scale, order),
-                *(bias, y, partials, counters, lora, n, k, words, groups, scale_stride),
-                *(zero_stride, steps),
-                *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, SPLIT_K, EVEN_N, EVEN_K),
-                *(HAS_BIAS, EVICT, PDL, RANK, PARTS, SHARES),
+    if RANK > 0 and tl.program_id(0) < shrinking:
+        shrink_row(lora, RANK, PARTS, SHARES, LINES, LORA_K, PDL)
+    else:
+        tile = tl.program_id(0) - shrinking
+        features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        place = tl.program_id(1) * steps * WORDS
+        stop = tl.minimum(words, place + steps * WORDS)
+        columns = place + tl.arange(0, WORDS)
+        sums = tl.zeros((BLOCK_N, WORDS // 4), tl.float32)
+        w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
+        scales_of_rows = load_row_scale(row_scale, features, n)
+        if RANK > 0:
+            prepared = prepare_row(lora, PARTS)
+        wait_and_release(PDL)
+        for _ in tl.range(place + WORDS, stop, WORDS, num_stages=1):
+            sums = _add_tile(
+                *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
+                *(groups, scale_stride, zero_stride),
+                *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
             )
+            place += WORDS
+            columns += WORDS
+            w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
+        if RANK > 0:
+            found = look_for_row(
+                *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, WORDS // 4, EVEN_N)
+            )
+        sums = _add_tile(
+            *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
+            *(groups, scale_stride, zero_stride),
+            *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
+        )
+        if RANK == 0:
+            total = tl.sum(sums, axis=1)[:, None] * scales_of_rows
+        elif row_scale is None:
+            total = tl.sum(add_to_row(sums, found), axis=1)[:, None]
+        else:
+            more = add_to_row(tl.zeros(sums.shape, tl.float32), found)
+            sums, more = tl.reduce((sums, more), 1, _add_both)
+            total = sums[:, None] * scales_of_rows + more[:, None]
+        rows = tl.arange(0, 1)
+        finish_tile(
+            *(total, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
+            *(HAS_BIAS, SPLIT_K, BLOCK_N, 1, 0, 0, 1, 1),
+        )
 
 
 @triton.jit
@@ -585,14 +584,6 @@ def load_row_scale(row_scale, features, n):
         return 1.0
     else:
         return tl.load(row_scale + features, mask=features < n, other=0.0)[:, None]
-
-
-@triton.jit
-def scale_rows(sums, row_scale, features, n):
-    if row_scale is None:
-        return sums
-    else:
-        return sums * tl.load(row_scale + features, mask=features < n, other=0.0)[:, None]
 
 
 @triton.jit
@@ -692,51 +683,7 @@ def multiply_chunk(
     return sums
 
 
-@triton.jit
-def _multiply_rows(
-    tile, x, data, scale, zero, offset, row_scale, order, bias, y, partials, counters, lora,
-    m, n, k, width, padded, x_stride, groups, scale_stride, zero_stride, steps,
-    KIND: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT_K: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PIECES: tl.constexpr, PREFETCH: tl.constexpr, EVICT: tl.constexpr,
-    PDL: tl.constexpr,
-    RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr, TOGETHER: tl.constexpr,
-    FOLD: tl.constexpr, ROW_TILES: tl.constexpr,
-):  # fmt: skip
-    """One tile of features, for BLOCK_M rows, of `matrix_quantized_kernel`."""
-    CHUNK: tl.constexpr = LANES * (2 if KIND < INT4 else 4)
-    TILE: tl.constexpr = CHUNK * CHUNKS
-    features = tile // ROW_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tile % ROW_TILES * BLOCK_M + tl.arange(0, BLOCK_M)
-    start = tl.program_id(1) * steps * TILE
-    stop = tl.minimum(padded, start + steps * TILE)
-    prepared = 0  # nothing
-    if RANK > 0:
-        prepared = prepare_rows(lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER)
-    scales_of_rows = load_row_scale(row_scale, features, n)
-    if PREFETCH > 0:
-        LANE: tl.constexpr = CHUNK // LANES
-        prefetch_weight(data, features, start // LANE, n, width, PIECES, PREFETCH // LANE)
-    wait_for_inputs(PDL)
-    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for place in tl.range(0, stop - start, TILE, num_stages=STAGES):
-        for piece in tl.static_range(CHUNKS):
-            first = start + place + piece * CHUNK
-            sums = multiply_chunk(
-                *(sums, first, x, data, scale, zero, offset, order, features, rows),
-                *(m, n, k, width, x_stride, groups, scale_stride, zero_stride),
-                *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT, FOLD),
-            )
-    # Not earlier: the next kernel's programs would take shared memory from this one's.
-    let_next_start(PDL)
-    sums = sums * scales_of_rows
-    finish_tile(
-        *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared),
-        *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, RANK, PARTS, SHARES, TOGETHER),
-    )
-
-
+# large: half of it are arguments.
 @triton.jit(do_not_specialize=["m", "steps"])
 def matrix_quantized_kernel(
     x,  # [m, k], rows x_stride apart
@@ -789,28 +736,45 @@ def matrix_quantized_kernel(
 ):
     """At most ROW_TILES x BLOCK_M rows; grid (tiles of N x ROW_TILES, SPLIT_K), the shrinking
     programs first. Every split has at least one tile of K."""
-    if RANK == 0:
-        _multiply_rows(
-            *(tl.program_id(0), x, data, scale, zero, offset, row_scale, order, bias, y, partials),
-            *(counters, lora, m, n, k, width, padded, x_stride, groups, scale_stride, zero_stride),
-            *(steps, KIND, LANES, CHUNKS, GROUP, ROWS, SCALE, BLOCK_M, BLOCK_N, SPLIT_K, STAGES),
-            *(EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH, EVICT, PDL, 0, 0, 1, 1, FOLD, ROW_TILES),
-        )
-    else:
+    shrinking = 0
+    if RANK > 0:
         shrinking = num_shrinking(lora)
-        if tl.program_id(0) < shrinking:
-            shrink_rows(
-                *(lora, m, RANK, PARTS, SHARES // SPLIT_K, BLOCK_M, LINES, LORA_K, STAGES, PDL)
+    if RANK > 0 and tl.program_id(0) < shrinking:
+        shrink_rows(*(lora, m, RANK, PARTS, SHARES // SPLIT_K, BLOCK_M, LINES, LORA_K, STAGES, PDL))
+    else:
+        tile = tl.program_id(0) - shrinking
+        CHUNK: tl.constexpr = LANES * (2 if KIND < INT4 else 4)
+        TILE: tl.constexpr = CHUNK * CHUNKS
+        features = tile // ROW_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows = tile % ROW_TILES * BLOCK_M + tl.arange(0, BLOCK_M)
+        start = tl.program_id(1) * steps * TILE
+        stop = tl.minimum(padded, start + steps * TILE)
+        prepared = 0  # nothing
+        if RANK > 0:
+            prepared = prepare_rows(
+                lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER
             )
-        else:
-            _multiply_rows(
-                *(tl.program_id(0) - shrinking, x, data, scale, zero, offset, row_scale, order),
-                *(bias, y, partials, counters, lora, m, n, k, width, padded, x_stride, groups),
-                *(scale_stride, zero_stride, steps),
-                *(KIND, LANES, CHUNKS, GROUP, ROWS, SCALE, BLOCK_M, BLOCK_N, SPLIT_K, STAGES),
-                *(EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH, EVICT, PDL),
-                *(RANK, PARTS, SHARES, TOGETHER, FOLD, 1),
-            )
+        scales_of_rows = load_row_scale(row_scale, features, n)
+        if PREFETCH > 0:
+            LANE: tl.constexpr = CHUNK // LANES
+            prefetch_weight(data, features, start // LANE, n, width, PIECES, PREFETCH // LANE)
+        wait_for_inputs(PDL)
+        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for place in tl.range(0, stop - start, TILE, num_stages=STAGES):
+            for piece in tl.static_range(CHUNKS):
+                first = start + place + piece * CHUNK
+                sums = multiply_chunk(
+                    *(sums, first, x, data, scale, zero, offset, order, features, rows),
+                    *(m, n, k, width, x_stride, groups, scale_stride, zero_stride),
+                    *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT, FOLD),
+                )
+        # Not earlier: the next kernel's programs would take shared memory from this one's.
+        let_next_start(PDL)
+        sums = sums * scales_of_rows
+        finish_tile(
+            *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared),
+            *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, RANK, PARTS, SHARES, TOGETHER),
+        )
 
 
 def fits(config: SkinnyConfig, m: int, matrix: PreparedMatrix) -> bool:
@@ -821,8 +785,7 @@ def fits(config: SkinnyConfig, m: int, matrix: PreparedMatrix) -> bool:
     """
     if config.block_m == 1:
         tile = 256 * matrix.parts * config.num_warps
-        alike = config.block_k == tile and config.block_n <= _ALIGNED and config.num_stages == 1
-        alike &= config.prefetch == 0
+        alike = config.block_k == tile and config.block_n <= _ALIGNED and config.prefetch == 0
     else:
         alike = config.block_k % matrix.chunk == 0 and config.prefetch % (8 * matrix.parts) == 0
         alike &= m <= config.block_m or not config.waits
@@ -885,17 +848,8 @@ def plan_launch(
     tiles = triton.cdiv(n, config.block_n) * row_tiles
     partials, counters = room_for_partials(tiles * config.block_n, config, x.device)
     steps = steps_per_split(matrix.padded_columns, config)
-    scales = (matrix.scale, matrix.zero, matrix.offset, matrix.row_scale, matrix.order)
-    groups = matrix.groups
-    scale_stride = 0 if matrix.scale is None else matrix.scale.shape[1]
-    more = matrix.zero if matrix.offset is None else matrix.offset
-    zero_stride = 0 if more is None else more.shape[1]
     options: dict[str, Any] = {
-        "KIND": KIND_CODES[matrix.kind],
-        "LANES": matrix.lanes,
-        "GROUP": matrix.group,
-        "ROWS": matrix.rows,
-        "SCALE": SCALE_TYPES[matrix.scale_dtype],
+        **matrix.constants,
         "BLOCK_N": config.block_n,
         "SPLIT_K": config.split_k,
         "EVEN_N": n % config.block_n == 0,
@@ -917,13 +871,13 @@ def plan_launch(
     if config.block_m == 1:
         words = matrix.data.view(torch.int32)
         row = x[0].view(torch.int32) if matrix.order is None else x[0]
-        arguments: tuple[Any, ...] = (row, words, *scales, bias, y, partials, counters, lora)
-        arguments += (n, k, words.shape[1], groups, scale_stride, zero_stride, steps)
+        arguments: tuple[Any, ...] = (row, words, *matrix.tensors, bias, y, partials, counters)
+        arguments += (lora, n, k, words.shape[1], matrix.groups, *matrix.strides, steps)
         options["WORDS"] = 128 * config.num_warps
         return Launch(vector_quantized_kernel, (tiles, config.split_k), arguments, options)
-    arguments = (x, matrix.data, *scales, bias, y, partials, counters, lora)
+    arguments = (x, matrix.data, *matrix.tensors, bias, y, partials, counters, lora)
     arguments += (m, n, k, matrix.data.shape[1], matrix.padded_columns, x.stride(0))
-    arguments += (groups, scale_stride, zero_stride, steps)
+    arguments += (matrix.groups, *matrix.strides, steps)
     options["BLOCK_M"] = config.block_m
     options["CHUNKS"] = config.block_k // matrix.chunk
     options["STAGES"] = config.num_stages

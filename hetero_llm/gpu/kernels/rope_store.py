@@ -14,13 +14,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from hetero_llm.gpu.kernels.launch import (
-    INTERPRETED,
-    let_next_start,
-    pdl_options,
-    strided_grid,
-    wait_for_inputs,
-)
+from hetero_llm.gpu.kernels.launch import INTERPRETED, pdl_options, strided_grid, wait_and_release
 from hetero_llm.models.rotary import apply_rotary
 
 MAX_HEAD_DIM = 256
@@ -136,8 +130,7 @@ def _rope_store(
     slot, cos, sin = _place_and_angle(
         slot_ptr, position_ptr, table_ptr, first, num_rows, dims, dtype, tiles, turned_tiles, HALF
     )
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
 
     for index in tl.range(first, num_rows * tiles, tl.num_programs(0), num_stages=1):
         row = tl.cast(index // tiles, tl.int64)
@@ -201,8 +194,7 @@ def _store(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     dims = tl.arange(0, PADDED)[None, :]
     tiles: tl.constexpr = (KV_HEADS + TILE - 1) // TILE
     for index in tl.range(tl.program_id(0), num_rows * tiles, tl.num_programs(0), num_stages=1):

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hetero_llm.gpu.kernels.launch import let_next_start, pdl_options, wait_for_inputs
+from hetero_llm.gpu.kernels.launch import pdl_options, wait_and_release
 from hetero_llm.models.experts import SMALLEST_SUM, sigmoid_top_k, softmax_top_k, sparse_mixer
 
 MAX_GATE_ROWS = 64
@@ -21,7 +21,7 @@ _GATE_BLOCK_K = 1024
 
 
 @triton.jit
-def _best(values, lanes, NUM_EXPERTS: tl.constexpr):
+def _best(values, NUM_EXPERTS: tl.constexpr):
     """The largest value and its place, the lowest on ties; always that of an expert."""
     return tl.max(values, 0), tl.minimum(tl.argmax(values, 0), NUM_EXPERTS - 1)
 
@@ -41,8 +41,7 @@ def softmax_top_k_kernel(
     PDL: tl.constexpr,
 ):
     """A program per row."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, LANES)
     there = lanes < NUM_EXPERTS
@@ -54,7 +53,7 @@ def softmax_top_k_kernel(
     chosen = tl.zeros((K_LANES,), tl.int32)
     shares = tl.zeros((K_LANES,), tl.float32)
     for j in tl.static_range(K):
-        share, place = _best(left, lanes, NUM_EXPERTS)
+        share, place = _best(left, NUM_EXPERTS)
         chosen = tl.where(places == j, place, chosen)
         shares = tl.where(places == j, share, shares)
         left = tl.where(lanes == place, -1.0, left)
@@ -79,7 +78,7 @@ def _in_kept_groups(
     sums = tl.full((GROUP_LANES,), float("-inf"), tl.float32)
     for index in tl.static_range(GROUPS):
         own = tl.where(group == index, corrected, float("-inf"))
-        best, place = _best(own, lanes, NUM_EXPERTS)
+        best, place = _best(own, NUM_EXPERTS)
         second = tl.max(tl.where(lanes == place, float("-inf"), own), 0)
         sums = tl.where(places == index, best + second, sums)
     kept = lanes < 0
@@ -113,8 +112,7 @@ def sigmoid_top_k_kernel(
     lanes = tl.arange(0, LANES)
     there = lanes < NUM_EXPERTS
     corrections = tl.load(correction + lanes, mask=there, other=0.0)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     found = tl.load(logits + row * stride + lanes, mask=there, other=0.0).to(tl.float32)
     scores = 1.0 / (1.0 + tl.exp(-found))
@@ -126,7 +124,7 @@ def sigmoid_top_k_kernel(
     chosen = tl.zeros((K_LANES,), tl.int32)
     shares = tl.zeros((K_LANES,), tl.float32)
     for j in tl.static_range(K):
-        _, place = _best(left, lanes, NUM_EXPERTS)
+        _, place = _best(left, NUM_EXPERTS)
         share = tl.sum(tl.where(lanes == place, scores, 0.0), 0)
         chosen = tl.where(places == j, place, chosen)
         shares = tl.where(places == j, share, shares)
@@ -161,8 +159,7 @@ def gate_product_kernel(
     inputs = x + rows.to(tl.int64)[:, None] * x_stride
     known, asked = (features < n)[:, None], (rows < m)[:, None]
     w = tl.load(weights + columns[None, :], mask=known & (columns < k)[None, :], other=0.0)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     sums = tl.zeros((BLOCK_N, BLOCK_M, BLOCK_K), tl.float32)
     for start in tl.range(0, k, BLOCK_K, num_stages=1):
         here = start + columns[None, :]
@@ -201,17 +198,16 @@ def sparse_mixer_kernel(
     PDL: tl.constexpr,
 ):
     """A program per row."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     DTYPE: tl.constexpr = logits.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, LANES)
     there = lanes < NUM_EXPERTS
     scores = tl.load(logits + row * stride + lanes, mask=there, other=float("-inf"))
     scores = scores.to(tl.float32)
-    best, first = _best(scores, lanes, NUM_EXPERTS)
+    best, first = _best(scores, NUM_EXPERTS)
     left = tl.where(lanes == first, float("-inf"), scores)
-    next_best, second = _best(left, lanes, NUM_EXPERTS)
+    next_best, second = _best(left, NUM_EXPERTS)
     # Lanes beyond the experts have an infinite distance at any scale.
     known = tl.where(there, scores, 1.0)
     tl.store(ids + row * 2, first)

@@ -41,7 +41,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_llm.gpu.kernels.launch import INTERPRETED, let_next_start, pdl_options, wait_for_inputs
+from hetero_llm.gpu.kernels.launch import INTERPRETED, pdl_options, wait_and_release
 from hetero_llm.gpu.kernels.layer_ready import MOST_LOOKS, see_what_came_before
 from hetero_llm.sampling.noise import gumbel_noise
 from hetero_llm.sampling.processors import restrict_support, unpack_mask
@@ -58,6 +58,7 @@ _AWAIT_LANES = 128
 CAPACITY = 2048  # scores that it searches in registers
 SCAN_PROGRAMS = 2048  # beyond these a program of `_scan` takes several chunks
 MAX_CHUNKS_PER_PROGRAM = 8
+_CHUNK, _SUB, _TILE = tl.constexpr(CHUNK), tl.constexpr(SUB_BLOCK), tl.constexpr(TILE)
 MASK_BITS = tl.constexpr(32)  # of a word
 POSITION_FIELD, MASK_PLACE_FIELD = tl.constexpr(POSITION), tl.constexpr(MASK_PLACE)
 BLOCK_SEARCH_STOP = tl.constexpr(1 << 13)  # last bits of a bound need no search
@@ -273,76 +274,60 @@ def bisect(keys, weights, low, high, above, target, STOP: tl.constexpr):
 
 
 @triton.jit
-def listed_tokens(blocks, num_blocks, start, vocab, SUB: tl.constexpr, TILE: tl.constexpr):
-    """Token ids [TILE] of listed blocks from `start` on, and which of them exist."""
-    lane = tl.arange(0, TILE)
-    entry = start + lane // SUB
+def load_listed(listed, start):
+    """Token ids [TILE] of listed blocks from `start` on, which of them exist, and their scores.
+
+    Args:
+        listed: logits of a row, its listed blocks, their number, the vocabulary, the temperature.
+    """
+    logits, blocks, num_blocks, vocab, temperature = listed
+    lane = tl.arange(0, _TILE)
+    entry = start + lane // _SUB
     block = tl.load(blocks + entry, mask=entry < num_blocks, other=0)
-    tokens = block * SUB + lane % SUB
-    return tokens, (entry < num_blocks) & (tokens < vocab)
+    tokens = block * _SUB + lane % _SUB
+    valid = (entry < num_blocks) & (tokens < vocab)
+    return tokens, valid, load_scores(logits, tokens, valid, temperature)
 
 
 @triton.jit
-def listed_lanes(blocks, num_blocks, start, SUB: tl.constexpr, TILE: tl.constexpr):
+def listed_lanes(blocks, num_blocks, start):
     """token id // 4 of the same tokens: [TILE // 4]."""
-    lane = tl.arange(0, TILE // 4)
-    entry = start + lane // (SUB // 4)
+    lane = tl.arange(0, _TILE // 4)
+    entry = start + lane // (_SUB // 4)
     block = tl.load(blocks + entry, mask=entry < num_blocks, other=0)
-    return block * (SUB // 4) + lane % (SUB // 4)
+    return block * (_SUB // 4) + lane % (_SUB // 4)
 
 
 @triton.jit
-def gather(
-    logits,
-    blocks,
-    num_blocks,
-    vocab,
-    temperature,
-    low,
-    high,
-    scores,
-    CAPACITY: tl.constexpr,
-    SUB: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def gather(listed, low, high, scores, CAPACITY: tl.constexpr):
     """Writes the listed scores with low < key <= high to `scores`; stops beyond CAPACITY of them.
 
     Returns their number, or some number above CAPACITY if there are more than that.
     """
+    _, _, num_blocks, _, _ = listed
     tl.debug_barrier()  # readers of the last use are done
     count = tl.zeros([], tl.int32)
     start = tl.zeros([], tl.int32)
     while (start < num_blocks) & (count <= CAPACITY):
-        tokens, valid = listed_tokens(blocks, num_blocks, start, vocab, SUB, TILE)
-        values = load_scores(logits, tokens, valid, temperature)
+        tokens, valid, values = load_listed(listed, start)
         keys = key_of(values)
         wanted = valid & (keys > low.to(tl.int32)) & (keys <= high.to(tl.int32))
         place = count + tl.cumsum(wanted.to(tl.int32)) - 1
         tl.store(scores + place, values, mask=wanted & (place < CAPACITY))
         count += tl.sum(wanted.to(tl.int32))
-        start += TILE // SUB
+        start += _TILE // _SUB
     tl.debug_barrier()
     return count
 
 
 @triton.jit
-def weigh(
-    logits,
-    blocks,
-    num_blocks,
-    vocab,
-    temperature,
-    highest,
-    pivots,
-    SUB: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def weigh(listed, highest, pivots):
     """Number and weight exp(score - highest) of listed tokens beyond each of the pivot keys [P]."""
-    counts = tl.zeros([NUM_PIVOTS, TILE], tl.int32)
-    masses = tl.zeros([NUM_PIVOTS, TILE], tl.float32)
-    for start in range(0, num_blocks, TILE // SUB):
-        tokens, valid = listed_tokens(blocks, num_blocks, start, vocab, SUB, TILE)
-        values = load_scores(logits, tokens, valid, temperature)
+    _, _, num_blocks, _, _ = listed
+    counts = tl.zeros([NUM_PIVOTS, _TILE], tl.int32)
+    masses = tl.zeros([NUM_PIVOTS, _TILE], tl.float32)
+    for start in range(0, num_blocks, _TILE // _SUB):
+        tokens, valid, values = load_listed(listed, start)
         beyond = valid[None, :] & (key_of(values)[None, :] > pivots[:, None])
         counts += beyond.to(tl.int32)
         masses += tl.where(beyond, tl.exp(values - highest)[None, :], 0.0)
@@ -367,35 +352,20 @@ def choose_pivots(low, high, number):
 
 
 @triton.jit
-def narrow(
-    logits,
-    blocks,
-    num_blocks,
-    vocab,
-    temperature,
-    highest,
-    low,
-    high,
-    target,
-    by_mass,
-    CAPACITY: tl.constexpr,
-    SUB: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def narrow(listed, highest, low, high, target, by_mass, CAPACITY: tl.constexpr):
     """Narrows (low, high] over all listed tokens until at most CAPACITY of them are inside.
 
     A pass over the tokens tries NUM_PIVOTS keys. Tokens beyond the first `high` must not exist.
     Returns low, high and the weight (count, or mass if `by_mass`) beyond high.
     """
+    _, _, num_blocks, _, _ = listed
     number = tl.zeros([], tl.int32)
-    most = num_blocks * SUB  # tokens beyond low, at most
+    most = num_blocks * _SUB  # tokens beyond low, at most
     fewest = tl.zeros([], tl.int32)  # tokens beyond high
     above = tl.zeros([], tl.float32)
     while (most - fewest > CAPACITY) & (high - low > 1):
         pivots = choose_pivots(low, high, number)
-        counts, masses = weigh(
-            logits, blocks, num_blocks, vocab, temperature, highest, pivots, SUB, TILE
-        )
+        counts, masses = weigh(listed, highest, pivots)
         weights = tl.where(by_mass, masses, counts.to(tl.float32))
         below = weights < target
         wide = pivots.to(tl.int64)
@@ -409,36 +379,21 @@ def narrow(
 
 
 @triton.jit
-def sample_listed(
-    logits,
-    blocks,
-    num_blocks,
-    vocab,
-    temperature,
-    threshold,
-    allowed_ties,
-    key_low,
-    key_high,
-    sample_index,
-    position,
-    SUB: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def sample_listed(listed, threshold, allowed_ties, noise):
     """argmax of score + noise over listed tokens beyond `threshold` and its first ties by id."""
+    _, blocks, num_blocks, vocab, _ = listed
     best = tl.full([], NEVER, tl.float32)
     best_id = tl.zeros([], tl.int32)
     ties_before = tl.zeros([], tl.int32)
-    for start in range(0, num_blocks, TILE // SUB):
-        tokens, valid = listed_tokens(blocks, num_blocks, start, vocab, SUB, TILE)
-        values = load_scores(logits, tokens, valid, temperature)
+    for start in range(0, num_blocks, _TILE // _SUB):
+        tokens, valid, values = load_listed(listed, start)
         keys = key_of(values)
         ties = (valid & (keys == threshold)).to(tl.int32)
         rank = ties_before + tl.cumsum(ties)
         inside = valid & ((keys > threshold) | ((ties != 0) & (rank <= allowed_ties)))
         ties_before += tl.sum(ties)
-        lanes = listed_lanes(blocks, num_blocks, start, SUB, TILE)
-        noise = gumbel(noise_words(lanes, key_low, key_high, sample_index, position))
-        noisy = tl.where(inside, values + noise, NEVER)
+        lanes = listed_lanes(blocks, num_blocks, start)
+        noisy = tl.where(inside, values + gumbel(noise_words(lanes, *noise)), NEVER)
         top = tl.max(noisy)
         token = tl.min(tl.where(inside & (noisy == top), tokens, vocab))
         best_id = tl.where(top > best, token, best_id)  # an earlier tile has lower ids
@@ -448,22 +403,27 @@ def sample_listed(
 
 @triton.jit
 def _load_row(rows, stride, row):
-    """The fields of a row, in their order in `pack_rows`, but for the place of its mask."""
+    """Temperature, top-k, top-p and min-p of a row, and what its noise depends on: key, sample
+    index and position."""
     rows += row
-    return (
+    limits = (
         tl.load(rows).to(tl.float32, bitcast=True),
         tl.load(rows + stride),
         tl.load(rows + 2 * stride).to(tl.float32, bitcast=True),
         tl.load(rows + 3 * stride).to(tl.float32, bitcast=True),
+    )
+    noise = (
         tl.load(rows + 4 * stride),
         tl.load(rows + 5 * stride),
         tl.load(rows + 6 * stride),
         tl.load(rows + 7 * stride),
     )
+    return limits, noise
 
 
 @triton.jit
-def _is_restricted(temperature, top_k, top_p, min_p, vocab):
+def _is_restricted(limits, vocab):
+    temperature, top_k, top_p, min_p = limits
     return (temperature > 0.0) & ((top_k < vocab) | (top_p < 1.0) | (min_p > 0.0))
 
 
@@ -488,8 +448,7 @@ def _await_masks(
 ):
     """Waits until the host has written the masks of all rows. `found`: 1 + the place of a row's
     mask; 0 without one, or where this program gave up, which it notes in `gave_up`."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     looks = tl.zeros([], tl.int32)
     for first in range(0, num_rows, LANES):
         row = first + tl.arange(0, LANES)
@@ -507,12 +466,12 @@ def _await_masks(
 
 
 @triton.jit
-def _load_allowed(words, chunk, num_words, CHUNK: tl.constexpr):
+def _load_allowed(words, chunk, num_words):
     """[CHUNK] int32, 1 where a row's mask allows the chunk's token."""
-    place = chunk * (CHUNK // MASK_BITS) + tl.arange(0, CHUNK // MASK_BITS)
+    place = chunk * (_CHUNK // MASK_BITS) + tl.arange(0, _CHUNK // MASK_BITS)
     some = tl.load(words + place, mask=place < num_words, other=0)
     bits = (some[:, None] >> tl.arange(0, MASK_BITS)[None, :]) & 1
-    return tl.reshape(bits, [CHUNK])
+    return tl.reshape(bits, [_CHUNK])
 
 
 @triton.jit(do_not_specialize=["rows_stride", "chunks_per_program"])
@@ -532,16 +491,14 @@ def _scan(
     num_chunks,
     chunks_per_program,
     HAS_MASKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SUB: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
-    fields = _load_row(rows, rows_stride, row)
-    temperature, top_k, top_p, min_p, key_low, key_high, sample_index, position = fields
-    restricted = _is_restricted(temperature, top_k, top_p, min_p, vocab)
+    wait_and_release(PDL)
+    limits, noise = _load_row(rows, rows_stride, row)
+    temperature, _, _, _ = limits
+    _, _, _, position = noise
+    restricted = _is_restricted(limits, vocab)
     if position >= 0:
         masked = position < 0
         if HAS_MASKS:
@@ -550,26 +507,26 @@ def _scan(
             mask_words += place * num_words
         first = tl.program_id(0) * chunks_per_program
         for chunk in range(first, tl.minimum(first + chunks_per_program, num_chunks)):
-            tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+            tokens = chunk * _CHUNK + tl.arange(0, _CHUNK)
             divisor = tl.where(temperature > 0.0, temperature, 1.0)
             scores = load_scores(logits + row * logits_stride, tokens, tokens < vocab, divisor)
             if HAS_MASKS and masked:
-                allowed = _load_allowed(mask_words, chunk, num_words, CHUNK)
+                allowed = _load_allowed(mask_words, chunk, num_words)
                 scores = tl.where(allowed != 0, scores, NEVER)
                 if restricted:  # then the scores of forbidden tokens are what their logits become
                     forbidden = (tokens < vocab) & (allowed == 0)
                     tl.store(logits + row * logits_stride + tokens, scores, mask=forbidden)
             if restricted:
-                maxima = tl.max(tl.reshape(scores, [CHUNK // SUB, SUB]), axis=1)
-                block = chunk * (CHUNK // SUB) + tl.arange(0, CHUNK // SUB)
-                tl.store(block_maxima + row * num_chunks * (CHUNK // SUB) + block, maxima)
+                maxima = tl.max(tl.reshape(scores, [_CHUNK // _SUB, _SUB]), axis=1)
+                block = chunk * (_CHUNK // _SUB) + tl.arange(0, _CHUNK // _SUB)
+                tl.store(block_maxima + row * num_chunks * (_CHUNK // _SUB) + block, maxima)
                 top = tl.max(maxima)
                 finite = (top > NEVER) & (top < -NEVER)
                 mass = tl.sum(tl.exp(scores - tl.where(finite, top, 0.0)))
                 tl.store(masses + row * num_chunks + chunk, tl.where(finite, mass, 0.0))
             elif temperature > 0.0:
-                lanes = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
-                scores += gumbel(noise_words(lanes, key_low, key_high, sample_index, position))
+                lanes = chunk * (_CHUNK // 4) + tl.arange(0, _CHUNK // 4)
+                scores += gumbel(noise_words(lanes, *noise))
             top = tl.max(scores)
             token = tl.min(tl.where(scores == top, tokens, vocab))
             tl.store(best + row * num_chunks + chunk, top)
@@ -577,17 +534,7 @@ def _scan(
 
 
 @triton.jit
-def _reachable(
-    block_maxima,
-    num_blocks,
-    highest,
-    mass,
-    top_k,
-    top_p,
-    min_p,
-    vocab,
-    BLOCKS: tl.constexpr,
-):
+def _reachable(block_maxima, num_blocks, highest, mass, limits, vocab, BLOCKS: tl.constexpr):
     """A key such that what the thresholds depend on lies beyond it, int64; and the block keys.
 
     Top-k needs no token below the k-th largest block maximum: k tokens are at least as large.
@@ -595,6 +542,7 @@ def _reachable(
     faint that all of the vocabulary at that score would not make up 1 - top_p. Min-p, and top-k
     with top-p, need all of their own set, for its mass.
     """
+    _, top_k, top_p, min_p = limits
     block = tl.arange(0, BLOCKS)
     maxima = tl.load(block_maxima + block, mask=block < num_blocks, other=NEVER)
     keys = key_of(maxima)
@@ -618,28 +566,12 @@ def _reachable(
 
 
 @triton.jit
-def _find_support(
-    logits,
-    blocks,
-    num_blocks,
-    scores,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    vocab,
-    highest,
-    mass,
-    low,
-    CAPACITY: tl.constexpr,
-    SUB: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _find_support(listed, scores, limits, highest, mass, low, CAPACITY: tl.constexpr):
     """The lowest key of the support, int32, and how many tokens with that key belong to it."""
+    _, top_k, top_p, min_p = limits
+    _, _, _, vocab, _ = listed
     high = key_of(highest).to(tl.int64)
-    count = gather(
-        logits, blocks, num_blocks, vocab, temperature, low, high, scores, CAPACITY, SUB, TILE
-    )
+    count = gather(listed, low, high, scores, CAPACITY)
     fits = count <= CAPACITY
     allowed_ties = tl.zeros([], tl.int32) + vocab
     place = tl.arange(0, CAPACITY)
@@ -653,23 +585,14 @@ def _find_support(
                     mass = tl.sum(tl.where(beyond, tl.exp(values - highest), 0.0))
                 else:
                     pivots = tl.zeros_like(tl.arange(0, 4)) + low.to(tl.int32)
-                    masses = weigh(
-                        logits, blocks, num_blocks, vocab, temperature, highest, pivots, SUB, TILE
-                    )[1]
-                    mass = tl.max(masses)
+                    mass = tl.max(weigh(listed, highest, pivots)[1])
             target = tl.where(by_mass, top_p * mass, top_k.to(tl.float32))
             bottom = low
             top = high
             above = tl.zeros([], tl.float32)
             if not fits:
-                bottom, top, above = narrow(
-                    logits, blocks, num_blocks, vocab, temperature, highest, low, high,
-                    target, by_mass, CAPACITY, SUB, TILE,
-                )  # fmt: skip
-                count = gather(
-                    logits, blocks, num_blocks, vocab, temperature, bottom, top, scores,
-                    CAPACITY, SUB, TILE,
-                )  # fmt: skip
+                bottom, top, above = narrow(listed, highest, low, high, target, by_mass, CAPACITY)
+                count = gather(listed, bottom, top, scores, CAPACITY)
             values = tl.load(scores + place, mask=place < count, other=NEVER)
             weights = tl.where(by_mass, tl.exp(values - highest), 1.0)
             weights = tl.where(place < count, weights, 0.0)
@@ -704,15 +627,13 @@ def _finish(
     CHUNKS: tl.constexpr,
     BLOCKS: tl.constexpr,
     CAPACITY: tl.constexpr,
-    SUB: tl.constexpr,
-    TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    fields = _load_row(rows, rows_stride, row)  # the kernel before does not write them
-    temperature, top_k, top_p, min_p, key_low, key_high, sample_index, position = fields
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    limits, noise = _load_row(rows, rows_stride, row)  # the kernel before does not write them
+    temperature, _, _, _ = limits
+    _, _, _, position = noise
+    wait_and_release(PDL)
     token = tl.zeros([], tl.int32)
     if position >= 0:
         chunk = tl.arange(0, CHUNKS)
@@ -721,28 +642,23 @@ def _finish(
         ids = tl.load(best_ids + partial, mask=chunk < num_chunks, other=vocab)
         highest = tl.max(tops)
         token = tl.min(tl.where(tops == highest, ids, vocab))
-        restricted = _is_restricted(temperature, top_k, top_p, min_p, vocab)
+        restricted = _is_restricted(limits, vocab)
         if restricted & (highest > NEVER) & (highest < -NEVER):
             mass = tl.load(masses + partial, mask=chunk < num_chunks, other=0.0)
             mass = tl.sum(mass * tl.exp(tops - highest))
             low, keys = _reachable(
-                block_maxima + row * num_blocks,
-                num_blocks, highest, mass, top_k, top_p, min_p, vocab, BLOCKS,
-            )  # fmt: skip
-            listed = (tl.arange(0, BLOCKS) < num_blocks) & (keys > low.to(tl.int32))
+                block_maxima + row * num_blocks, num_blocks, highest, mass, limits, vocab, BLOCKS
+            )
+            is_listed = (tl.arange(0, BLOCKS) < num_blocks) & (keys > low.to(tl.int32))
             blocks += row * num_blocks
-            place = tl.cumsum(listed.to(tl.int32)) - 1
-            tl.store(blocks + place, tl.arange(0, BLOCKS), mask=listed)
-            num_listed = tl.sum(listed.to(tl.int32))
-            logits += row * logits_stride
+            place = tl.cumsum(is_listed.to(tl.int32)) - 1
+            tl.store(blocks + place, tl.arange(0, BLOCKS), mask=is_listed)
+            num_listed = tl.sum(is_listed.to(tl.int32))
+            listed = (logits + row * logits_stride, blocks, num_listed, vocab, temperature)
             threshold, allowed_ties = _find_support(
-                logits, blocks, num_listed, scores + row * CAPACITY, temperature, top_k, top_p,
-                min_p, vocab, highest, mass, low, CAPACITY, SUB, TILE,
-            )  # fmt: skip
-            token = sample_listed(
-                logits, blocks, num_listed, vocab, temperature, threshold, allowed_ties,
-                key_low, key_high, sample_index, position, SUB, TILE,
-            )  # fmt: skip
+                listed, scores + row * CAPACITY, limits, highest, mass, low, CAPACITY
+            )
+            token = sample_listed(listed, threshold, allowed_ties, noise)
     tl.store(tokens + row, token.to(tl.int64))
     if HAS_SLOTS:
         slot = tl.load(slots + row)
@@ -848,8 +764,6 @@ def sample_tokens(
         num_chunks,
         per_program,
         HAS_MASKS=masks is not None,
-        CHUNK=CHUNK,
-        SUB=SUB_BLOCK,
         num_warps=4,
         **options,
     )
@@ -871,8 +785,6 @@ def sample_tokens(
         CHUNKS=triton.next_power_of_2(num_chunks),
         BLOCKS=triton.next_power_of_2(workspace.blocks.shape[1]),
         CAPACITY=workspace.scores.shape[1],
-        SUB=SUB_BLOCK,
-        TILE=TILE,
         num_warps=16,
         **options,
     )

@@ -61,6 +61,7 @@ from hetero_llm.gpu.kernels.launch import (
     let_next_start,
     num_multiprocessors,
     pdl_options,
+    wait_and_release,
     wait_for_inputs,
 )
 from hetero_llm.gpu.kernels.lora import LoraSlots
@@ -88,14 +89,14 @@ class SkinnyConfig:
         block_k: Inputs read at a time.
         split_k: Programs that share one tile of features.
         num_warps: Warps of a program.
-        num_stages: Depth of the pipeline through shared memory; the vector kernel holds its tiles
-            in registers when it is 1.
+        num_stages: Depth of the pipeline through shared memory; 1 of the vector kernel, which holds
+            its tiles in registers.
         prefetch: Weights of each feature that are brought into L2 before the wait, behind those
             that are loaded there; 0: none. A power of two from 64 on.
         evict_first: Weights are the first to leave L2.
         waits: With split K the last share's program waits for the others' sums, instead of the last
             program to arrive merging all.
-        vector: Several rows go through the vector kernel; then there is one stage.
+        vector: Several rows go through the vector kernel.
     """
 
     block_m: int
@@ -111,8 +112,8 @@ class SkinnyConfig:
 
     @property
     def loads_early(self) -> bool:
-        """The first tile is in registers before the wait."""
-        return (self.block_m == 1 or self.vector) and self.num_stages == 1
+        """The vector kernel: the first tile is in registers before the wait."""
+        return self.block_m == 1 or self.vector
 
     def fits(self, m: int, n: int, k: int) -> bool:
         """Whether an [m, k] x [n, k] product can be launched so."""
@@ -121,6 +122,7 @@ class SkinnyConfig:
         return (
             0 < m <= self.block_m
             and k % 16 == 0
+            and not (self.loads_early and self.num_stages > 1)
             and last_share > 0
             and (self.prefetch == 0 or loaded + self.prefetch <= last_share)
             and (self.split_k == 1 or triton.cdiv(n, self.block_n) <= MAX_TILES)
@@ -167,8 +169,17 @@ def prefetch_weight(weight, features, start, n, k, PIECES: tl.constexpr, PREFETC
 
 
 @triton.jit
-def _store_output(y, sums, bias, features, rows, m, n, HAS_BIAS: tl.constexpr):
-    """y[rows, features] = sums [features, rows] + bias."""
+def _store_output(
+    sums, y, bias, features, rows, m, n, lora, prepared,
+    HAS_BIAS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """y[rows, features] = sums [features, rows] + adapters + bias."""
+    if RANK > 0:
+        sums = add_to_rows(
+            *(sums, lora, prepared, features, rows, m, n),
+            *(RANK, PARTS, SHARES, TOGETHER),
+        )
     if HAS_BIAS:
         sums += tl.load(bias + features, mask=features < n, other=0.0).to(tl.float32)[:, None]
     inside = (features < n)[:, None] & (rows < m)[None, :]
@@ -205,12 +216,10 @@ def finish_tile(
     Without counters, the last one is that of the last share. It reads the sums of the others, which
     `sums_to_await` holds, until all are there: no fence and no counter stands between them."""
     if SPLIT_K == 1:
-        if RANK > 0:
-            sums = add_to_rows(
-                *(sums, lora, prepared, features, rows, m, n),
-                *(RANK, PARTS, SHARES, TOGETHER),
-            )
-        _store_output(y, sums, bias, features, rows, m, n, HAS_BIAS)
+        _store_output(
+            *(sums, y, bias, features, rows, m, n, lora, prepared),
+            *(HAS_BIAS, RANK, PARTS, SHARES, TOGETHER),
+        )
     else:
         one = BLOCK_N * BLOCK_M
         inner = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
@@ -220,12 +229,10 @@ def finish_tile(
                 store_words(shares + tl.program_id(1) * one, sums)
             else:
                 merged = take_words(shares, one, SPLIT_K - 1) + sums
-                if RANK > 0:
-                    merged = add_to_rows(
-                        *(merged, lora, prepared, features, rows, m, n),
-                        *(RANK, PARTS, SHARES, TOGETHER),
-                    )
-                _store_output(y, merged, bias, features, rows, m, n, HAS_BIAS)
+                _store_output(
+                    *(merged, y, bias, features, rows, m, n, lora, prepared),
+                    *(HAS_BIAS, RANK, PARTS, SHARES, TOGETHER),
+                )
         else:
             shares = partials + tile.to(tl.int64) * (SPLIT_K * one) + inner
             tl.store(shares + tl.program_id(1) * one, sums)
@@ -237,12 +244,10 @@ def finish_tile(
                 for share in tl.static_range(SPLIT_K):
                     merged += tl.load(shares + share * one, cache_modifier=".cg")
                 tl.store(counters + tile, 0)
-                if RANK > 0:
-                    merged = add_to_rows(
-                        *(merged, lora, prepared, features, rows, m, n),
-                        *(RANK, PARTS, SHARES, TOGETHER),
-                    )
-                _store_output(y, merged, bias, features, rows, m, n, HAS_BIAS)
+                _store_output(
+                    *(merged, y, bias, features, rows, m, n, lora, prepared),
+                    *(HAS_BIAS, RANK, PARTS, SHARES, TOGETHER),
+                )
 
 
 @triton.jit
@@ -277,67 +282,6 @@ def load_row(x, columns, k, EVEN_K: tl.constexpr):
         return tl.load(x + columns, mask=columns < k, other=0, eviction_policy="evict_last")
 
 
-@triton.jit
-def _multiply_row(
-    tile, x, weight, bias, y, partials, counters, lora, n, k_pairs, steps,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PIECES: tl.constexpr,
-    PREFETCH: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
-    RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr,
-):  # fmt: skip
-    """One tile of features of `vector_product_kernel`."""
-    PAIRS: tl.constexpr = BLOCK_K // 2
-    DTYPE: tl.constexpr = y.dtype.element_ty
-    features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    start = tl.program_id(1) * steps * PAIRS
-    stop = tl.minimum(k_pairs, start + steps * PAIRS)
-    columns = start + tl.arange(0, PAIRS)
-    sums = tl.zeros((BLOCK_N, PAIRS // 4), tl.float32)
-    if STAGES == 1:
-        w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
-        if RANK > 0:
-            prepared = prepare_row(lora, PARTS)
-        if PREFETCH > 0:
-            prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
-        wait_for_inputs(PDL)
-        let_next_start(PDL)
-        row = load_row(x, columns, k_pairs, EVEN_K)
-        for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
-            sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
-            columns += PAIRS
-            w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
-            row = load_row(x, columns, k_pairs, EVEN_K)
-        if RANK > 0:
-            found = look_for_row(
-                *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, PAIRS // 4, EVEN_N)
-            )
-        sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
-    else:
-        if RANK > 0:
-            prepared = prepare_row(lora, PARTS)
-        if PREFETCH > 0:
-            prefetch_weight(weight, features, start, n, k_pairs, PIECES, PREFETCH // 2)
-        wait_for_inputs(PDL)
-        let_next_start(PDL)
-        for offset in tl.range(0, stop - start, PAIRS, num_stages=STAGES):
-            inner = columns + offset
-            w = _load_weight(weight, features, inner, n, k_pairs, EVEN_N, EVEN_K, EVICT)
-            row = load_row(x, inner, k_pairs, EVEN_K)
-            sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
-        if RANK > 0:
-            found = look_for_row(
-                *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, PAIRS // 4, EVEN_N)
-            )
-    if RANK > 0:
-        sums = add_to_row(sums, found)
-    sums = tl.sum(sums, axis=1)[:, None]
-    rows = tl.arange(0, 1)
-    finish_tile(
-        *(sums, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
-        *(HAS_BIAS, SPLIT_K, BLOCK_N, 1, 0, 0, 1, 1),
-    )
-
-
 @triton.jit(do_not_specialize=["steps"])
 def vector_product_kernel(
     x,  # [1, k / 2] int32: pairs of neighbours
@@ -353,7 +297,6 @@ def vector_product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -375,24 +318,46 @@ def vector_product_kernel(
     next takes a register for each value, and is unpacked, thus waited for, where it is loaded.
     BLOCK_K is 256 per warp, so that a thread meets the same eight inputs in every feature.
     """
-    if RANK == 0:
-        _multiply_row(
-            *(tl.program_id(0), x, weight, bias, y, partials, counters, lora, n, k_pairs, steps),
-            *(BLOCK_N, BLOCK_K, SPLIT_K, STAGES, EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH),
-            *(EVICT, PDL, 0, 0, 1),
-        )
-    else:
+    shrinking = 0
+    if RANK > 0:
         tl.static_assert(SPLIT_K == 1)
         shrinking = num_shrinking(lora)
-        if tl.program_id(0) < shrinking:
-            shrink_row(lora, RANK, PARTS, SHARES, LINES, LORA_K, PDL)
-        else:
-            _multiply_row(
-                *(tl.program_id(0) - shrinking, x, weight, bias, y, partials, counters, lora),
-                *(n, k_pairs, steps),
-                *(BLOCK_N, BLOCK_K, SPLIT_K, STAGES, EVEN_N, EVEN_K, HAS_BIAS, PIECES, PREFETCH),
-                *(EVICT, PDL, RANK, PARTS, SHARES),
+    if RANK > 0 and tl.program_id(0) < shrinking:
+        shrink_row(lora, RANK, PARTS, SHARES, LINES, LORA_K, PDL)
+    else:
+        tile = tl.program_id(0) - shrinking
+        PAIRS: tl.constexpr = BLOCK_K // 2
+        DTYPE: tl.constexpr = y.dtype.element_ty
+        features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        start = tl.program_id(1) * steps * PAIRS
+        stop = tl.minimum(k_pairs, start + steps * PAIRS)
+        columns = start + tl.arange(0, PAIRS)
+        sums = tl.zeros((BLOCK_N, PAIRS // 4), tl.float32)
+        w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+        if RANK > 0:
+            prepared = prepare_row(lora, PARTS)
+        if PREFETCH > 0:
+            prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
+        wait_and_release(PDL)
+        row = load_row(x, columns, k_pairs, EVEN_K)
+        for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
+            sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+            columns += PAIRS
+            w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+            row = load_row(x, columns, k_pairs, EVEN_K)
+        if RANK > 0:
+            found = look_for_row(
+                *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, PAIRS // 4, EVEN_N)
             )
+        sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+        if RANK > 0:
+            sums = add_to_row(sums, found)
+        sums = tl.sum(sums, axis=1)[:, None]
+        rows = tl.arange(0, 1)
+        finish_tile(
+            *(sums, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
+            *(HAS_BIAS, SPLIT_K, BLOCK_N, 1, 0, 0, 1, 1),
+        )
 
 
 @triton.jit
@@ -456,8 +421,7 @@ def vector_rows_kernel(
     w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
     if PREFETCH > 0:
         prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     inputs = _load_rows(x, columns, m, k_pairs, x_stride, BLOCK_M, EVEN_K)
     for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
         sums = _add_products_of_rows(sums, w, inputs, BLOCK_M, BLOCK_N, PAIRS, DTYPE)
@@ -472,48 +436,6 @@ def vector_rows_kernel(
     finish_tile(
         *(total, y, bias, partials, counters, features, rows, m, n, tile),
         *(None, None, HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, 0, 0, 1, 1),
-    )
-
-
-@triton.jit
-def _multiply_rows(
-    tile, x, weight, bias, y, partials, counters, lora, m, n, k, x_stride, steps,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PIECES: tl.constexpr, PREFETCH: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
-    RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
-    """One tile of features of `matrix_product_kernel`."""
-    features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    start = tl.program_id(1) * steps * BLOCK_K
-    stop = tl.minimum(k, start + steps * BLOCK_K)
-    columns = start + tl.arange(0, BLOCK_K)
-    rows = tl.arange(0, BLOCK_M)
-    prepared = 0  # nothing
-    if RANK > 0:
-        prepared = prepare_rows(lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER)
-    if PREFETCH > 0:
-        prefetch_weight(weight, features, start, n, k, PIECES, PREFETCH)
-    wait_for_inputs(PDL)
-    row_pointers = x + rows.to(tl.int64)[None, :] * x_stride
-    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for offset in tl.range(0, stop - start, BLOCK_K, num_stages=STAGES):
-        inner = columns + offset
-        w = _load_weight(weight, features, inner, n, k, EVEN_N, EVEN_K, EVICT)
-        inside = (rows < m)[None, :]
-        if not EVEN_K:
-            inside &= (inner < k)[:, None]
-        right = tl.load(
-            row_pointers + inner[:, None], mask=inside, other=0.0, eviction_policy="evict_last"
-        )
-        if IN_INTERPRETER:
-            w, right = w.to(tl.float32), right.to(tl.float32)
-        sums = tl.dot(w, right, sums)
-    # Not earlier: the next kernel's programs would take shared memory from this one's.
-    let_next_start(PDL)
-    finish_tile(
-        *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared),
-        *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, RANK, PARTS, SHARES, TOGETHER),
     )
 
 
@@ -552,25 +474,46 @@ def matrix_product_kernel(
 ):
     """At most BLOCK_M rows; grid (tiles of N, SPLIT_K), the shrinking programs first. Every split
     has at least one tile of K."""
-    if RANK == 0:
-        _multiply_rows(
-            *(tl.program_id(0), x, weight, bias, y, partials, counters, lora, m, n, k, x_stride),
-            *(steps, BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, STAGES, EVEN_N, EVEN_K, HAS_BIAS),
-            *(PIECES, PREFETCH, EVICT, PDL, 0, 0, 1, 1),
-        )
-    else:
+    shrinking = 0
+    if RANK > 0:
         shrinking = num_shrinking(lora)
-        if tl.program_id(0) < shrinking:
-            shrink_rows(
-                *(lora, m, RANK, PARTS, SHARES // SPLIT_K, BLOCK_M, LINES, LORA_K, STAGES, PDL)
+    if RANK > 0 and tl.program_id(0) < shrinking:
+        shrink_rows(*(lora, m, RANK, PARTS, SHARES // SPLIT_K, BLOCK_M, LINES, LORA_K, STAGES, PDL))
+    else:
+        tile = tl.program_id(0) - shrinking
+        features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        start = tl.program_id(1) * steps * BLOCK_K
+        stop = tl.minimum(k, start + steps * BLOCK_K)
+        columns = start + tl.arange(0, BLOCK_K)
+        rows = tl.arange(0, BLOCK_M)
+        prepared = 0  # nothing
+        if RANK > 0:
+            prepared = prepare_rows(
+                lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER
             )
-        else:
-            _multiply_rows(
-                *(tl.program_id(0) - shrinking, x, weight, bias, y, partials, counters, lora),
-                *(m, n, k, x_stride, steps),
-                *(BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, STAGES, EVEN_N, EVEN_K, HAS_BIAS),
-                *(PIECES, PREFETCH, EVICT, PDL, RANK, PARTS, SHARES, TOGETHER),
+        if PREFETCH > 0:
+            prefetch_weight(weight, features, start, n, k, PIECES, PREFETCH)
+        wait_for_inputs(PDL)
+        row_pointers = x + rows.to(tl.int64)[None, :] * x_stride
+        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for offset in tl.range(0, stop - start, BLOCK_K, num_stages=STAGES):
+            inner = columns + offset
+            w = _load_weight(weight, features, inner, n, k, EVEN_N, EVEN_K, EVICT)
+            inside = (rows < m)[None, :]
+            if not EVEN_K:
+                inside &= (inner < k)[:, None]
+            right = tl.load(
+                row_pointers + inner[:, None], mask=inside, other=0.0, eviction_policy="evict_last"
             )
+            if IN_INTERPRETER:
+                w, right = w.to(tl.float32), right.to(tl.float32)
+            sums = tl.dot(w, right, sums)
+        # Not earlier: the next kernel's programs would take shared memory from this one's.
+        let_next_start(PDL)
+        finish_tile(
+            *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared),
+            *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, RANK, PARTS, SHARES, TOGETHER),
+        )
 
 
 @functools.cache
@@ -626,7 +569,6 @@ def plan_launch(
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "SPLIT_K": config.split_k,
-        "STAGES": config.num_stages,
         "EVEN_N": n % config.block_n == 0,
         "EVEN_K": k % config.block_k == 0,
         "HAS_BIAS": bias is not None,
@@ -650,12 +592,11 @@ def plan_launch(
         arguments: tuple[Any, ...] = (*pairs, bias, y, partials, counters, lora, n, k // 2, steps)
         if not config.vector:
             return Launch(vector_product_kernel, (tiles, config.split_k), arguments, options)
-        del options["STAGES"]
         options["BLOCK_M"] = config.block_m
         arguments = (*pairs, bias, y, partials, counters, m, n, k // 2, x.stride(0) // 2, steps)
         return Launch(vector_rows_kernel, (tiles, config.split_k), arguments, options)
     arguments = (x, weight, bias, y, partials, counters, lora, m, n, k, x.stride(0), steps)
-    options["BLOCK_M"] = config.block_m
+    options |= {"BLOCK_M": config.block_m, "STAGES": config.num_stages}
     return Launch(matrix_product_kernel, (tiles, config.split_k), arguments, options)
 
 

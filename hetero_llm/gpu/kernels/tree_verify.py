@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_llm.gpu.kernels.launch import let_next_start, pdl_options, wait_for_inputs
+from hetero_llm.gpu.kernels.launch import pdl_options, wait_and_release
 
 MAX_ROWS = 64
 """Rows of one tree, its root included."""
@@ -69,8 +69,7 @@ def _verify(
     emitted_ptr, token_ptr, source_ptr, destination_ptr, count_ptr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    wait_and_release(PDL)
     group = tl.program_id(0)
     first = tl.load(group_ptr + group)
     count = tl.load(group_ptr + group_stride + group)
@@ -138,7 +137,19 @@ def verify_trees(
             that of row k of the group; there are no moves if all are in place.
     """
     num_groups = groups.shape[1]
-    _check(sampled, draft_tokens, parents, slot_mapping, groups, last_tokens, out)
+    (num_rows,) = sampled.shape
+    assert sampled.dtype == last_tokens.dtype == torch.int64
+    assert sampled.is_contiguous() and last_tokens.is_contiguous() and last_tokens.ndim == 1
+    for rows in (draft_tokens, parents, slot_mapping):
+        assert rows.shape == (num_rows,) and rows.dtype == torch.int32 and rows.is_contiguous()
+    assert groups.shape[0] == 3 and groups.dtype == torch.int32
+    assert num_groups < 2 or groups.stride(1) == 1
+    assert out.packed.shape == (num_groups + num_rows,) and out.packed.is_contiguous()
+    for moves in (out.sources, out.destinations):
+        assert moves.shape == (num_groups, MAX_ROWS) and moves.is_contiguous()
+    assert out.counts.shape == (num_groups,) and out.counts.is_contiguous()
+    assert out.packed.dtype == out.sources.dtype == out.destinations.dtype == torch.int64
+    assert out.counts.dtype == torch.int32
     if num_groups == 0:
         return
     _verify[(num_groups,)](
@@ -158,31 +169,6 @@ def verify_trees(
         num_warps=1,
         **pdl_options(sampled.device),
     )
-
-
-def _check(
-    sampled: torch.Tensor,
-    draft_tokens: torch.Tensor,
-    parents: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    groups: torch.Tensor,
-    last_tokens: torch.Tensor,
-    out: VerifiedTrees,
-) -> None:
-    (num_rows,) = sampled.shape
-    num_groups = groups.shape[1]
-    assert sampled.dtype == last_tokens.dtype == torch.int64
-    assert sampled.is_contiguous() and last_tokens.is_contiguous() and last_tokens.ndim == 1
-    for rows in (draft_tokens, parents, slot_mapping):
-        assert rows.shape == (num_rows,) and rows.dtype == torch.int32 and rows.is_contiguous()
-    assert groups.shape[0] == 3 and groups.dtype == torch.int32
-    assert num_groups < 2 or groups.stride(1) == 1
-    assert out.packed.shape == (num_groups + num_rows,) and out.packed.is_contiguous()
-    for moves in (out.sources, out.destinations):
-        assert moves.shape == (num_groups, MAX_ROWS) and moves.is_contiguous()
-    assert out.counts.shape == (num_groups,) and out.counts.is_contiguous()
-    assert out.packed.dtype == out.sources.dtype == out.destinations.dtype == torch.int64
-    assert out.counts.dtype == torch.int32
 
 
 def verify_trees_reference(

@@ -140,30 +140,37 @@ def whole_heads_of(reader: Reader, heads_key: str, hidden_key: str) -> tuple[int
     return hidden, heads, head_dim
 
 
+def with_config(source: ConfigSource, raw: Mapping[str, Any]) -> ConfigSource:
+    """The same with another content of config.json."""
+    return dataclasses.replace(source, config=Reader(raw, source.config.where))
+
+
 def with_defaults(source: ConfigSource, defaults: Mapping[str, Any]) -> ConfigSource:
     """The same with values for keys that config.json lacks."""
-    reader = Reader({**defaults, **source.config.raw}, source.config.where)
-    return dataclasses.replace(source, config=reader)
+    return with_config(source, {**defaults, **source.config.raw})
 
 
 def with_rope_theta(source: ConfigSource, theta: Any) -> ConfigSource:
     """The same with `rope_theta` if config.json lacks it or has null."""
     if source.config.raw.get("rope_theta") is not None:
         return source
-    reader = Reader({**source.config.raw, "rope_theta": theta}, source.config.where)
-    return dataclasses.replace(source, config=reader)
-
-
-def without(source: ConfigSource, *keys: str) -> ConfigSource:
-    """The same without keys of config.json, which the caller reads."""
-    raw = {key: value for key, value in source.config.raw.items() if key not in keys}
-    return dataclasses.replace(source, config=Reader(raw, source.config.where))
+    return with_config(source, {**source.config.raw, "rope_theta": theta})
 
 
 def same_window(reader: Reader, num_layers: int) -> Windows:
     """`sliding_window` in every layer, None without the key."""
     stated = reader.raw.get("sliding_window") is not None
     return (reader.integer("sliding_window") if stated else None,) * num_layers
+
+
+def alternating_windows(reader: Reader, num_layers: int, default: int) -> Windows:
+    """`sliding_window` in every other layer from the first one on, unless `layer_types` says
+    otherwise. `default`: Without the key; null stands for none."""
+    null = "sliding_window" in reader.raw and reader.raw["sliding_window"] is None
+    window = None if null else reader.integer("sliding_window", default)
+    if reader.raw.get("layer_types") is not None:
+        return windows_of_layer_types(reader, num_layers, window)
+    return tuple(None if layer % 2 else window for layer in range(num_layers))
 
 
 def further_layers(reader: Reader, key: str, default: int) -> int:

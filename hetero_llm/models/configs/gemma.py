@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import ConfigSource, Reader
-from hetero_llm.models.configs.common import (
-    Windows,
-    windows_of_layer_types,
-    with_defaults,
-    without,
-)
+from hetero_llm.models.configs.common import alternating_windows, with_config
 from hetero_llm.models.configs.llama_like import read_like
 
 _DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
@@ -41,7 +36,7 @@ def read_gemma2(source: ConfigSource) -> Gemma2Config:
         source, "attn_logit_softcapping", "final_logit_softcapping", "sliding_window", "layer_types"
     )
     windows, max_model_len = source.served_windows(
-        _windows(reader, config.num_layers), config.max_model_len
+        alternating_windows(reader, config.num_layers, 4096), config.max_model_len
     )
     config = dataclasses.replace(
         config,
@@ -59,7 +54,9 @@ def _read_like_llama(source: ConfigSource, *own_keys: str) -> ModelConfig:
     """What both have in common with Llama; the caller reads `own_keys`."""
     source.refuse("use_bidirectional_attention", "mlp_bias")
     source.config.integer("num_key_value_heads")  # the class' default is one model's size
-    return read_like(without(with_defaults(source, _DEFAULTS), *own_keys), "LlamaForCausalLM")
+    raw = {**_DEFAULTS, **source.config.raw}
+    kept = {key: value for key, value in raw.items() if key not in own_keys}
+    return read_like(with_config(source, kept), "LlamaForCausalLM")
 
 
 def _activation(reader: Reader) -> str:
@@ -75,12 +72,3 @@ def _activation(reader: Reader) -> str:
 def _cap(reader: Reader, key: str, default: float) -> float | None:
     null = key in reader.raw and reader.raw[key] is None
     return None if null else reader.number(key, default)
-
-
-def _windows(reader: Reader, num_layers: int) -> Windows:
-    """Every other layer from the first on has the window, unless `layer_types` says otherwise."""
-    null = "sliding_window" in reader.raw and reader.raw["sliding_window"] is None
-    window = None if null else reader.integer("sliding_window", 4096)
-    if reader.raw.get("layer_types") is not None:
-        return windows_of_layer_types(reader, num_layers, window)
-    return tuple(None if layer % 2 else window for layer in range(num_layers))

@@ -8,30 +8,19 @@ from dataclasses import dataclass
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import ConfigSource, Reader
 from hetero_llm.models.configs.common import further_layers, llama_fields, with_defaults
-from hetero_llm.models.configs.mixture import MixtralConfig, expert_fields
+from hetero_llm.models.configs.mixture import Qwen2MoeConfig, expert_fields
 
 _ROTATED = {"partial_rotary_factor": 0.5}
 _NORM_EPS = 1.5625e-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Glm4MoeConfig(MixtralConfig):
-    """`intermediate_size` is that of the layers without experts.
+class Glm4MoeConfig(Qwen2MoeConfig):
+    """`router_groups`, `router_kept_groups`, `router_scale`: See `experts.sigmoid_top_k`."""
 
-    Attributes:
-        sparse_layers: Which layers have experts.
-        shared_expert_size: Inner size of the experts that every token uses, together.
-        router_groups, router_kept_groups, renormalize, router_scale: See `experts.sigmoid_top_k`.
-        further_layers: See `common.further_layers`.
-    """
-
-    sparse_layers: tuple[bool, ...]
-    shared_expert_size: int
     router_groups: int
     router_kept_groups: int
-    renormalize: bool
     router_scale: float
-    further_layers: int
 
 
 def read(source: ConfigSource) -> ModelConfig:

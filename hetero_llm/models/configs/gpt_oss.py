@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hetero_llm.models.config import ClampedSwish
-from hetero_llm.models.config_reader import ConfigSource, Reader
+from hetero_llm.models.config_reader import ConfigSource
 from hetero_llm.models.configs.common import (
-    Windows,
+    alternating_windows,
     llama_fields,
-    windows_of_layer_types,
+    with_config,
     with_rope_theta,
 )
 from hetero_llm.models.configs.mixture import MixtralConfig
@@ -41,7 +41,7 @@ def read(source: ConfigSource) -> GptOssConfig:
     reader = source.config
     if reader.raw.get("hidden_act", "silu") != "silu":
         raise reader.bad("hidden_act", "the experts' activation is fixed, and called silu")
-    windows = _windows(reader, reader.layers("num_hidden_layers"))
+    windows = alternating_windows(reader, reader.layers("num_hidden_layers"), 128)
     num_experts = reader.integer("num_local_experts")
     k = reader.integer("num_experts_per_tok", 4)
     if k > num_experts:
@@ -66,25 +66,11 @@ def _with_dtype(source: ConfigSource) -> ConfigSource:
     """The published files do not name the type of the weights that are no MXFP4."""
     raw = source.config.raw
     named = raw.get("dtype") is not None or raw.get("torch_dtype") is not None
-    return source if named else _with(source, dtype="bfloat16")
+    return source if named else with_config(source, {**raw, "dtype": "bfloat16"})
 
 
 def _with_rope(source: ConfigSource) -> ConfigSource:
     raw = source.config.raw
     if raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
-        source = _with(source, rope_parameters=_ROPE)
+        source = with_config(source, {**raw, "rope_parameters": _ROPE})
     return with_rope_theta(source, _ROPE_THETA)
-
-
-def _with(source: ConfigSource, **values: Any) -> ConfigSource:
-    raw = {**source.config.raw, **values}
-    return replace(source, config=Reader(raw, source.config.where))
-
-
-def _windows(reader: Reader, num_layers: int) -> Windows:
-    """Sliding in every other layer from the first one on, unless `layer_types` says otherwise."""
-    null = "sliding_window" in reader.raw and reader.raw["sliding_window"] is None
-    window = None if null else reader.integer("sliding_window", 128)
-    if reader.raw.get("layer_types") is not None:
-        return windows_of_layer_types(reader, num_layers, window)
-    return tuple(None if layer % 2 else window for layer in range(num_layers))

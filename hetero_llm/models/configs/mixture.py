@@ -36,11 +36,18 @@ class MixtralConfig(ModelConfig):
         num_experts: In each layer that has experts.
         experts_per_token: How many of them each token uses.
         expert_size: Inner size of one expert.
+        further_layers: See `common.further_layers`.
     """
 
     num_experts: int
     experts_per_token: int
     expert_size: int
+    further_layers: int = 0
+
+    @property
+    def router_sizes(self) -> tuple[int, int, int]:
+        """What a router is made of: hidden size, experts, experts of a token."""
+        return self.hidden_size, self.num_experts, self.experts_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,33 +58,23 @@ class PhiMoEConfig(MixtralConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen2MoeConfig(MixtralConfig):
+class Qwen3MoeConfig(MixtralConfig):
     """`intermediate_size` is that of the layers without experts.
 
     Attributes:
         sparse_layers: Which layers have experts.
-        shared_expert_size: Inner size of the expert that every token uses.
         renormalize: The weights of a token's experts add up to one.
     """
 
     sparse_layers: tuple[bool, ...]
+    renormalize: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen2MoeConfig(Qwen3MoeConfig):
+    """`shared_expert_size`: Inner size of the experts that every token uses, together."""
+
     shared_expert_size: int
-    renormalize: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen3MoeConfig(MixtralConfig):
-    """`sparse_layers`, `renormalize`, `intermediate_size`: See `Qwen2MoeConfig`."""
-
-    sparse_layers: tuple[bool, ...]
-    renormalize: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MiniMaxM2Config(MixtralConfig):
-    """`further_layers`: See `common.further_layers`."""
-
-    further_layers: int
 
 
 def read(source: ConfigSource) -> MixtralConfig:
@@ -155,7 +152,7 @@ def read_qwen3_moe(source: ConfigSource) -> Qwen3MoeConfig:
     )
 
 
-def read_minimax_m2(source: ConfigSource) -> MiniMaxM2Config:
+def read_minimax_m2(source: ConfigSource) -> MixtralConfig:
     """MiniMax-M2, by transformers' own class and by its remote code."""
     source.refuse("attention_bias", "sliding_window", "shared_intermediate_size")
     reader = source.config
@@ -170,7 +167,7 @@ def read_minimax_m2(source: ConfigSource) -> MiniMaxM2Config:
         source = with_defaults(source, {"partial_rotary_factor": share})
     source = with_rope_theta(source, _MINIMAX_M2_ROPE_THETA)
     windows = (None,) * reader.layers("num_hidden_layers")
-    return MiniMaxM2Config(
+    return MixtralConfig(
         **_fields(source, windows, norm_eps=1e-6, default_head_dim=128, partial_rotary=True),
         **expert_fields(reader, "num_local_experts", "intermediate_size", 8),
         further_layers=further_layers(reader, "num_mtp_modules", 0),

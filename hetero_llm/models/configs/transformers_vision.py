@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
@@ -111,13 +111,8 @@ def _llava_next(reader: Reader, config: Any) -> VisionConfig:
         raise reader.bad(
             "vision_feature_select_strategy", "pieces must have one embedding for each patch"
         )
-    return VisionConfig(
-        kind="llava_next",
-        image_token_id=vision.image_token_id,
-        patch_size=vision.patch_size,
-        image_size=vision.image_size,
-        pinpoints=tuple((int(h), int(w)) for h, w in config.image_grid_pinpoints),
-    )
+    pinpoints = tuple((int(h), int(w)) for h, w in config.image_grid_pinpoints)
+    return replace(vision, kind="llava_next", pinpoints=pinpoints)
 
 
 def _qwen2_vl(reader: Reader, config: Any) -> VisionConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -161,14 +162,9 @@ class GgufHeader:
                 f"{self.path}: {name} is {tensor.type.name} {list(tensor.shape)}: at most "
                 f"{_MOST_FLOATS} numbers in F32 are needed"
             )
-        try:
-            with self.path.open("rb") as file:
-                file.seek(tensor.start)
-                data = file.read(tensor.nbytes)
-        except OSError as error:
-            raise ModelLoadError(
-                f"{self.path}: {name} cannot be read: {error.strerror or error}"
-            ) from error
+        with reading(f"{self.path}: {name}"), self.path.open("rb") as file:
+            file.seek(tensor.start)
+            data = file.read(tensor.nbytes)
         if len(data) < tensor.nbytes:
             raise ModelLoadError(f"{self.path}: {name}: the file ends inside of it")
         return np.frombuffer(data, "<f4").tolist()
@@ -179,6 +175,15 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == SUFFIX and not path.is_dir()
 
 
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Reports the errors of the system as a `ModelLoadError`: "`what` cannot be read"."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelLoadError(f"{what} cannot be read: {error.strerror or error}") from error
+
+
 def read_header(path: Path) -> GgufHeader:
     """Reads metadata and table of a file; the last one read is kept until the file changes.
 
@@ -187,21 +192,16 @@ def read_header(path: Path) -> GgufHeader:
             type that is not read.
     """
     path = Path(path)
-    try:
+    with reading(f"{path}:"):
         check_regular(path)
         found = path.stat()
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from error
     return _read_header(path, found.st_size, found.st_mtime_ns, found.st_ino)
 
 
 @lru_cache(maxsize=1)
 def _read_header(path: Path, size: int, changed: int, inode: int) -> GgufHeader:
-    try:
-        with path.open("rb", buffering=1 << 20) as file:
-            return _Header(path, file, size).read()
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with reading(f"{path}:"), path.open("rb", buffering=1 << 20) as file:
+        return _Header(path, file, size).read()
 
 
 class _Header:

@@ -45,7 +45,6 @@ class AutoRoundFormat:
         self._base, self._exact, self._patterns, self._blocks = base, exact, patterns, blocks
 
     def scheme(self, module: str) -> Scheme | None:
-        """See `CheckpointFormat`."""
         if module in self._exact:
             return self._exact[module]
         for one, scheme in self._patterns:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetero_llm.quantization.formats.modules import PlainModules, is_embedding, is_head
+from hetero_llm.quantization.formats.modules import PlainModules, UniformFormat
 from hetero_llm.quantization.formats.options import Config, first_of, group_of, names, refused
 from hetero_llm.quantization.formats.scheme import FLOATS, Scheme, StoredPart
 from hetero_llm.quantization.formats.values import (
@@ -26,7 +26,7 @@ from hetero_llm.quantization.matrix import INT4_ZERO, QuantizedMatrix, pack_code
 
 
 @dataclass(frozen=True, slots=True)
-class AwqScheme:
+class AwqScheme(Scheme):
     """One matrix; see the head of this file.
 
     Attributes:
@@ -36,7 +36,6 @@ class AwqScheme:
     group: int
 
     def parts(self, rows: int, columns: int) -> tuple[StoredPart, ...]:
-        """See `Scheme`."""
         if rows % 8:
             raise ValueError(
                 f"4 bits are packed 8 to a word, which does not divide its {rows} rows"
@@ -49,7 +48,6 @@ class AwqScheme:
         )
 
     def convert(self, stored: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
-        """See `Scheme`."""
         group = width_of_groups(columns, self.group, 4)
         scale = finite_scale("scales", stored["scales"].t().contiguous())
         codes = _codes(stored["qzeros"])
@@ -58,11 +56,9 @@ class AwqScheme:
         return QuantizedMatrix("int4", data, scale, group, zero=zero)
 
     def column_step(self, columns: int) -> int:
-        """See `Scheme`."""
         return 2 if self.group == -1 else self.group
 
     def slice_steps(self, columns: int) -> tuple[int, int]:
-        """See `Scheme`."""
         return 8, self.column_step(columns)
 
 
@@ -76,21 +72,7 @@ def _codes(words: Tensor) -> Tensor:
     return both.reshape(height, -1)
 
 
-class AwqFormat:
-    """See `CheckpointFormat` and `read`."""
-
-    name = "awq"
-
-    def __init__(self, scheme: Scheme, plain: PlainModules) -> None:
-        self._scheme, self._plain = scheme, plain
-
-    def scheme(self, module: str) -> Scheme | None:
-        """See `CheckpointFormat`."""
-        kept = is_head(module) or is_embedding(module) or module in self._plain
-        return None if kept else self._scheme
-
-
-def read(config: Config) -> AwqFormat:
+def read(config: Config) -> UniformFormat:
     """The format of a config whose `quant_method` is "awq", or of the older quant_config.json,
     where keys are "w_bit" and "q_group_size".
 
@@ -101,7 +83,7 @@ def read(config: Config) -> AwqFormat:
     if not isinstance(version, str) or version.lower() != "gemm":
         raise refused("version", version, ("gemm",))
     key = "modules_to_not_convert"
-    return AwqFormat(scheme_of(config), PlainModules(key, names(config, key)))
+    return UniformFormat("awq", scheme_of(config), PlainModules(key, names(config, key)))
 
 
 def scheme_of(config: Config) -> AwqScheme:

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hetero_llm.quantization.formats.modules import PlainModules, is_embedding, is_head
+from hetero_llm.quantization.formats.modules import PlainModules, UniformFormat
 from hetero_llm.quantization.formats.options import Config, choice, flag, names
 from hetero_llm.quantization.formats.scheme import ANY_LENGTH, Scheme, StoredPart
 from hetero_llm.quantization.formats.values import check_finite, finite_scale
@@ -42,7 +42,7 @@ _ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class FourBits:
+class FourBits(Scheme):
     """nf4 or fp4; see the head of this file."""
 
     kind: Literal["nf4", "fp4"]
@@ -67,7 +67,6 @@ class FourBits:
         )
 
     def convert(self, stored: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
-        """See `Scheme`."""
         state = self._read_state(stored[self._state])
         if state.get("quant_type") != self.kind or state.get("shape") != [rows, columns]:
             raise ValueError(
@@ -106,7 +105,6 @@ class FourBits:
         return min(_BLOCKS)
 
     def slice_steps(self, columns: int) -> tuple[int, int]:
-        """See `Scheme`."""
         return 0, 0
 
     @property
@@ -142,11 +140,10 @@ def _unnested(stored: Mapping[str, Tensor], state: dict[str, Any]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Rows:
+class Int8Rows(Scheme):
     """LLM.int8(); see the head of this file."""
 
     def parts(self, rows: int, columns: int) -> tuple[StoredPart, ...]:
-        """See `Scheme`."""
         return (
             StoredPart("weight", ("I8",), ((rows, columns),)),
             StoredPart("SCB", ("F32", "F16", "BF16"), ((rows,),)),
@@ -162,30 +159,10 @@ class Int8Rows:
         return QuantizedMatrix("int8", stored["weight"], scale, columns)
 
     def column_step(self, columns: int) -> int:
-        """See `Scheme`."""
         return 1
 
-    def slice_steps(self, columns: int) -> tuple[int, int]:
-        """See `Scheme`."""
-        return 1, self.column_step(columns)
 
-
-class BitsAndBytesFormat:
-    """See `CheckpointFormat` and `read`."""
-
-    name = "bitsandbytes"
-
-    def __init__(self, scheme: Scheme, plain: PlainModules, *, head: bool) -> None:
-        self._scheme, self._plain, self._head = scheme, plain, head
-
-    def scheme(self, module: str) -> Scheme | None:
-        """See `CheckpointFormat`."""
-        if module in self._plain or is_embedding(module) or (is_head(module) and not self._head):
-            return None
-        return self._scheme
-
-
-def read(config: Config) -> BitsAndBytesFormat:
+def read(config: Config) -> UniformFormat:
     """The format of a config whose `quant_method` is "bitsandbytes".
 
     Raises:
@@ -203,7 +180,7 @@ def read(config: Config) -> BitsAndBytesFormat:
     plain, head = PlainModules(key, names(config, key)), bool(config.get(key))
     if eight:
         choice(config, "llm_int8_has_fp16_weight", (False,), False)
-        return BitsAndBytesFormat(Int8Rows(), plain, head=head)
+        return UniformFormat("bitsandbytes", Int8Rows(), plain, head)
     choice(config, "bnb_4bit_quant_storage", ("uint8",), "uint8")
     kind = choice(config, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
-    return BitsAndBytesFormat(FourBits(kind), plain, head=head)
+    return UniformFormat("bitsandbytes", FourBits(kind), plain, head)

@@ -22,7 +22,6 @@ of 8 bits are refused: their codes less their zero points take nine bits.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -68,13 +67,12 @@ _FORMATS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Int8:
+class Int8(Scheme):
     """`weight` [N, K] int8. `group`: columns of a group; None: one scale, or one for each row."""
 
     group: int | None = None
 
     def parts(self, rows: int, columns: int) -> tuple[StoredPart, ...]:
-        """See `Scheme`."""
         scale = scale_part("weight_scale", rows)
         if self.group is not None:
             groups = columns // width_of_groups(columns, self.group, 8)
@@ -87,7 +85,6 @@ class Int8:
         )
 
     def convert(self, stored: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
-        """See `Scheme`."""
         check_unused_zeros(stored)
         scale, group = stored["weight_scale"], columns
         if self.group is None:
@@ -98,16 +95,11 @@ class Int8:
         return QuantizedMatrix("int8", stored["weight"], scale, group)
 
     def column_step(self, columns: int) -> int:
-        """See `Scheme`."""
         return self.group or 1
-
-    def slice_steps(self, columns: int) -> tuple[int, int]:
-        """See `Scheme`."""
-        return 1, self.column_step(columns)
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(Scheme):
     """Integers in words of 32 bits.
 
     Attributes:
@@ -123,7 +115,6 @@ class Packed:
     ordered: bool
 
     def parts(self, rows: int, columns: int) -> tuple[StoredPart, ...]:
-        """See `Scheme`."""
         groups = columns // width_of_groups(columns, self.group, self.bits)
         each = 32 // self.bits
         scale = StoredPart("weight_scale", FLOATS, ((rows, groups),))
@@ -144,7 +135,6 @@ class Packed:
         return *parts, StoredPart("weight_g_idx", ("I32", "I64"), ((columns,),))
 
     def convert(self, stored: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
-        """See `Scheme`."""
         if (shape := stored.get("weight_shape")) is not None and shape.tolist() != [rows, columns]:
             raise ValueError(f"weight_shape: {shape.tolist()}, its matrix is {[rows, columns]}")
         group = width_of_groups(columns, self.group, self.bits)
@@ -166,7 +156,6 @@ class Packed:
         return QuantizedMatrix("int4", data, scale, group, zero=zero, order=order)
 
     def column_step(self, columns: int) -> int:
-        """See `Scheme`."""
         if self.ordered and self.group != -1:
             raise ValueError("its columns are quantized in an order of their own (actorder)")
         return 32 // self.bits if self.group == -1 else self.group
@@ -185,7 +174,7 @@ def _zeros(words: Tensor, rows: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Fp4:
+class Fp4(Scheme):
     """e2m1 in bytes, with scales of groups; NVIDIA's format and the one of the OCP.
 
     Attributes:
@@ -207,7 +196,6 @@ class Fp4:
         return 16 if self.kind == "nv" else 32
 
     def parts(self, rows: int, columns: int) -> tuple[StoredPart, ...]:
-        """See `Scheme`."""
         groups = columns // width_of_groups(columns, self.group, 4)
         packed = StoredPart(self.packed, ("U8",), ((rows, columns // 2),))
         if self.kind == "mx":
@@ -221,7 +209,6 @@ class Fp4:
         )
 
     def convert(self, stored: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
-        """See `Scheme`."""
         data, scale = stored[self.packed], stored["weight_scale"]
         if self.kind == "mx":
             return QuantizedMatrix(
@@ -237,42 +224,7 @@ class Fp4:
         )
 
     def column_step(self, columns: int) -> int:
-        """See `Scheme`."""
         return self.group
-
-    def slice_steps(self, columns: int) -> tuple[int, int]:
-        """See `Scheme`."""
-        return 1, self.column_step(columns)
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A scheme and what it is for."""
-
-    names: frozenset[str]
-    patterns: tuple[re.Pattern[str], ...]
-    scheme: Scheme
-
-    def names_module(self, module: str) -> bool:
-        return module in self.names or any(one.match(module) for one in self.patterns)
-
-
-class CompressedTensorsFormat:
-    """See `CheckpointFormat` and `read`."""
-
-    name = "compressed-tensors"
-
-    def __init__(self, groups: tuple[_Group, ...], ignored: _Names) -> None:
-        self._groups, self._ignored = groups, ignored
-
-    def scheme(self, module: str) -> Scheme | None:
-        """See `CheckpointFormat`. A target that names the module goes before its class."""
-        if module in self._ignored:
-            return None
-        found = [one for one in self._groups if one.names_module(module)]
-        kind = "Embedding" if is_embedding(module) else "Linear"
-        found += [one for one in self._groups if kind in one.names]
-        return found[0].scheme if found else None
 
 
 class _Names:
@@ -280,12 +232,34 @@ class _Names:
 
     def __init__(self, key: str, entries: tuple[str, ...]) -> None:
         self.exact = frozenset(one for one in entries if not one.startswith("re:"))
-        self.patterns = tuple(
+        self._patterns = tuple(
             pattern(key, one.removeprefix("re:")) for one in entries if one.startswith("re:")
         )
 
     def __contains__(self, module: str) -> bool:
-        return module in self.exact or any(one.match(module) for one in self.patterns)
+        return module in self.exact or any(one.match(module) for one in self._patterns)
+
+
+class CompressedTensorsFormat:
+    """See `CheckpointFormat` and `read`.
+
+    Args:
+        groups: the targets of each scheme.
+    """
+
+    name = "compressed-tensors"
+
+    def __init__(self, groups: list[tuple[_Names, Scheme]], ignored: _Names) -> None:
+        self._groups, self._ignored = groups, ignored
+
+    def scheme(self, module: str) -> Scheme | None:
+        """See `CheckpointFormat`. A target that names the module goes before its class."""
+        if module in self._ignored:
+            return None
+        kind = "Embedding" if is_embedding(module) else "Linear"
+        named = [scheme for targets, scheme in self._groups if module in targets]
+        of_class = [scheme for targets, scheme in self._groups if kind in targets.exact]
+        return next(iter(named + of_class), None)
 
 
 def read(config: Config) -> CompressedTensorsFormat:
@@ -309,10 +283,10 @@ def read(config: Config) -> CompressedTensorsFormat:
         targets = _Names(f"{key}.targets", names(group, "targets"))
         form = group.get("format") or config.get("format")
         scheme = _scheme(form, table(group, "weights"), f"{key}.weights")
-        groups.append(_Group(targets.exact, targets.patterns, scheme))
+        groups.append((targets, scheme))
     if not groups and not config.get("kv_cache_scheme"):
         raise refused("config_groups", config.get("config_groups"), "a group with weights")
-    return CompressedTensorsFormat(tuple(groups), _Names("ignore", names(config, "ignore")))
+    return CompressedTensorsFormat(groups, _Names("ignore", names(config, "ignore")))
 
 
 def _scheme(form: object, weights: dict[str, Any], key: str) -> Scheme:

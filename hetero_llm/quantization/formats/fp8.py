@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetero_llm.quantization.formats.modules import PlainModules, is_embedding, is_head
+from hetero_llm.quantization.formats.modules import PlainModules, UniformFormat
 from hetero_llm.quantization.formats.options import Config, choice, first_of, names, refused
 from hetero_llm.quantization.formats.scheme import FLOATS, Scheme, StoredPart
 from hetero_llm.quantization.formats.values import (
@@ -38,7 +38,7 @@ _FMTS = ("e4m3", "float8_e4m3fn")
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Rows:
+class Fp8Rows(Scheme):
     """One scale, or one for each row.
 
     Attributes:
@@ -50,7 +50,6 @@ class Fp8Rows:
     activations: tuple[str, ...] = ("input_scale",)
 
     def parts(self, rows: int, columns: int) -> tuple[StoredPart, ...]:
-        """See `Scheme`."""
         one = len(self.spellings) > 1
         scales = tuple(scale_part(suffix, rows, optional=one) for suffix in self.spellings)
         return (
@@ -61,23 +60,17 @@ class Fp8Rows:
         )
 
     def convert(self, stored: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
-        """See `Scheme`."""
         check_unused_zeros(stored)
         suffix = _only(stored, self.spellings)
         scale = scale_of_rows(suffix, stored[suffix], rows)
         return QuantizedMatrix("fp8", stored["weight"], scale, columns)
 
     def column_step(self, columns: int) -> int:
-        """See `Scheme`."""
         return 1
-
-    def slice_steps(self, columns: int) -> tuple[int, int]:
-        """See `Scheme`."""
-        return 1, self.column_step(columns)
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Blocks:
+class Fp8Blocks(Scheme):
     """One scale for each block of rows and columns; see `Fp8Rows`.
 
     Attributes:
@@ -91,7 +84,6 @@ class Fp8Blocks:
     flat: bool = True
 
     def parts(self, rows: int, columns: int) -> tuple[StoredPart, ...]:
-        """See `Scheme`."""
         high, wide = -(-rows // self.block[0]), -(-columns // self.block[1])
         shape = (high, wide) if self.flat else (high, 1, wide, 1)
         one, types = len(self.spellings) > 1, (*FLOATS, *E8M0_TYPES)
@@ -118,11 +110,9 @@ class Fp8Blocks:
         return QuantizedMatrix("fp8", stored["weight"], scale.contiguous(), wide, height)
 
     def column_step(self, columns: int) -> int:
-        """See `Scheme`."""
         return self.block[1]
 
     def slice_steps(self, columns: int) -> tuple[int, int]:
-        """See `Scheme`."""
         return self.block[0], self.column_step(columns)
 
 
@@ -135,21 +125,7 @@ def _only(stored: Mapping[str, Tensor], spellings: tuple[str, ...]) -> str:
     return found[0]
 
 
-class Fp8Format:
-    """See `CheckpointFormat` and `read`."""
-
-    name = "fp8"
-
-    def __init__(self, scheme: Scheme, plain: PlainModules) -> None:
-        self._scheme, self._plain = scheme, plain
-
-    def scheme(self, module: str) -> Scheme | None:
-        """See `CheckpointFormat`."""
-        kept = is_head(module) or is_embedding(module) or module in self._plain
-        return None if kept else self._scheme
-
-
-def read(config: Config) -> Fp8Format:
+def read(config: Config) -> UniformFormat:
     """The format of a config whose `quant_method` is "fp8" or "fbgemm_fp8".
 
     Raises:
@@ -164,10 +140,9 @@ def read(config: Config) -> Fp8Format:
     plain = PlainModules(key, names(config, key))
     size = first_of(config, ("weight_block_size",))
     if size is None:
-        return Fp8Format(Fp8Rows(_SPELLINGS, _ACTIVATIONS), plain)
-    return Fp8Format(
-        Fp8Blocks(block_of("weight_block_size", size), _SPELLINGS, _ACTIVATIONS), plain
-    )
+        return UniformFormat("fp8", Fp8Rows(_SPELLINGS, _ACTIVATIONS), plain)
+    blocks = Fp8Blocks(block_of("weight_block_size", size), _SPELLINGS, _ACTIVATIONS)
+    return UniformFormat("fp8", blocks, plain)
 
 
 def block_of(key: str, value: object) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hetero_llm.quantization.formats.options import Config, refused
-from hetero_llm.quantization.formats.scheme import StoredPart
+from hetero_llm.quantization.formats.scheme import Scheme, StoredPart
 from hetero_llm.quantization.gguf.blocks import to_matrix
 from hetero_llm.quantization.gguf.types import BLOCK_TYPES, MATRIX_TYPES, BlockType
 from hetero_llm.quantization.matrix import QuantizedMatrix
@@ -20,7 +20,7 @@ _BLOCKS = {block.name: block for block in BLOCK_TYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)
-class GgufScheme:
+class GgufScheme(Scheme):
     """See `Scheme`. The stored tensor is [rows, bytes of a row] of type `block.name`."""
 
     block: BlockType

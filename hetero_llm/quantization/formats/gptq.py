@@ -21,12 +21,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hetero_llm.quantization.formats.modules import PlainModules, is_embedding, is_head
+from hetero_llm.quantization.formats.modules import PlainModules, UniformFormat
 from hetero_llm.quantization.formats.options import (
     Config,
     choice,
@@ -53,7 +53,7 @@ _INT8_ZERO = 128
 
 
 @dataclass(frozen=True, slots=True)
-class GptqScheme:
+class GptqScheme(Scheme):
     """One matrix; see the head of this file.
 
     Attributes:
@@ -69,7 +69,6 @@ class GptqScheme:
     zeros_less_one: bool
 
     def parts(self, rows: int, columns: int) -> tuple[StoredPart, ...]:
-        """See `Scheme`."""
         each = 32 // self.bits
         if rows % each or columns % each:
             raise ValueError(
@@ -86,7 +85,6 @@ class GptqScheme:
         )
 
     def convert(self, stored: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
-        """See `Scheme`."""
         group = width_of_groups(columns, self.group, self.bits)
         if (bias := stored.get("bias")) is not None and bool(bias.any()):
             raise ValueError("bias: it is not zero, and the model has none")
@@ -106,7 +104,6 @@ class GptqScheme:
         return QuantizedMatrix("int4", in_order(data, order), scale, group, zero=zero, order=order)
 
     def column_step(self, columns: int) -> int:
-        """See `Scheme`."""
         if self.desc_act and self.group != -1:
             raise ValueError("its columns are quantized in an order of their own (desc_act=True)")
         return 32 // self.bits if self.group == -1 else self.group
@@ -123,41 +120,25 @@ class GptqScheme:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
-    """An entry of `dynamic`, GPTQModel's options of single modules.
+class GptqFormat:
+    """See `CheckpointFormat` and `read`.
 
     Attributes:
-        changes: options that differ; None: the module is plain.
+        uniform: the format without rules.
+        rules: GPTQModel's `dynamic`: what the names of modules begin with, and their schemes; None:
+            they are plain.
     """
 
-    matches: re.Pattern[str]
-    changes: Mapping[str, Any] | None
-
-
-class GptqFormat:
-    """See `CheckpointFormat` and `read`."""
-
-    name = "gptq"
-
-    def __init__(
-        self, config: Config, rules: tuple[_Rule, ...], plain: PlainModules, *, head: bool
-    ) -> None:
-        self._rules, self._plain, self._head = rules, plain, head
-        self._base = scheme_of(config)
-        self._changed = {
-            id(rule): scheme_of({**config, **rule.changes})
-            for rule in rules
-            if rule.changes is not None
-        }
+    uniform: UniformFormat
+    rules: tuple[tuple[re.Pattern[str], Scheme | None], ...]
+    name: str = "gptq"
 
     def scheme(self, module: str) -> Scheme | None:
         """See `CheckpointFormat`. The first rule that the module's name begins with counts."""
-        if module in self._plain or is_embedding(module) or (is_head(module) and not self._head):
+        base = self.uniform.scheme(module)
+        if base is None:
             return None
-        for rule in self._rules:
-            if rule.matches.match(module):
-                return self._changed.get(id(rule))
-        return self._base
+        return next((changed for one, changed in self.rules if one.match(module)), base)
 
 
 def read(config: Config) -> GptqFormat:
@@ -170,14 +151,17 @@ def read(config: Config) -> GptqFormat:
     if config.get("is_marlin_format"):
         raise refused("is_marlin_format", config["is_marlin_format"], (False,))
     choice(config, "pack_dtype", ("int32",), "int32")
+    plain = PlainModules("modules_to_not_convert", names(config, "modules_to_not_convert"))
+    head = flag(config, "lm_head", False)
+    uniform = UniformFormat("gptq", scheme_of(config), plain, head)
     rules = []
     for key, changes in table(config, "dynamic").items():
         if not isinstance(changes, Mapping):
             raise refused(f"dynamic.{key}", changes, "an object")
-        matches = pattern("dynamic", key.removeprefix("-:").removeprefix("+:"))
-        rules.append(_Rule(matches, None if key.startswith("-:") else changes))
-    plain = PlainModules("modules_to_not_convert", names(config, "modules_to_not_convert"))
-    return GptqFormat(config, tuple(rules), plain, head=flag(config, "lm_head", False))
+        begins = pattern("dynamic", key.removeprefix("-:").removeprefix("+:"))
+        changed = None if key.startswith("-:") else scheme_of({**config, **changes})
+        rules.append((begins, changed))
+    return GptqFormat(uniform, tuple(rules))
 
 
 def scheme_of(config: Config) -> GptqScheme:

@@ -50,7 +50,6 @@ class ModelOptFormat:
         self._parts = PlainModules("exclude_modules", set(excluded) - set(self._wildcards))
 
     def scheme(self, module: str) -> Scheme | None:
-        """See `CheckpointFormat`."""
         if is_embedding(module) or module in self._parts:
             return None
         if any(fnmatchcase(module, one) for one in self._wildcards):

@@ -1,11 +1,14 @@
-"""Names of modules, as lists of modules that are stored as plain weights have them."""
+"""Names of modules, as lists of modules that are stored as plain weights have them; and the formats
+that store all other modules alike."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from hetero_llm.quantization.formats.options import pattern
+from hetero_llm.quantization.formats.scheme import Scheme
 
 _HEADS = ("lm_head", "embed_out", "output_layer", "output")
 _EMBEDDINGS = (
@@ -55,3 +58,24 @@ class PlainModules:
         return any(f".{part.strip('.')}." in dotted for part in self._parts) or any(
             one.match(module) for one in self._patterns
         )
+
+
+@dataclass(frozen=True, slots=True)
+class UniformFormat:
+    """A `CheckpointFormat` that stores all matrices alike, but for the embedding and some others.
+
+    Attributes:
+        matrix: how it stores them.
+        plain: modules with plain weights.
+        head: the output head is stored so, too, unless it is one of `plain`.
+    """
+
+    name: str
+    matrix: Scheme
+    plain: PlainModules
+    head: bool = False
+
+    def scheme(self, module: str) -> Scheme | None:
+        if module in self.plain or is_embedding(module) or (is_head(module) and not self.head):
+            return None
+        return self.matrix

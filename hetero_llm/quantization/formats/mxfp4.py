@@ -31,7 +31,7 @@ _LEAST = 2.0**-120  # of a group's largest number: its scale is a normal number 
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Bank:
+class Mxfp4Bank(Scheme):
     """A bank of matrices. Its module is called "...experts.gate_up_proj" here, to which the files
     join "blocks" and "scales" by "_"."""
 
@@ -46,7 +46,6 @@ class Mxfp4Bank:
         )
 
     def convert(self, stored: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
-        """See `Scheme`."""
         blocks, exponents = stored["blocks"], stored["scales"]
         if blocks.shape[:-1] != exponents.shape or blocks.numel() != rows * columns // 2:
             raise ValueError(
@@ -57,12 +56,7 @@ class Mxfp4Bank:
         return QuantizedMatrix("fp4", blocks.reshape(rows, columns // 2), scale, _GROUP)
 
     def column_step(self, columns: int) -> int:
-        """See `Scheme`."""
         return _GROUP
-
-    def slice_steps(self, columns: int) -> tuple[int, int]:
-        """See `Scheme`."""
-        return 1, self.column_step(columns)
 
 
 class Mxfp4Format:
@@ -74,7 +68,6 @@ class Mxfp4Format:
         self._plain = plain
 
     def scheme(self, module: str) -> Scheme | None:
-        """See `CheckpointFormat`."""
         parent, _, last = module.rpartition(".")
         banked = last in _BANKS and parent.rpartition(".")[2] == "experts"
         return Mxfp4Bank() if banked and module not in self._plain else None

@@ -52,7 +52,7 @@ def admits(wanted: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 class Scheme(Protocol):
-    """How a format stores one matrix."""
+    """How a format stores one matrix. Schemes derive from it."""
 
     def parts(self, rows: int, columns: int) -> tuple[StoredPart, ...]:
         """The tensors of a matrix of this size.
@@ -89,7 +89,7 @@ class Scheme(Protocol):
         `convert` makes a part of the matrix from the same part of its tensors; 0: it makes a part
         from the whole tensors alone. Tensors are cut along the dims that `parts` makes longer for a
         larger matrix."""
-        ...
+        return 1, self.column_step(columns)
 
 
 class CheckpointFormat(Protocol):

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hetero_llm.quantization.gguf.types import BLOCK_TYPES, BlockType
-from hetero_llm.quantization.matrix import QuantizedMatrix, pack_codes
+from hetero_llm.quantization.gguf.types import BLOCK_TYPES, MATRIX_TYPES, BlockType
+from hetero_llm.quantization.matrix import INT4_ZERO, QuantizedMatrix, pack_codes
 
 _BY_NAME = {block.name: block for block in BLOCK_TYPES.values()}
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -34,11 +34,22 @@ def to_matrix(name: str, raw: Tensor) -> QuantizedMatrix:
     Raises:
         ValueError: a scale is not finite.
     """
-    matrix = _MATRICES[name](_blocks(_BY_NAME[name], raw))
-    for what in (matrix.scale, matrix.offset):
-        if what is not None and not torch.isfinite(what).all():
+    blocks = _blocks(_BY_NAME[name], raw)
+    kind, group = MATRIX_TYPES[name]
+    offset = None
+    if name in _AFFINE:
+        scale, codes, offset = _AFFINE[name](blocks)
+        scale, offset = _rounded(scale, offset)
+    else:
+        scale, codes = _PRODUCTS[name](blocks)
+        (scale,) = _rounded(scale)
+        codes = codes + INT4_ZERO if kind == "int4" else codes
+    for part in (scale, offset):
+        if part is not None and not torch.isfinite(part).all():
             raise ValueError(f"{name} blocks with a scale that is no finite number")
-    return matrix
+    codes = codes.flatten(1)
+    data = pack_codes(codes) if kind == "int4" else codes.contiguous()
+    return QuantizedMatrix(kind, data, scale, group, offset=offset)
 
 
 def to_floats(name: str, raw: Tensor) -> Tensor:
@@ -161,42 +172,7 @@ _AFFINE: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
 }
 
 
-def _int8(name: str) -> Callable[[Tensor], QuantizedMatrix]:
-    def convert(blocks: Tensor) -> QuantizedMatrix:
-        scale, values = _PRODUCTS[name](blocks)
-        group = values.shape[-1]
-        (scale,) = _rounded(scale)
-        return QuantizedMatrix("int8", values.flatten(1).contiguous(), scale, group)
-
-    return convert
-
-
-def _int4_of_q4_0(blocks: Tensor) -> QuantizedMatrix:
-    codes = _nibbles(blocks[..., 2:])
-    (scale,) = _rounded(_half(blocks, 0))
-    return QuantizedMatrix("int4", pack_codes(codes.flatten(1)), scale, 32)
-
-
-def _int4(name: str) -> Callable[[Tensor], QuantizedMatrix]:
-    def convert(blocks: Tensor) -> QuantizedMatrix:
-        scale, codes, offset = _AFFINE[name](blocks)
-        scale, offset = _rounded(scale, offset)
-        return QuantizedMatrix("int4", pack_codes(codes.flatten(1)), scale, 32, offset=offset)
-
-    return convert
-
-
 def _rounded(*values: Tensor) -> tuple[Tensor, ...]:
     """In float16, which scales that are stored as such are already; else in float32."""
     fits = all(bool((part.abs() <= _MOST_FLOAT16).all()) for part in values)
     return tuple(part.to(torch.float16 if fits else torch.float32).contiguous() for part in values)
-
-
-_MATRICES: dict[str, Callable[[Tensor], QuantizedMatrix]] = {
-    "Q4_0": _int4_of_q4_0,
-    "Q4_1": _int4("Q4_1"),
-    "Q4_K": _int4("Q4_K"),
-    "Q5_0": _int8("Q5_0"),
-    "Q6_K": _int8("Q6_K"),
-    "Q8_0": _int8("Q8_0"),
-}

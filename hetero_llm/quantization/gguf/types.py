@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ OTHER_TYPES: Mapping[int, str] = MappingProxyType(
 )  # fmt: skip
 """Names of types that are not read."""
 
-MATRIX_TYPES: Mapping[str, tuple[str, int]] = MappingProxyType(
+MATRIX_TYPES: Mapping[str, tuple[Literal["int4", "int8"], int]] = MappingProxyType(
     {
         "Q4_0": ("int4", 32), "Q4_1": ("int4", 32), "Q4_K": ("int4", 32),
         "Q5_0": ("int8", 32), "Q6_K": ("int8", 16), "Q8_0": ("int8", 32),

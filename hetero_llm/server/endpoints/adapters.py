@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from hetero_llm.server.context import Context
-from hetero_llm.server.errors import ApiError, invalid
+from hetero_llm.server.errors import ApiError, required
 from hetero_llm.server.request_parsing import read_json
 
 logger = logging.getLogger(__name__)
@@ -39,13 +39,11 @@ class AdapterEndpoints:
 
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter"""
-        settings = self._context.settings
-        body, _ = await read_json(
-            request, LoadAdapterRequest, settings.limits, strict_fields=settings.strict_fields
-        )
-        for field in ("lora_name", "lora_path"):
-            _require(getattr(body, field), field)
-        assert body.lora_name is not None and body.lora_path is not None
+        body, _ = await read_json(request, LoadAdapterRequest, self._context.settings)
+        if not body.lora_name:
+            raise required("lora_name")
+        if not body.lora_path:
+            raise required("lora_path")
         self._context.check_open()
         await self._context.adapters.add(
             body.lora_name,
@@ -58,20 +56,12 @@ class AdapterEndpoints:
 
     async def unload(self, request: Request) -> Response:
         """POST /v1/unload_lora_adapter"""
-        settings = self._context.settings
-        body, _ = await read_json(
-            request, UnloadAdapterRequest, settings.limits, strict_fields=settings.strict_fields
-        )
-        _require(body.lora_name, "lora_name")
-        assert body.lora_name is not None
+        body, _ = await read_json(request, UnloadAdapterRequest, self._context.settings)
+        if not body.lora_name:
+            raise required("lora_name")
         self._context.check_open()
         if not await self._context.adapters.remove(body.lora_name):
             reason = f"the adapter {body.lora_name[:128]!r} does not exist here"
             raise ApiError(404, "model_not_found", reason, param="lora_name")
         logger.info("adapter %r was unloaded", body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-
-def _require(value: str | None, field: str) -> None:
-    if not value:
-        raise invalid(field, f"{field} is required", "missing_required_parameter")

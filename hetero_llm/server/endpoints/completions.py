@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -10,22 +10,16 @@ from msgspec import UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hetero_llm.core.errors import shown
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.engine.inputs.input_processor import Prompt
+from hetero_llm.server import protocol as wire
 from hetero_llm.server.context import Context
-from hetero_llm.server.errors import invalid
+from hetero_llm.server.errors import empty, invalid, required, wrong
 from hetero_llm.server.logprobs import CompletionLogprobWriter, prompt_logprobs
-from hetero_llm.server.prompts import completion_prompts, parse_prompts
-from hetero_llm.server.protocol import (
-    Completion,
-    CompletionChoice,
-    CompletionChunk,
-    CompletionLogprobs,
-    CompletionRequest,
-    Usage,
-)
 from hetero_llm.server.request_parsing import (
     CheckedRequest,
+    TokenLimit,
     check_max_tokens,
     checked_request,
     completion_logprobs,
@@ -34,19 +28,18 @@ from hetero_llm.server.request_parsing import (
     sampling_params,
 )
 from hetero_llm.server.response_builder import ChunkBuilder
-from hetero_llm.server.responses import Responses
+from hetero_llm.server.responses import Handler, Responses
 from hetero_llm.server.settings import Limits
+from hetero_llm.server.tokenization import ApiTokenizer, Cut, plain_ids
 
 _OBJECT = "text_completion"
 
 
-def completions_endpoint(
-    context: Context, responses: Responses
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def completions_endpoint(context: Context, responses: Responses) -> Handler:
     """The handler of the route."""
 
     async def completions(request: Request) -> Response:
-        body = await read_generation(context, request, CompletionRequest)
+        body = await read_generation(context, request, wire.CompletionRequest)
         checked = await _checked(context, request, body)
         builder = _CompletionBuilder(context, body, checked)
         return await responses.send(request, checked, builder, streamed=bool(body.stream))
@@ -54,55 +47,104 @@ def completions_endpoint(
     return completions
 
 
-async def _checked(context: Context, request: Request, body: CompletionRequest) -> CheckedRequest:
+async def _checked(
+    context: Context, request: Request, body: wire.CompletionRequest
+) -> CheckedRequest:
     check_max_tokens(body.max_tokens, "max_tokens", lowest=0 if body.echo else 1)
     # Even to generate nothing the engine takes a step, which ends with a token.
     wanted = 1 if body.max_tokens == 0 else body.max_tokens
     defaults = context.client.info.default_sampling
     default = defaults.get("max_tokens", context.settings.default_max_tokens)
-    params = sampling_params(
-        body,
-        max_tokens=default if wanted is None else wanted,
-        max_model_len=context.client.info.max_model_len,
-        limits=context.settings.limits,
-        defaults=defaults,
-    )
-    parsed = parse_prompts(body.prompt, context.settings.limits)
+    limit = TokenLimit(wanted, default)
+    params = sampling_params(context, body, limit, defaults=defaults)
+    parsed = _parsed_prompts(body.prompt, context.settings.limits)
     _check_fan_out(len(parsed), params.width, context.settings.limits)
-    prompts = await completion_prompts(
-        body, parsed, context.tokenizer, cut=prompt_cut(body, params)
-    )
-    return checked_request(
-        context,
-        request,
-        body,
-        prompts,
-        params,
-        prefix="cmpl-",
-        wanted=wanted,
-        default=default,
-        name="max_tokens",
-    )
+    prompts = await _prompts(body, parsed, context.tokenizer, cut=prompt_cut(body, params))
+    return checked_request(context, request, body, prompts, params, prefix="cmpl-", limit=limit)
+
+
+def _parsed_prompts(value: Any, limits: Limits) -> list[str | list[int]]:
+    """A text, token ids, or a list of either.
+
+    Raises:
+        ApiError: anything else, an empty list, or too many.
+    """
+    if value is None:
+        raise required("prompt")
+    if isinstance(value, str):
+        return [value]
+    if not value:
+        raise empty("prompt")
+    if type(value[0]) is int:
+        _check_ids(value, "prompt")
+        return [value]
+    if len(value) > limits.prompts:
+        raise wrong("prompt", f"{len(value)} prompts, at most {limits.prompts} a request")
+    for index, item in enumerate(value):
+        if isinstance(item, list):
+            if not item:
+                raise invalid("prompt", f"prompt[{index}] must not be empty")
+            _check_ids(item, f"prompt[{index}]")
+        elif not isinstance(item, str):
+            message = f"prompt[{index}]={shown(item)}: must be a text or a list of token ids"
+            raise invalid("prompt", message, "invalid_type")
+    return value
+
+
+def _check_ids(ids: list[Any], where: str) -> None:
+    if plain_ids(ids):
+        return
+    other = next(item for item in ids if type(item) is not int)
+    message = f"{where}: holds {shown(other)}; token ids are integers"
+    raise invalid("prompt", message, "invalid_type")
+
+
+async def _prompts(
+    request: wire.CompletionRequest,
+    parsed: Sequence[str | list[int]],
+    tokenizer: ApiTokenizer,
+    *,
+    cut: Cut,
+) -> list[Prompt]:
+    """Parsed prompts with those of their token ids that `cut` keeps.
+
+    Raises:
+        ApiError: a text is empty, or cannot fit.
+    """
+    special = request.add_special_tokens is not False
+    prompts = []
+    for item in parsed:
+        if not isinstance(item, str):
+            prompts.append(Prompt(None, cut.apply(item)))
+            continue
+        ids = await tokenizer.encode(
+            item, add_special_tokens=special, truncated=cut.count is not None
+        )
+        kept = cut.apply(ids)
+        prompts.append(Prompt(item if len(kept) == len(ids) else None, kept))
+    return prompts
 
 
 def _check_fan_out(prompts: int, width: int, limits: Limits) -> None:
     if prompts * width > limits.sequences:
-        raise invalid(
+        raise wrong(
             "n",
-            f"n: {prompts} prompts with {width} sequences each are {prompts * width}, "
+            f"{prompts} prompts with {width} sequences each are {prompts * width}, "
             f"at most {limits.sequences} are accepted",
         )
 
 
-class _CompletionBuilder(ChunkBuilder[CompletionRequest]):
+class _CompletionBuilder(ChunkBuilder[wire.CompletionRequest]):
     """Builds the response to one request. Choices are numbered by prompt, then by sequence."""
 
-    def __init__(self, context: Context, body: CompletionRequest, request: CheckedRequest) -> None:
+    def __init__(
+        self, context: Context, body: wire.CompletionRequest, request: CheckedRequest
+    ) -> None:
         super().__init__(context, body, request)
         self._logprobs: dict[int, CompletionLogprobWriter] = {}
         self._started: set[int] = set()
 
-    async def whole(self) -> Completion:
+    async def whole(self) -> wire.Completion:
         choices = []
         async for index, output in self._outputs():
             self._counter.note(index, output, output.outputs)
@@ -110,7 +152,7 @@ class _CompletionBuilder(ChunkBuilder[CompletionRequest]):
                 choices += [self._chunk_choice(index, output, one) for one in output.outputs]
         choices.sort(key=lambda choice: choice.index)
         request = self._request
-        return Completion(
+        return wire.Completion(
             request.id, _OBJECT, request.created, request.model, choices, self._counter.usage()
         )
 
@@ -120,9 +162,8 @@ class _CompletionBuilder(ChunkBuilder[CompletionRequest]):
 
     def _chunk_choice(
         self, index: int, output: RequestOutput, one: CompletionOutput
-    ) -> CompletionChoice:
+    ) -> wire.CompletionChoice:
         body, prompt = self._body, self._request.prompts[index]
-        deadline = self._engine_requests.deadline
         number = index * self._request.params[index].n + one.index
         first = number not in self._started
         self._started.add(number)
@@ -130,11 +171,10 @@ class _CompletionBuilder(ChunkBuilder[CompletionRequest]):
         text = one.text
         if first and body.echo:
             text = self._prompt_text(prompt) + text
-        choice = CompletionChoice(
-            number, text, logprobs, deadline.reason(one.finish_reason), one.stop_reason
+        reason = self._engine_requests.deadline.reason(one.finish_reason)
+        choice = wire.CompletionChoice(
+            number, text, logprobs, reason, one.stop_reason, timeout=self._timeout(one)
         )
-        if deadline.cut(one.finish_reason):
-            choice.timeout = True
         if body.return_token_ids:
             choice.token_ids = one.token_ids
             if first:
@@ -153,7 +193,7 @@ class _CompletionBuilder(ChunkBuilder[CompletionRequest]):
         prompt: Prompt,
         output: RequestOutput,
         one: CompletionOutput,
-    ) -> CompletionLogprobs | None:
+    ) -> wire.CompletionLogprobs | None:
         body = self._body
         wanted = completion_logprobs(body)
         if wanted is None:
@@ -181,16 +221,16 @@ class _CompletionBuilder(ChunkBuilder[CompletionRequest]):
         return self._tokenizer.decode(prompt.token_ids or (), skip_special_tokens=False)
 
     def _chunk(
-        self, choices: Sequence[CompletionChoice], usage: Usage | UnsetType | None
-    ) -> CompletionChunk:
+        self, choices: Sequence[wire.CompletionChoice], usage: wire.Usage | UnsetType | None
+    ) -> wire.CompletionChunk:
         request = self._request
-        return CompletionChunk(
+        return wire.CompletionChunk(
             request.id,
             _OBJECT,
             request.created,
             request.model,
             list(choices),
-            usage if isinstance(usage, Usage) else None,
+            usage if isinstance(usage, wire.Usage) else None,
         )
 
 

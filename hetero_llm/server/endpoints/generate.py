@@ -6,19 +6,18 @@ prompt; in a stream each JSON object has the whole texts so far and ends with a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from contextlib import aclosing
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.server.context import Context
-from hetero_llm.server.errors import invalid
+from hetero_llm.server.errors import required
 from hetero_llm.server.protocol import Generated, GenerateRequest
 from hetero_llm.server.request_parsing import (
     CheckedRequest,
+    TokenLimit,
     check_max_tokens,
     checked_request,
     prompt_cut,
@@ -26,12 +25,10 @@ from hetero_llm.server.request_parsing import (
     sampling_params,
 )
 from hetero_llm.server.response_builder import ResponseBuilder, Send, deltas
-from hetero_llm.server.responses import ENDED_BY_NUL, Responses
+from hetero_llm.server.responses import ENDED_BY_NUL, Handler, Responses
 
 
-def generate_endpoint(
-    context: Context, responses: Responses
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def generate_endpoint(context: Context, responses: Responses) -> Handler:
     """The handler of the route."""
 
     async def generate(request: Request) -> Response:
@@ -47,32 +44,18 @@ def generate_endpoint(
 
 async def _checked(context: Context, request: Request, body: GenerateRequest) -> CheckedRequest:
     if body.prompt is None:
-        raise invalid("prompt", "prompt is required", "missing_required_parameter")
+        raise required("prompt")
     check_max_tokens(body.max_tokens, "max_tokens", lowest=1)
-    default = context.settings.default_max_tokens
-    params = sampling_params(
-        body,
-        max_tokens=default if body.max_tokens is None else body.max_tokens,
-        max_model_len=context.client.info.max_model_len,
-        limits=context.settings.limits,
-    )
+    limit = TokenLimit(body.max_tokens, context.settings.default_max_tokens)
+    params = sampling_params(context, body, limit)
     cut = prompt_cut(body, params)
     token_ids = await context.tokenizer.encode(
         body.prompt,
         add_special_tokens=body.add_special_tokens is not False,
         truncated=cut.count is not None,
     )
-    return checked_request(
-        context,
-        request,
-        body,
-        [Prompt(body.prompt if cut.count is None else None, cut.apply(token_ids))],
-        params,
-        prefix="gen-",
-        wanted=body.max_tokens,
-        default=default,
-        name="max_tokens",
-    )
+    prompt = Prompt(body.prompt if cut.count is None else None, cut.apply(token_ids))
+    return checked_request(context, request, body, [prompt], params, prefix="gen-", limit=limit)
 
 
 class _TextBuilder(ResponseBuilder[GenerateRequest]):

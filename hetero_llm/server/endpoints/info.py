@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from hetero_llm import __version__
 from hetero_llm.core.errors import EngineDeadError, EngineHungError
 from hetero_llm.engine.text.tokenizer import Tokenizer
+from hetero_llm.server.chat_requests import conversation_prompt
 from hetero_llm.server.context import Context
-from hetero_llm.server.errors import invalid
+from hetero_llm.server.errors import required, wrong
 from hetero_llm.server.metrics import CONTENT_TYPE
-from hetero_llm.server.prompts import chat_prompt
 from hetero_llm.server.protocol import DetokenizeRequest, TokenizeRequest
 from hetero_llm.server.request_parsing import read_json, refuse_unsupported
+from hetero_llm.server.responses import json_response
 from hetero_llm.server.tool_requests import checked_tools
 
 _OWNER = "hetero_llm"
-
-
-def json_response(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
 
 
 class Info:
@@ -85,23 +81,16 @@ class Info:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: of a prompt, or of a conversation through the chat template."""
         context = self._context
-        body = await self._read(request, TokenizeRequest)
+        body, _ = await read_json(request, TokenizeRequest, context.settings)
         context.model_name(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise invalid("prompt", "prompt: send either prompt or messages")
+            raise wrong("prompt", "send either prompt or messages")
         if body.prompt is not None:
             ids = await self._encode(body)
         else:
             refuse_unsupported(body)
-            special = bool(body.add_special_tokens)
             tools = checked_tools(body.tools, body.tool_choice, context.settings.limits)
-            prompt = await chat_prompt(
-                body,
-                context.tokenizer,
-                context.settings,
-                add_special_tokens=special,
-                tools=tools.tools,
-            )
+            prompt = await conversation_prompt(context, body, tools)
             ids = prompt.token_ids or []
         pieces = None
         if body.return_token_strs:
@@ -126,17 +115,15 @@ class Info:
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize"""
         context = self._context
-        body = await self._read(request, DetokenizeRequest)
+        body, _ = await read_json(request, DetokenizeRequest, context.settings)
         context.model_name(body.model)
         if body.tokens is None:
-            raise invalid("tokens", "tokens is required", "missing_required_parameter")
+            raise required("tokens")
         tokenizer, ids = self._tokenizer(), body.tokens
         size = context.client.info.vocab_size
         for token in ids:
             if not 0 <= token < size:
-                raise invalid(
-                    "tokens", f"tokens: {token} is outside the vocabulary (0 to {size - 1})"
-                )
+                raise wrong("tokens", f"{token} is outside the vocabulary (0 to {size - 1})")
         text = await context.tokenizer.threads.run(
             lambda: tokenizer.decode(ids, skip_special_tokens=False), size=len(ids)
         )
@@ -161,13 +148,6 @@ class Info:
 
     def _tokenizer(self) -> Tokenizer:
         return self._context.tokenizer.require("tokenizer")
-
-    async def _read(self, request: Request, kind: type[Any]) -> Any:
-        settings = self._context.settings
-        body, _ = await read_json(
-            request, kind, settings.limits, strict_fields=settings.strict_fields
-        )
-        return body
 
     # -- health -------------------------------------------------------------------------------
 

@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
-import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from hetero_llm.core.outputs import CompletionOutput
 from hetero_llm.server.chat_requests import checked_chat, conversation_prompt, read_by_deltas
 from hetero_llm.server.context import Context
-from hetero_llm.server.endpoints.info import json_response
-from hetero_llm.server.errors import ApiError
-from hetero_llm.server.field_names import FieldNames
-from hetero_llm.server.message_reader import MessageReader
+from hetero_llm.server.errors import ApiError, FieldNames, required
+from hetero_llm.server.message_events import MessageReader, Piece
+from hetero_llm.server.messages_api import protocol as wire
 from hetero_llm.server.messages_api.conversation import translated
 from hetero_llm.server.messages_api.output import BlockWriter
-from hetero_llm.server.messages_api.protocol import (
-    ErrorDetails,
-    ErrorEvent,
-    Event,
-    MessageDelta,
-    MessageObject,
-    MessagesRequest,
-    MessageStart,
-    MessageStop,
-    MessageUsage,
-    OutputTokensDetails,
-    Stopped,
-    TokenCount,
-)
 from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.request_parsing import CheckedRequest, check_generation, read_known
-from hetero_llm.server.response_builder import ResponseBuilder, Send, aborted, deltas
-from hetero_llm.server.responses import MESSAGE_EVENTS, Responses
-from hetero_llm.server.translation import required
+from hetero_llm.server.response_builder import EventBuilder, aborted
+from hetero_llm.server.responses import MESSAGE_EVENTS, Responses, json_response
 
 _PREFIX = "msg_"
 
@@ -80,11 +64,11 @@ class MessagesApi:
             check_generation(context, chat)
             tools = context.parsers.requested(chat, context.settings.limits)
             prompt = await conversation_prompt(context, chat, tools)
-        return json_response(TokenCount(len(prompt.token_ids or ())))
+        return json_response(wire.TokenCount(len(prompt.token_ids or ())))
 
-    async def _read(self, request: Request) -> tuple[MessagesRequest, ChatRequest, FieldNames]:
+    async def _read(self, request: Request) -> tuple[wire.MessagesRequest, ChatRequest, FieldNames]:
         context = self._context
-        body = await read_known(context, request, MessagesRequest)
+        body = await read_known(context, request, wire.MessagesRequest)
         chat, names = translated(
             body,
             context.tokenizer.chat_template,
@@ -108,7 +92,7 @@ def _said_as_anthropic(names: FieldNames) -> Iterator[None]:
         raise ApiError(error.status, error.code, message, param=error.param) from None
 
 
-class _Builder(ResponseBuilder[ChatRequest]):
+class _Builder(EventBuilder):
     """Builds the message that answers one request."""
 
     def __init__(
@@ -121,68 +105,47 @@ class _Builder(ResponseBuilder[ChatRequest]):
         reader: MessageReader,
         writer: BlockWriter,
     ) -> None:
-        super().__init__(context, body, request)
+        super().__init__(context, body, request, reader)
         self._names = names
-        self._reader = reader
         self._writer = writer
-        self._message = MessageObject(
+        self._message = wire.MessageObject(
             request.id, "assistant", request.model, [], None, None, self._usage()
         )
 
-    async def whole(self) -> MessageObject:
-        with _said_as_anthropic(self._names):
-            async with aclosing(self._events()) as events:
-                async for _ in events:
-                    pass
+    def failure(self, error: ApiError) -> wire.ErrorEvent:
+        return wire.ErrorEvent(wire.ErrorDetails(error.anthropic_kind, error.message))
+
+    def _naming_errors(self) -> AbstractContextManager[None]:
+        return _said_as_anthropic(self._names)
+
+    def _response(self) -> wire.MessageObject:
         self._message.content = self._writer.blocks
         return self._message
 
-    async def stream(self, send: Send) -> None:
-        with _said_as_anthropic(self._names):
-            async with aclosing(self._events()) as events:
-                async for several in events:
-                    await send(*several)
+    def _first_events(self) -> Sequence[wire.Event]:
+        self._message.usage = self._usage()
+        return [wire.MessageStart(self._message)]
 
-    def failure(self, error: ApiError) -> ErrorEvent:
-        return ErrorEvent(ErrorDetails(error.anthropic_kind, error.message))
+    def _events_of(self, piece: Piece) -> Sequence[wire.Event]:
+        return self._writer.write(piece.event)
 
-    async def _events(self) -> AsyncGenerator[list[Event], None]:
-        """The events of a stream, those of one moment together; `_message` has how the message
-        ended, and its usage. The first ones show it as it is before its end: they are to be sent
-        before the next are asked for."""
-        opened = ended = False
-        found = deltas(self._outputs(), self._settings.stream_interval)
-        async with aclosing(found):
-            async for index, output, one in found:
-                several: list[Event] = []
-                if not opened:
-                    opened = True
-                    self._counter.note(index, output, [])
-                    self._message.usage = self._usage()
-                    several.append(MessageStart(self._message))
-                self._counter.note(index, output, [one])
-                for piece in self._reader.read(one):
-                    several += self._writer.write(piece.event)
-                if several:
-                    yield several
-                if one.finish_reason is not None:
-                    ended = True
-                    stopped = self._stopped(one)
-                    closed = self._writer.close()
-                    yield [*closed, MessageDelta(stopped, self._message.usage), MessageStop()]
-        assert ended, "the outputs of a sequence end with its finish reason"
+    def _last_events(self, one: CompletionOutput) -> Sequence[wire.Event]:
+        stopped = self._stopped(one)
+        return [
+            *self._writer.close(),
+            wire.MessageDelta(stopped, self._message.usage),
+            wire.MessageStop(),
+        ]
 
-    def _stopped(self, one: CompletionOutput) -> Stopped:
+    def _stopped(self, one: CompletionOutput) -> wire.Stopped:
         """How the message ended; `_message` gets it, too."""
-        deadline, message = self._engine_requests.deadline, self._message
-        reason = deadline.reason(one.finish_reason)
+        message = self._message
+        reason = self._engine_requests.deadline.reason(one.finish_reason)
         if reason == "length":
             full = self._reader.num_tokens < (self._body.max_tokens or 0)
-            timeout = deadline.cut(one.finish_reason)
-            window = full and not timeout
+            message.timeout = self._timeout(one)
+            window = full and message.timeout is UNSET
             message.stop_reason = "model_context_window_exceeded" if window else "max_tokens"
-            if timeout:
-                message.timeout = True
         elif reason != "stop":
             raise aborted()
         elif isinstance(one.stop_reason, str):
@@ -190,13 +153,11 @@ class _Builder(ResponseBuilder[ChatRequest]):
         else:
             message.stop_reason = "tool_use" if self._reader.has_calls else "end_turn"
         message.usage = self._usage()
-        return Stopped(message.stop_reason, message.stop_sequence, message.timeout)
+        return wire.Stopped(message.stop_reason, message.stop_sequence, message.timeout)
 
-    def _usage(self) -> MessageUsage:
-        usage = self._counter.usage()
-        details = usage.prompt_tokens_details
-        cached = 0 if isinstance(details, msgspec.UnsetType) else details.cached_tokens
-        thinking = OutputTokensDetails(self._reader.reasoning_tokens)
-        return MessageUsage(
+    def _usage(self) -> wire.MessageUsage:
+        usage, cached = self._counter.usage(), self._counter.cached
+        thinking = wire.OutputTokensDetails(self._reader.reasoning_tokens)
+        return wire.MessageUsage(
             usage.prompt_tokens - cached, 0, cached, usage.completion_tokens, thinking
         )

@@ -99,7 +99,7 @@ class Page:
                 "name": context.names[0],
                 "max_model_len": client.info.max_model_len,
                 "text": client.tokenizer is not None,
-                "chat": self._can_chat(),
+                "chat": context.tokenizer.chat_template is not None,
                 "images": 0 if client.images is None else client.images.limit,
                 "image_bytes": context.settings.limits.image_bytes,
             },
@@ -118,9 +118,6 @@ class Page:
             headers={"cache-control": "no-store", "x-content-type-options": "nosniff"},
             media_type="application/json",
         )
-
-    def _can_chat(self) -> bool:
-        return self._context.tokenizer.chat_template is not None
 
 
 def _since(request: Request) -> float | None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -16,9 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hetero_llm.core.errors import (
-    DuplicateRequestError,
-    OverloadedError,
-    RequestError,
     shown,
 )
 from hetero_llm.core.pooling import Finish, PoolingInput, PoolingResult
@@ -26,42 +23,31 @@ from hetero_llm.core.pooling_params import CLASSIFY, EMBED, SCORE, PoolingParams
 from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.engine.pooling.pooling_inputs import PoolingInputs
 from hetero_llm.engine.pooling.score_pairs import pair_up, score_of_vectors
+from hetero_llm.server import pooling_protocol as wire
 from hetero_llm.server.context import Context, request_id_of
-from hetero_llm.server.errors import ApiError, invalid, unsupported
-from hetero_llm.server.pooling_protocol import (
-    UNAVAILABLE,
-    Classification,
-    Classifications,
-    ClassifyRequest,
-    Embedding,
-    EmbeddingRequest,
-    Embeddings,
-    Pooling,
-    PoolingFields,
-    PoolingRequest,
-    Poolings,
-    PoolingUsage,
-    RerankDocument,
-    Reranked,
-    RerankRequest,
-    RerankResult,
-    Score,
-    ScoreRequest,
-    Scores,
+from hetero_llm.server.errors import (
+    ApiError,
+    empty,
+    invalid,
+    required,
+    too_many,
+    unsupported,
+    wrong,
+    wrong_value,
 )
+from hetero_llm.server.metrics import NEVER_BEGUN
 from hetero_llm.server.request_parsing import as_json, deadline_seconds, read_known, short_text
-from hetero_llm.server.responses import CLIENT_CLOSED_REQUEST, ClientGone, unless_gone
+from hetero_llm.server.responses import whole_response
 from hetero_llm.server.tokenization import plain_ids
 
 logger = logging.getLogger(__name__)
-K = TypeVar("K", bound=PoolingFields)
+K = TypeVar("K", bound=wire.PoolingFields)
 
 _FORMATS = ("float", "base64")
 _NUMBERS_AT_ONCE = 1 << 15
 """Numbers written as text before the event loop gets its turn: some 5 ms."""
 _LOGGED_INPUTS = 16
 _SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"))
-_NEVER_BEGUN = (RequestError, OverloadedError, DuplicateRequestError)
 
 
 class PoolingEndpoints:
@@ -71,47 +57,47 @@ class PoolingEndpoints:
         self._context = context
 
     async def embeddings(self, request: Request) -> Response:
-        body = await self._read(request, EmbeddingRequest)
+        body = await self._read(request, wire.EmbeddingRequest)
         to_json = _format_of(body.encoding_format)
         call = _Call(self._context, request, body, "embd")
 
         async def work() -> msgspec.Struct:
-            inputs, values = await call.pool(body.input, EMBED)
-            data = [Embedding(i, one) for i, one in enumerate(await _as_raw(values, to_json))]
-            return Embeddings(call.id, call.created, call.model, data, _usage(inputs))
+            inputs, vectors = await call.vectors(body.input, EMBED, to_json)
+            data = [wire.Embedding(i, one) for i, one in enumerate(vectors)]
+            return wire.Embeddings(call.id, call.created, call.model, data, _usage(inputs))
 
-        return await self._answer(request, work)
+        return await whole_response(self._context, request, work())
 
     async def pooling(self, request: Request) -> Response:
-        body = await self._read(request, PoolingRequest)
+        body = await self._read(request, wire.PoolingRequest)
         to_json = _format_of(body.encoding_format)
         call = _Call(self._context, request, body, "pool")
         task = PoolingParams(task=body.task).task or call.inputs.model.tasks[0]
 
         async def work() -> msgspec.Struct:
-            inputs, values = await call.pool(body.input, task)
-            data = [Pooling(i, one) for i, one in enumerate(await _as_raw(values, to_json))]
-            return Poolings(call.id, call.created, call.model, data, _usage(inputs))
+            inputs, vectors = await call.vectors(body.input, task, to_json)
+            data = [wire.Pooling(i, one) for i, one in enumerate(vectors)]
+            return wire.Poolings(call.id, call.created, call.model, data, _usage(inputs))
 
-        return await self._answer(request, work)
+        return await whole_response(self._context, request, work())
 
     async def classify(self, request: Request) -> Response:
-        body = await self._read(request, ClassifyRequest)
+        body = await self._read(request, wire.ClassifyRequest)
         call = _Call(self._context, request, body, "classify")
 
         async def work() -> msgspec.Struct:
             inputs, values = await call.pool(body.input, CLASSIFY)
             labels = call.inputs.model.labels
             data = [
-                Classification(i, labels[int(one.argmax())], one.tolist(), len(one))
+                wire.Classification(i, labels[int(one.argmax())], one.tolist(), len(one))
                 for i, one in enumerate(values)
             ]
-            return Classifications(call.id, call.created, call.model, data, _usage(inputs))
+            return wire.Classifications(call.id, call.created, call.model, data, _usage(inputs))
 
-        return await self._answer(request, work)
+        return await whole_response(self._context, request, work())
 
     async def score(self, request: Request) -> Response:
-        body = await self._read(request, ScoreRequest)
+        body = await self._read(request, wire.ScoreRequest)
         first_name, second_name = _sides_of(body)
         call = _Call(self._context, request, body, "score")
 
@@ -120,34 +106,35 @@ class PoolingEndpoints:
             first = _texts(getattr(body, first_name), first_name, limit)
             second = _texts(getattr(body, second_name), second_name, limit)
             scores, tokens = await call.scores(first, second, (first_name, second_name))
-            data = [Score(i, one) for i, one in enumerate(scores)]
-            return Scores(call.id, call.created, call.model, data, PoolingUsage(tokens, tokens))
+            data = [wire.Score(i, one) for i, one in enumerate(scores)]
+            return wire.Scores(
+                call.id, call.created, call.model, data, wire.PoolingUsage(tokens, tokens)
+            )
 
-        return await self._answer(request, work)
+        return await whole_response(self._context, request, work())
 
     async def rerank(self, request: Request) -> Response:
-        body = await self._read(request, RerankRequest)
+        body = await self._read(request, wire.RerankRequest)
         call = _Call(self._context, request, body, "rerank")
         if body.query is None:
-            raise invalid("query", "query is required", "missing_required_parameter")
+            raise required("query")
         if body.top_n is not None and body.top_n < 0:
-            raise invalid("top_n", f"top_n={body.top_n}: must be at least 0, which is all")
+            raise wrong_value("top_n", body.top_n, "must be at least 0, which is all")
         query = body.query
 
         async def work() -> msgspec.Struct:
             limit = self._context.settings.limits.pooling_inputs
             texts = _documents(body.documents, limit)
             scores, tokens = await call.scores([query], texts, ("query", "documents"))
-            results = [
-                RerankResult(i, one, RerankDocument(texts[i])) for i, one in enumerate(scores)
-            ]
-            if body.return_documents is False:
-                results = [RerankResult(one.index, one.relevance_score) for one in results]
+            results = [wire.RerankResult(i, one) for i, one in enumerate(scores)]
+            if body.return_documents is not False:
+                for result, text in zip(results, texts, strict=True):
+                    result.document = wire.RerankDocument(text)
             results.sort(key=lambda one: -one.relevance_score)
-            usage = PoolingUsage(tokens, tokens)
-            return Reranked(call.id, call.model, usage, results[: body.top_n or None])
+            usage = wire.PoolingUsage(tokens, tokens)
+            return wire.Reranked(call.id, call.model, usage, results[: body.top_n or None])
 
-        return await self._answer(request, work)
+        return await whole_response(self._context, request, work())
 
     async def _read(self, request: Request, kind: type[K]) -> K:
         """Reads a body and makes the checks that need no tokenizer."""
@@ -159,7 +146,7 @@ class PoolingEndpoints:
                 "embedding model, or this one with --runner pooling"
             )
             raise invalid("model", reason, "unsupported_task")
-        for name, feature in UNAVAILABLE.items():
+        for name, feature in wire.UNAVAILABLE.items():
             if getattr(body, name, None) not in (None, []):
                 raise unsupported(name, feature)
         if body.priority:
@@ -167,24 +154,12 @@ class PoolingEndpoints:
         short_text("request_id", body.request_id, context.settings.limits.request_id_chars)
         return body
 
-    async def _answer(
-        self, request: Request, work: Callable[[], Coroutine[Any, Any, msgspec.Struct]]
-    ) -> Response:
-        context = self._context
-        try:
-            result = await unless_gone(request.receive, work())
-        except ClientGone:
-            context.metrics.aborted("client_gone")
-            logger.info("request %s: the client has left, aborted", request_id_of(request))
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return Response(msgspec.json.encode(result), media_type="application/json")
-
 
 class _Call:
     """One request: its name in the answer, and the way of its texts through the engine."""
 
     def __init__(
-        self, context: Context, request: Request, body: PoolingFields, prefix: str
+        self, context: Context, request: Request, body: wire.PoolingFields, prefix: str
     ) -> None:
         inputs = context.client.pooling_inputs
         assert inputs is not None
@@ -211,6 +186,20 @@ class _Call:
         several = isinstance(given, list) and type(given[0]) is not int
         inputs = await self._inputs(prompts, params, "input", several=several)
         return inputs, (await self._run(inputs, finish, task)).values
+
+    async def vectors(
+        self, given: Any, task: str, to_json: Callable[[np.ndarray], bytes]
+    ) -> tuple[Sequence[PoolingInput], list[msgspec.Raw]]:
+        """As `pool`, with the values as JSON; the event loop gets its turn after some of them."""
+        inputs, values = await self.pool(given, task)
+        made, written = [], 0
+        for one in values:
+            made.append(msgspec.Raw(to_json(one)))
+            written += len(one)
+            if written >= _NUMBERS_AT_ONCE:
+                written = 0
+                await asyncio.sleep(0)
+        return inputs, made
 
     async def scores(
         self, first: Sequence[str], second: Sequence[str], names: tuple[str, str]
@@ -312,7 +301,7 @@ class _Call:
                 metrics.pooled(tokens, arrival, reason="abort")
                 text = f"there was no result within {self._seconds:g} s"
                 raise ApiError(504, "request_timeout", text) from None
-            except _NEVER_BEGUN:
+            except NEVER_BEGUN:
                 raise
             except asyncio.CancelledError:
                 metrics.pooled(tokens, arrival, reason="abort")
@@ -339,9 +328,9 @@ def _tokens(inputs: Sequence[PoolingInput]) -> int:
     return sum(map(len, inputs))
 
 
-def _usage(inputs: Sequence[PoolingInput]) -> PoolingUsage:
+def _usage(inputs: Sequence[PoolingInput]) -> wire.PoolingUsage:
     tokens = _tokens(inputs)
-    return PoolingUsage(tokens, tokens)
+    return wire.PoolingUsage(tokens, tokens)
 
 
 # -- fields of requests ---------------------------------------------------------------------
@@ -350,7 +339,7 @@ def _usage(inputs: Sequence[PoolingInput]) -> PoolingUsage:
 def _prompts(given: Any, limit: int) -> list[Prompt]:
     """The prompts of `input`: a text, token ids, or a list of those."""
     if given is None:
-        raise invalid("input", "input is required", "missing_required_parameter")
+        raise required("input")
     if isinstance(given, str):
         return [Prompt(given)]
     _check_count("input", given, limit)
@@ -365,9 +354,9 @@ def _prompts(given: Any, limit: int) -> list[Prompt]:
 def _token_prompt(ids: Any, where: str) -> Prompt:
     if not plain_ids(ids):
         kind = "a text or a list of token ids"
-        raise invalid(where, f"{where}: must be {kind}", "invalid_type")
+        raise wrong(where, f"must be {kind}", "invalid_type")
     if not ids:
-        raise invalid(where, f"{where} must not be empty")
+        raise empty(where)
     return Prompt(token_ids=ids)
 
 
@@ -377,14 +366,14 @@ def _texts(given: Any, name: str, limit: int) -> list[str]:
     _check_count(name, given, limit)
     for place, one in enumerate(given):
         if not isinstance(one, str):
-            raise invalid(f"{name}[{place}]", f"{name}[{place}]: must be a text", "invalid_type")
+            raise wrong(f"{name}[{place}]", "must be a text", "invalid_type")
     return list(given)
 
 
 def _documents(given: Any, limit: int) -> list[str]:
     """Texts, or objects with a text, as Jina and Cohere take them."""
     if given is None:
-        raise invalid("documents", "documents is required", "missing_required_parameter")
+        raise required("documents")
     _check_count("documents", given, limit)
     texts = [one.get("text") if isinstance(one, dict) else one for one in given]
     return _texts(texts, "documents", limit)
@@ -393,12 +382,12 @@ def _documents(given: Any, limit: int) -> list[str]:
 def _check_count(name: str, given: Sequence[Any], limit: int) -> None:
     ids = name == "input" and given and type(given[0]) is int
     if not given:
-        raise invalid(name, f"{name} must not be empty")
+        raise empty(name)
     if len(given) > limit and not ids:
-        raise invalid(name, f"{name}: {len(given)} entries, at most {limit} are accepted")
+        raise too_many(name, f"{len(given)} entries", limit)
 
 
-def _sides_of(body: ScoreRequest) -> tuple[str, str]:
+def _sides_of(body: wire.ScoreRequest) -> tuple[str, str]:
     """The names of the two fields that the request has."""
     given = [name for pair in _SIDES for name in pair if getattr(body, name) is not None]
     for pair in _SIDES:
@@ -407,7 +396,7 @@ def _sides_of(body: ScoreRequest) -> tuple[str, str]:
     if not given:
         raise invalid("text_1", "text_1 and text_2 are required", "missing_required_parameter")
     known = "; ".join(" and ".join(pair) for pair in _SIDES)
-    raise invalid(given[0], f"{given[0]}: send one of these pairs of fields: {known}")
+    raise wrong(given[0], f"send one of these pairs of fields: {known}")
 
 
 # -- values of responses --------------------------------------------------------------------
@@ -426,17 +415,3 @@ def _as_numbers(values: np.ndarray) -> bytes:
 
 def _as_base64(values: np.ndarray) -> bytes:
     return b'"' + b64encode(values.astype("<f4").tobytes()) + b'"'
-
-
-async def _as_raw(
-    values: Sequence[np.ndarray], to_json: Callable[[np.ndarray], bytes]
-) -> list[msgspec.Raw]:
-    """The vectors as JSON; the event loop gets its turn after some of them."""
-    made, written = [], 0
-    for one in values:
-        made.append(msgspec.Raw(to_json(one)))
-        written += len(one)
-        if written >= _NUMBERS_AT_ONCE:
-            written = 0
-            await asyncio.sleep(0)
-    return made

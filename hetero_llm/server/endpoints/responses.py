@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from hashlib import sha256
+from itertools import count
 from typing import Any
 from uuid import uuid4
 
 import msgspec
+from msgspec.structs import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 
 from hetero_llm.core.errors import shown
+from hetero_llm.core.outputs import CompletionOutput
 from hetero_llm.server.chat_requests import checked_chat, read_by_deltas
-from hetero_llm.server.context import Context
-from hetero_llm.server.endpoints.info import json_response
-from hetero_llm.server.errors import ApiError, invalid, unsupported
-from hetero_llm.server.field_names import FieldNames
+from hetero_llm.server.context import Context, key_digest
+from hetero_llm.server.errors import ApiError, FieldNames, required, unsupported, wrong_value
 from hetero_llm.server.logprobs import chat_logprobs
-from hetero_llm.server.message_reader import MessageReader, Piece
+from hetero_llm.server.message_events import MessageReader, Piece
 from hetero_llm.server.protocol import ChatLogprob, ChatRequest
 from hetero_llm.server.request_parsing import CheckedRequest, check_generation, read_known
-from hetero_llm.server.response_builder import ResponseBuilder, Send, aborted, deltas
-from hetero_llm.server.responses import RESPONSE_EVENTS, Responses
+from hetero_llm.server.response_builder import EventBuilder, aborted
+from hetero_llm.server.responses import RESPONSE_EVENTS, Responses, json_response
+from hetero_llm.server.responses_api import protocol as wire
 from hetero_llm.server.responses_api.conversation import (
     check_fields,
     new_items,
@@ -35,34 +36,13 @@ from hetero_llm.server.responses_api.conversation import (
     translated,
 )
 from hetero_llm.server.responses_api.output import OutputWriter, response_of_item
-from hetero_llm.server.responses_api.protocol import (
-    Completed,
-    Created,
-    Deleted,
-    ErrorEvent,
-    Event,
-    Failed,
-    Incomplete,
-    IncompleteDetails,
-    InProgress,
-    InputTokensDetails,
-    ItemList,
-    OutputTokensDetails,
-    ReasoningSettings,
-    ResponseError,
-    ResponseObject,
-    ResponsesRequest,
-    ResponseUsage,
-    TextSettings,
-)
 from hetero_llm.server.responses_api.store import ResponseStore, StoredResponse
-from hetero_llm.server.translation import required
+from hetero_llm.server.translation import without_nulls
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "resp_"
 _PAGE, _LARGEST_PAGE = 20, 100
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +51,11 @@ class _Conversation:
 
     Attributes:
         items: those of the input, and of the previous response before them.
-        owner: of what is kept of it; see `_owner`.
+        owner: whose clients may see what is stored: the digest of the API key.
         stored: the response is kept.
     """
 
-    body: ResponsesRequest
+    body: wire.ResponsesRequest
     chat: ChatRequest
     names: FieldNames
     items: list[Any]
@@ -95,8 +75,8 @@ class ResponsesApi:
     async def create(self, request: Request) -> Response:
         """POST /v1/responses"""
         context = self._context
-        body = await read_known(context, request, ResponsesRequest)
-        conversation = self._conversation(body, _owner(request))
+        body = await read_known(context, request, wire.ResponsesRequest)
+        conversation = self._conversation(body, key_digest(request))
         with conversation.names.in_errors():
             check_generation(context, conversation.chat)
             chat = await checked_chat(context, request, conversation.chat, prefix=_PREFIX)
@@ -109,7 +89,7 @@ class ResponsesApi:
             request, checked, builder, streamed=bool(body.stream), framing=RESPONSE_EVENTS
         )
 
-    def _conversation(self, body: ResponsesRequest, owner: str) -> _Conversation:
+    def _conversation(self, body: wire.ResponsesRequest, owner: str) -> _Conversation:
         check_fields(body, self._context.settings.limits)
         if body.store and not self._store:
             raise unsupported("store", "storing responses (--max-stored-responses)")
@@ -133,10 +113,10 @@ class ResponsesApi:
             )
         found = self._store.get(owner, response_id)
         if found is None:
-            raise invalid(
+            raise wrong_value(
                 "previous_response_id",
-                f"previous_response_id={shown(response_id)}: no such response is stored, or no "
-                "longer; send the whole conversation",
+                response_id,
+                "no such response is stored, or no longer; send the whole conversation",
                 "previous_response_not_found",
             )
         items: list[Any] = msgspec.json.decode(found.items)
@@ -159,9 +139,7 @@ class ResponsesApi:
         for one in output:
             if one["id"] == item_id:
                 return one
-        raise invalid(
-            f"{where}.id", f"{where}.id={shown(item_id)}: no such item is stored, or no longer"
-        )
+        raise wrong_value(f"{where}.id", item_id, "no such item is stored, or no longer")
 
     # -- what is stored -----------------------------------------------------------------------
 
@@ -176,8 +154,8 @@ class ResponsesApi:
         """DELETE /v1/responses/{response_id}"""
         self._stored(request)
         response_id = request.path_params["response_id"]
-        self._store.delete(_owner(request), response_id)
-        return json_response(Deleted(response_id))
+        self._store.delete(key_digest(request), response_id)
+        return json_response(wire.Deleted(response_id))
 
     async def input_items(self, request: Request) -> Response:
         """GET /v1/responses/{response_id}/input_items: newest first, unless `order` is asc."""
@@ -189,15 +167,15 @@ class ResponsesApi:
         if after is not None:
             places = [index for index, item in enumerate(items) if item["id"] == after]
             if not places:
-                raise invalid("after", f"after={shown(after)}: is none of the items")
+                raise wrong_value("after", after, "is none of the items")
             items = items[places[0] + 1 :]
         page = items[:limit]
         first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-        return json_response(ItemList(page, first, last, len(items) > limit))
+        return json_response(wire.ItemList(page, first, last, len(items) > limit))
 
     def _stored(self, request: Request) -> StoredResponse:
         response_id = request.path_params["response_id"]
-        found = self._store.get(_owner(request), response_id)
+        found = self._store.get(key_digest(request), response_id)
         if found is None:
             why = "" if self._store else "; this server stores none (--max-stored-responses)"
             raise ApiError(
@@ -209,23 +187,17 @@ class ResponsesApi:
         return found
 
 
-def _owner(request: Request) -> str:
-    """The owner of a stored response: clients with the same API key may see it."""
-    key = getattr(request.state, "api_key", None)
-    return "" if key is None else sha256(key.encode()).hexdigest()
-
-
 def _page(query: Mapping[str, str]) -> tuple[int, str, str | None]:
     """The parameters of a list: its length, its order, and the id before its first item."""
     limit, order = query.get("limit", str(_PAGE)), query.get("order", "desc")
     if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= _LARGEST_PAGE):
-        raise invalid("limit", f"limit={shown(limit)}: must be 1 to {_LARGEST_PAGE}")
+        raise wrong_value("limit", limit, f"must be 1 to {_LARGEST_PAGE}")
     if order not in ("asc", "desc"):
-        raise invalid("order", f"order={shown(order)}: must be 'asc' or 'desc'")
+        raise wrong_value("order", order, "must be 'asc' or 'desc'")
     return int(limit), order, query.get("after")
 
 
-class _Builder(ResponseBuilder[ChatRequest]):
+class _Builder(EventBuilder):
     """Builds the response to one request."""
 
     def __init__(
@@ -237,69 +209,40 @@ class _Builder(ResponseBuilder[ChatRequest]):
         reader: MessageReader,
         store: ResponseStore,
     ) -> None:
-        super().__init__(context, conversation.chat, request)
+        super().__init__(context, conversation.chat, request, reader)
         self._conversation = conversation
-        self._reader = reader
         self._store = store
         self._writer = OutputWriter(request.id.removeprefix(_PREFIX))
-        self._opened = False
-        self._response = _empty_response(conversation, request)
+        self._sequence_numbers = count()
+        self._object = _empty_response(conversation, request)
 
-    async def whole(self) -> ResponseObject:
-        with self._conversation.names.in_errors():
-            async with aclosing(self._events()) as events:
-                async for _ in events:
-                    pass
-        return self._response
+    def failure(self, error: ApiError) -> wire.Event:
+        response = self._object
+        if self.opened:
+            response.status = "failed"
+            response.error = wire.ResponseError(error.code, error.message)
+            response.output = self._writer.items
+            return self._numbered([wire.Failed(response=response)])[0]
+        event = wire.ErrorEvent(code=error.code, message=error.message, param=error.param)
+        return self._numbered([event])[0]
 
-    async def stream(self, send: Send) -> None:
-        with self._conversation.names.in_errors():
-            async with aclosing(self._events()) as events:
-                async for several in events:
-                    self._opened = True
-                    await send(*several)
+    def _naming_errors(self) -> AbstractContextManager[None]:
+        return self._conversation.names.in_errors()
 
-    def failure(self, error: ApiError) -> Event:
-        number = self._writer.number()
-        if not self._opened:
-            return ErrorEvent(
-                sequence_number=number, code=error.code, message=error.message, param=error.param
-            )
-        response = self._response
-        response.status = "failed"
-        response.error = ResponseError(error.code, error.message)
-        response.output = self._writer.items
-        return Failed(sequence_number=number, response=response)
+    def _response(self) -> wire.ResponseObject:
+        return self._object
 
-    async def _events(self) -> AsyncGenerator[list[Event], None]:
-        """The events of a stream, those of one moment together; the last one has the whole
-        response. The first ones show it as it is before its end: they are to be sent before the
-        next are asked for."""
-        writer, response = self._writer, self._response
-        opened = ended = False
-        found = deltas(self._outputs(), self._settings.stream_interval)
-        async with aclosing(found):
-            async for index, output, one in found:
-                several: list[Event] = []
-                if not opened:
-                    opened = True
-                    several = [
-                        Created(sequence_number=writer.number(), response=response),
-                        InProgress(sequence_number=writer.number(), response=response),
-                    ]
-                self._counter.note(index, output, [one])
-                for piece in self._reader.read(one):
-                    several += writer.write(piece.event, self._logprobs(piece))
-                if several:
-                    yield several
-                if one.finish_reason is not None:
-                    ended = True
-                    yield self._finish(one.finish_reason)
-        assert ended, "the outputs of a sequence end with its finish reason"
+    def _first_events(self) -> Sequence[wire.Event]:
+        return self._numbered(
+            [wire.Created(response=self._object), wire.InProgress(response=self._object)]
+        )
 
-    def _finish(self, finish_reason: str) -> list[Event]:
-        deadline, response = self._engine_requests.deadline, self._response
-        reason = deadline.reason(finish_reason)
+    def _events_of(self, piece: Piece) -> Sequence[wire.Event]:
+        return self._numbered(self._writer.write(piece.event, self._logprobs(piece)))
+
+    def _last_events(self, one: CompletionOutput) -> Sequence[wire.Event]:
+        response = self._object
+        reason = self._engine_requests.deadline.reason(one.finish_reason)
         if reason not in ("stop", "length"):
             raise aborted()
         events = self._writer.finish(cut=reason == "length")
@@ -309,37 +252,38 @@ class _Builder(ResponseBuilder[ChatRequest]):
         response.status = "completed"
         if reason == "length":
             response.status, response.completed_at = "incomplete", None
-            response.incomplete_details = IncompleteDetails("max_output_tokens")
-            if deadline.cut(finish_reason):
-                response.incomplete_details.timeout = True
+            details = wire.IncompleteDetails("max_output_tokens", self._timeout(one))
+            response.incomplete_details = details
         if response.store:
             self._keep()
-        last = Completed if reason == "stop" else Incomplete
-        events.append(last(sequence_number=self._writer.number(), response=response))
+        last = wire.Completed if reason == "stop" else wire.Incomplete
+        return self._numbered([*events, last(response=response)])
+
+    def _numbered(self, events: Sequence[wire.Event]) -> Sequence[wire.Event]:
+        for event in events:
+            event.sequence_number = next(self._sequence_numbers)
         return events
 
     def _keep(self) -> None:
         """Stores the response; one that is larger than the store says that it was not stored."""
         conversation = self._conversation
         items = msgspec.json.encode([_with_id(item) for item in conversation.items])
-        entry = StoredResponse(msgspec.json.encode(self._response), items)
-        if not self._store.put(conversation.owner, self._response.id, entry):
-            self._response.store = False
+        entry = StoredResponse(msgspec.json.encode(self._object), items)
+        if not self._store.put(conversation.owner, self._object.id, entry):
+            self._object.store = False
             logger.warning(
                 "request %s: the response, %d bytes with its input, is too large to be stored",
                 self._request.http_id,
                 entry.size,
             )
 
-    def _usage(self) -> ResponseUsage:
+    def _usage(self) -> wire.ResponseUsage:
         usage = self._counter.usage()
-        details = usage.prompt_tokens_details
-        cached = 0 if isinstance(details, msgspec.UnsetType) else details.cached_tokens
-        return ResponseUsage(
+        return wire.ResponseUsage(
             usage.prompt_tokens,
-            InputTokensDetails(cached),
+            wire.InputTokensDetails(self._counter.cached),
             usage.completion_tokens,
-            OutputTokensDetails(self._reader.reasoning_tokens),
+            wire.OutputTokensDetails(self._reader.reasoning_tokens),
             usage.total_tokens,
         )
 
@@ -358,7 +302,7 @@ class _Builder(ResponseBuilder[ChatRequest]):
 def _with_id(item: dict[str, Any]) -> dict[str, Any]:
     """An input item as lists of items show it: with an id, and with the parts of a message."""
     kind = item.get("type") or "message"
-    given = {name: value for name, value in item.items() if value is not None}
+    given = without_nulls(item)
     if kind == "message" and isinstance(given.get("content"), str):
         part = "output_text" if given.get("role") == "assistant" else "input_text"
         given["content"] = [{"type": part, "text": given["content"]}]
@@ -366,12 +310,16 @@ def _with_id(item: dict[str, Any]) -> dict[str, Any]:
     return {"id": f"{prefix}_{uuid4().hex}", "type": kind, **given}
 
 
-def _empty_response(conversation: _Conversation, request: CheckedRequest) -> ResponseObject:
+def _empty_response(conversation: _Conversation, request: CheckedRequest) -> wire.ResponseObject:
     """The response before its first token."""
     body, params = conversation.body, request.params[0]
     text, reasoning = body.text, body.reasoning
-    form = {"type": "text"} if text is None or text.format is None else _given(text.format)
-    return ResponseObject(
+    form = (
+        {"type": "text"}
+        if text is None or text.format is None
+        else without_nulls(asdict(text.format))
+    )
+    return wire.ResponseObject(
         id=request.id,
         created_at=request.created,
         status="in_progress",
@@ -383,20 +331,15 @@ def _empty_response(conversation: _Conversation, request: CheckedRequest) -> Res
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
-        reasoning=ReasoningSettings(reasoning.effort if reasoning else None),
+        reasoning=wire.ReasoningSettings(reasoning.effort if reasoning else None),
         safety_identifier=body.safety_identifier,
         store=conversation.stored,
         temperature=params.temperature,
-        text=TextSettings(form, text.verbosity if text else None),
+        text=wire.TextSettings(form, text.verbosity if text else None),
         tool_choice=tool_choice_of(body),
-        tools=[{"type": "function", **_given(tool)} for tool in tools_of(body)],
+        tools=[{"type": "function", **without_nulls(asdict(tool))} for tool in tools_of(body)],
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
         user=body.user,
         metadata=body.metadata or {},
     )
-
-
-def _given(value: msgspec.Struct) -> dict[str, Any]:
-    """The fields of an object that are not null."""
-    return {name: one for name, one in msgspec.structs.asdict(value).items() if one is not None}

@@ -5,30 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hetero_llm.core.errors import shown
-from hetero_llm.server.errors import ApiError, invalid, unsupported
-from hetero_llm.server.field_names import FieldNames
-from hetero_llm.server.messages_api.protocol import (
-    PASSED_ON,
-    UNAVAILABLE,
-    ImageSource,
-    InputBlock,
-    InputMessage,
-    MessagesRequest,
-    OutputFormat,
-    Thinking,
-    Tool,
-    ToolChoice,
+from hetero_llm.server.errors import (
+    ApiError,
+    FieldNames,
+    empty,
+    required,
+    too_many,
+    unsupported,
+    wrong,
+    wrong_value,
 )
+from hetero_llm.server.messages_api import protocol as wire
 from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.settings import Limits
 from hetero_llm.server.templates import ChatTemplate
-from hetero_llm.server.translation import (
-    Conversation,
-    chat_request,
-    part_of,
-    required,
-)
+from hetero_llm.server.translation import Conversation, chat_request, function_tool, part_of
 
 _ROLES = ("user", "assistant", "system")
 _THINKING = ("enabled", "disabled", "adaptive", "between_tools")
@@ -47,7 +38,7 @@ the model. Without it prompts share their prefix."""
 
 
 def translated(
-    body: MessagesRequest, template: ChatTemplate | None, limits: Limits, *, takes_images: bool
+    body: wire.MessagesRequest, template: ChatTemplate | None, limits: Limits, *, takes_images: bool
 ) -> tuple[ChatRequest, FieldNames]:
     """The chat request, and what the client calls its fields.
 
@@ -58,13 +49,13 @@ def translated(
     Raises:
         ApiError: a message, a tool or an option is wrong or not available.
     """
-    for name, feature in UNAVAILABLE.items():
+    for name, feature in wire.UNAVAILABLE.items():
         if getattr(body, name) not in (None, False, [], {}):
             raise _not_available(name, feature)
     if body.max_tokens is not None and body.max_tokens < 1:
-        raise invalid("max_tokens", f"max_tokens={body.max_tokens}: must be at least 1")
+        raise wrong_value("max_tokens", body.max_tokens, "must be at least 1")
     conversation = _conversation(body, limits, takes_images=takes_images)
-    fields: dict[str, Any] = {name: getattr(body, name) for name in PASSED_ON}
+    fields: dict[str, Any] = {name: getattr(body, name) for name in wire.PASSED_ON}
     fields |= {
         "messages": conversation.messages,
         "stop": body.stop_sequences,
@@ -90,10 +81,8 @@ def translated(
             names[function] = f"tools[{index}]"
             names[f"{function}.parameters"] = f"tools[{index}].input_schema"
     elif body.tool_choice is not None and body.tool_choice.type not in ("auto", "none"):
-        raise invalid("tool_choice", "tool_choice: needs tools")
-    given = FieldNames(names)
-    with given.in_errors():
-        return chat_request(fields), given
+        raise wrong("tool_choice", "needs tools")
+    return chat_request(fields, names)
 
 
 def _not_available(name: str, feature: str) -> ApiError:
@@ -108,15 +97,15 @@ def _not_available(name: str, feature: str) -> ApiError:
 # -- messages -------------------------------------------------------------------------------
 
 
-def _conversation(body: MessagesRequest, limits: Limits, *, takes_images: bool) -> Conversation:
+def _conversation(
+    body: wire.MessagesRequest, limits: Limits, *, takes_images: bool
+) -> Conversation:
     if body.messages is None:
         raise required("messages")
     if not body.messages:
-        raise invalid("messages", "messages must not be empty")
+        raise empty("messages")
     if len(body.messages) > limits.messages:
-        raise invalid(
-            "messages", f"messages: {len(body.messages)}, at most {limits.messages} are accepted"
-        )
+        raise too_many("messages", len(body.messages), limits.messages)
     reader = _BlockReader(takes_images=takes_images)
     system = _system_text(body.system)
     if system:
@@ -132,7 +121,7 @@ def _system_text(system: str | list[Any] | None) -> str | None:
     texts = []
     for index, value in enumerate(system):
         where = f"system[{index}]"
-        block = part_of(value, InputBlock, where)
+        block = part_of(value, wire.InputBlock, where)
         if block.type != "text":
             raise _no_such_block(where, block.type, "only 'text' is")
         texts.append(_text(block, where))
@@ -145,9 +134,9 @@ def _is_continued(conversation: Conversation, where: str) -> bool:
     if last["role"] != "assistant":
         return False
     if "tool_calls" in last:
-        raise invalid(where, f"{where}: after a 'tool_use' its 'tool_result' has to come")
+        raise wrong(where, "after a 'tool_use' its 'tool_result' has to come")
     if not last["content"]:
-        raise invalid(where, f"{where}: the beginning of an answer needs a text")
+        raise wrong(where, "the beginning of an answer needs a text")
     return True
 
 
@@ -160,21 +149,24 @@ class _BlockReader:
         self._takes_images = takes_images
         self._calls: set[str] = set()
 
-    def read(self, message: InputMessage, where: str) -> None:
+    def read(self, message: wire.InputMessage, where: str) -> None:
         """Adds a message that stands at `where` in the request."""
         role, content = message.role, message.content
         if role not in _ROLES:
             known = ", ".join(_ROLES)
-            raise invalid(f"{where}.role", f"{where}.role={shown(role)}: must be one of {known}")
+            raise wrong_value(f"{where}.role", role, f"must be one of {known}")
         if content is None:
             raise required(f"{where}.content")
         if isinstance(content, str):
             self.conversation.add({"role": role, "content": content}, where)
             return
         if not content:
-            raise invalid(f"{where}.content", f"{where}.content must not be empty")
+            raise empty(f"{where}.content")
         blocks = [
-            (part_of(block, InputBlock, f"{where}.content[{index}]"), f"{where}.content[{index}]")
+            (
+                part_of(block, wire.InputBlock, f"{where}.content[{index}]"),
+                f"{where}.content[{index}]",
+            )
             for index, block in enumerate(content)
         ]
         if role == "assistant":
@@ -182,7 +174,7 @@ class _BlockReader:
         else:
             self._others(role, blocks, where)
 
-    def _assistant(self, blocks: Sequence[tuple[InputBlock, str]], where: str) -> None:
+    def _assistant(self, blocks: Sequence[tuple[wire.InputBlock, str]], where: str) -> None:
         message: dict[str, Any] = {"role": "assistant", "content": None}
         path = self.conversation.add(message, where)
         thoughts: list[str] = []
@@ -206,7 +198,7 @@ class _BlockReader:
         if any(thoughts):
             message["reasoning_content"] = "\n".join(filter(None, thoughts))
 
-    def _call(self, block: InputBlock, where: str) -> None:
+    def _call(self, block: wire.InputBlock, where: str) -> None:
         for field in ("id", "name", "input"):
             if getattr(block, field) in (None, ""):
                 raise required(f"{where}.{field}")
@@ -215,7 +207,7 @@ class _BlockReader:
         function = {"name": block.name, "arguments": block.input}
         self.conversation.call({"id": block.id, "type": "function", "function": function}, where)
 
-    def _others(self, role: str, blocks: Sequence[tuple[InputBlock, str]], where: str) -> None:
+    def _others(self, role: str, blocks: Sequence[tuple[wire.InputBlock, str]], where: str) -> None:
         """A message of the user's, or a system message between others."""
         parts: list[tuple[dict[str, Any], str]] = []
         for block, name in blocks:
@@ -227,26 +219,24 @@ class _BlockReader:
                 parts.append((self._part(block, name), name))
         self._say(role, parts, where)
 
-    def _result(self, block: InputBlock, where: str) -> None:
+    def _result(self, block: wire.InputBlock, where: str) -> None:
         if not block.tool_use_id:
             raise required(f"{where}.tool_use_id")
         if block.tool_use_id not in self._calls:
-            raise invalid(
-                f"{where}.tool_use_id",
-                f"{where}.tool_use_id={shown(block.tool_use_id)}: no 'tool_use' before it has "
-                "this id",
+            raise wrong_value(
+                f"{where}.tool_use_id", block.tool_use_id, "no 'tool_use' before it has this id"
             )
         content: Any = block.content
         if isinstance(content, list):
             content = [
-                self._part(part_of(value, InputBlock, name), name)
+                self._part(part_of(value, wire.InputBlock, name), name)
                 for index, value in enumerate(content)
                 for name in [f"{where}.content[{index}]"]
             ]
         message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content or ""}
         self.conversation.add(message, where)
 
-    def _part(self, block: InputBlock, where: str) -> dict[str, Any]:
+    def _part(self, block: wire.InputBlock, where: str) -> dict[str, Any]:
         """A text or an image as a chat request has it."""
         if block.type == "text":
             return {"type": "text", "text": _text(block, where)}
@@ -265,21 +255,18 @@ class _BlockReader:
             self.conversation.names[f"{path}.content[{index}]"] = name
 
 
-def _text(block: InputBlock, where: str) -> str:
+def _text(block: wire.InputBlock, where: str) -> str:
     if block.text is None:
         raise required(f"{where}.text")
     return block.text
 
 
-def _image_uri(source: ImageSource | None, where: str) -> str:
+def _image_uri(source: wire.ImageSource | None, where: str) -> str:
     if source is None:
         raise required(f"{where}.source")
     wanted = {"base64": ("media_type", "data"), "url": ("url",)}.get(source.type or "")
     if wanted is None:
-        raise invalid(
-            f"{where}.source.type",
-            f"{where}.source.type={shown(source.type)}: must be 'base64' or 'url'",
-        )
+        raise wrong_value(f"{where}.source.type", source.type, "must be 'base64' or 'url'")
     for field in wanted:
         if not getattr(source, field):
             raise required(f"{where}.source.{field}")
@@ -289,9 +276,10 @@ def _image_uri(source: ImageSource | None, where: str) -> str:
 def _no_such_block(where: str, kind: str | None, available: str) -> ApiError:
     if kind is None:
         return required(f"{where}.type")
-    return invalid(
+    return wrong_value(
         f"{where}.type",
-        f"{where}.type={shown(kind)}: such blocks are not available here, {available}",
+        kind,
+        f"such blocks are not available here, {available}",
         "unsupported_parameter",
     )
 
@@ -299,7 +287,9 @@ def _no_such_block(where: str, kind: str | None, available: str) -> ApiError:
 # -- options --------------------------------------------------------------------------------
 
 
-def _template_kwargs(body: MessagesRequest, template: ChatTemplate | None) -> dict[str, Any] | None:
+def _template_kwargs(
+    body: wire.MessagesRequest, template: ChatTemplate | None
+) -> dict[str, Any] | None:
     """The request's own switches of the template, and those that `thinking` stands for."""
     own = body.chat_template_kwargs
     thinking = body.thinking
@@ -318,27 +308,20 @@ def _template_kwargs(body: MessagesRequest, template: ChatTemplate | None) -> di
     return {**switches, **(own or {})} or None
 
 
-def _check_thinking(thinking: Thinking) -> None:
+def _check_thinking(thinking: wire.Thinking) -> None:
     if thinking.type not in _THINKING:
         known = ", ".join(_THINKING)
-        raise invalid(
-            "thinking.type", f"thinking.type={shown(thinking.type)}: must be one of {known}"
-        )
+        raise wrong_value("thinking.type", thinking.type, f"must be one of {known}")
     budget = thinking.budget_tokens
     if budget is not None and budget < 1:
-        raise invalid(
-            "thinking.budget_tokens", f"thinking.budget_tokens={budget}: must be at least 1"
-        )
+        raise wrong_value("thinking.budget_tokens", budget, "must be at least 1")
     if thinking.display not in (None, "summarized", "omitted"):
-        raise invalid(
-            "thinking.display",
-            f"thinking.display={shown(thinking.display)}: must be 'summarized' or 'omitted'",
-        )
+        raise wrong_value("thinking.display", thinking.display, "must be 'summarized' or 'omitted'")
 
 
-def _response_format(form: OutputFormat, where: str) -> dict[str, Any]:
+def _response_format(form: wire.OutputFormat, where: str) -> dict[str, Any]:
     if form.type != "json_schema":
-        raise invalid(f"{where}.type", f"{where}.type={shown(form.type)}: must be 'json_schema'")
+        raise wrong_value(f"{where}.type", form.type, "must be 'json_schema'")
     if form.schema is None:
         raise required(f"{where}.schema")
     schema = {"name": "answer", "schema": form.schema, "strict": True}
@@ -351,29 +334,23 @@ def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
         where = f"tools[{index}]"
         kind = value.get("type") if isinstance(value, dict) else None
         if kind not in (None, "custom"):
-            raise invalid(
+            raise wrong_value(
                 f"{where}.type",
-                f"{where}.type={shown(kind)}: Anthropic's own tools are not available, only "
-                "'custom' ones are",
+                kind,
+                "Anthropic's own tools are not available, only 'custom' ones are",
                 "unsupported_parameter",
             )
-        tool = part_of(value, Tool, where)
+        tool = part_of(value, wire.Tool, where)
         if not tool.name:
             raise required(f"{where}.name")
         if tool.input_schema is None:
             raise required(f"{where}.input_schema")
-        function = {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.input_schema,
-            "strict": tool.strict,
-        }
-        given = {name: one for name, one in function.items() if one is not None}
-        found.append({"type": "function", "function": given})
+        schema = tool.input_schema
+        found.append(function_tool(tool.name, tool.description, schema, strict=tool.strict))
     return found
 
 
-def _tool_choice(choice: ToolChoice | None) -> dict[str, Any]:
+def _tool_choice(choice: wire.ToolChoice | None) -> dict[str, Any]:
     """The fields of a chat request that a choice among tools becomes."""
     if choice is None:
         return {}
@@ -386,9 +363,7 @@ def _tool_choice(choice: ToolChoice | None) -> dict[str, Any]:
         fields["tool_choice"] = _CHOICES[choice.type]
     else:
         known = ", ".join((*_CHOICES, "tool"))
-        raise invalid(
-            "tool_choice.type", f"tool_choice.type={shown(choice.type)}: must be one of {known}"
-        )
+        raise wrong_value("tool_choice.type", choice.type, f"must be one of {known}")
     if choice.disable_parallel_tool_use is not None:
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return fields

@@ -16,26 +16,14 @@ from hetero_llm.server.message_events import (
     MessageEvent,
     Reasoning,
 )
-from hetero_llm.server.messages_api.protocol import (
-    Block,
-    BlockDelta,
-    BlockStart,
-    BlockStop,
-    Event,
-    InputDelta,
-    TextBlock,
-    TextDelta,
-    ThinkingBlock,
-    ThinkingDelta,
-    ToolUseBlock,
-)
+from hetero_llm.server.messages_api import protocol as wire
 
 
 @dataclass(slots=True)
 class _OpenBlock:
     """A block that is being written: the block without its text, and the text so far."""
 
-    block: Block
+    block: wire.Block
     pieces: list[str] = field(default_factory=list)
 
 
@@ -53,59 +41,61 @@ class BlockWriter:
         self._shows_thinking = shows_thinking
         self._open: _OpenBlock | None = None
         self._index = 0
-        self.blocks: list[Block] = []
+        self.blocks: list[wire.Block] = []
 
-    def write(self, event: MessageEvent) -> Sequence[Event]:
+    def write(self, event: MessageEvent) -> Sequence[wire.Event]:
         """Takes in an event of the message."""
         block = None if self._open is None else self._open.block
-        if type(event) is Content and type(block) is TextBlock:  # most events
-            return self._delta(event.text, TextDelta(event.text))
+        if type(event) is Content and type(block) is wire.TextBlock:  # most events
+            return self._delta(event.text, wire.TextDelta(event.text))
         match event:
             case Content(text):
-                return [*self._open_as(TextBlock), *self._delta(text, TextDelta(text))]
+                return [*self._open_as(wire.TextBlock), *self._delta(text, wire.TextDelta(text))]
             case Reasoning(text):
-                opened = self._open_as(ThinkingBlock)
+                opened = self._open_as(wire.ThinkingBlock)
                 if not self._shows_thinking:
                     return opened
-                return [*opened, *self._delta(text, ThinkingDelta(text))]
+                return [*opened, *self._delta(text, wire.ThinkingDelta(text))]
             case CallStart(_, call_id, name):
-                return [*self.close(), self._start(ToolUseBlock(call_id, name, {}))]
+                return [*self.close(), self._start(wire.ToolUseBlock(call_id, name, {}))]
             case CallArguments(_, text):
-                return self._delta(text, InputDelta(text))
+                return self._delta(text, wire.InputDelta(text))
             case CallEnd():
                 return self.close()
 
-    def close(self) -> list[Event]:
+    def close(self) -> list[wire.Event]:
         """Ends the open block, if there is one."""
         if self._open is None:
             return []
         block, text = self._open.block, "".join(self._open.pieces)
         self._open = None
         match block:
-            case TextBlock():
-                self.blocks.append(TextBlock(text))
-            case ThinkingBlock():
-                self.blocks.append(ThinkingBlock(text))
-            case ToolUseBlock(call_id, name):
+            case wire.TextBlock():
+                self.blocks.append(wire.TextBlock(text))
+            case wire.ThinkingBlock():
+                self.blocks.append(wire.ThinkingBlock(text))
+            case wire.ToolUseBlock(call_id, name):
                 arguments = _as_object(text)
                 if arguments is not None:
-                    self.blocks.append(ToolUseBlock(call_id, name, arguments))
+                    self.blocks.append(wire.ToolUseBlock(call_id, name, arguments))
         self._index += 1
-        return [BlockStop(self._index - 1)]
+        return [wire.BlockStop(self._index - 1)]
 
-    def _open_as(self, kind: type[TextBlock] | type[ThinkingBlock]) -> list[Event]:
+    def _open_as(self, kind: type[wire.TextBlock] | type[wire.ThinkingBlock]) -> list[wire.Event]:
         if self._open is not None and isinstance(self._open.block, kind):
             return []
         return [*self.close(), self._start(kind(""))]
 
-    def _start(self, block: Block) -> Event:
+    def _start(self, block: wire.Block) -> wire.Event:
         self._open = _OpenBlock(block)
-        return BlockStart(self._index, block)
+        return wire.BlockStart(self._index, block)
 
-    def _delta(self, text: str, delta: TextDelta | ThinkingDelta | InputDelta) -> list[Event]:
+    def _delta(
+        self, text: str, delta: wire.TextDelta | wire.ThinkingDelta | wire.InputDelta
+    ) -> list[wire.Event]:
         assert self._open is not None
         self._open.pieces.append(text)
-        return [BlockDelta(self._index, delta)]
+        return [wire.BlockDelta(self._index, delta)]
 
 
 def _as_object(text: str) -> dict[str, Any] | None:

@@ -139,43 +139,26 @@ class _Regions:
     def _text(self, kind: type[Content] | type[Reasoning]) -> Reading[str]:
         """Passes on text up to a marker; returns the marker, which is consumed unless it opens
         calls."""
-        source, writer = self._source, self._writer
-        markers = self._in_content if kind is Content else self._in_reasoning
-        pattern = any_of(markers) if markers else None
-        while True:
-            found = None if pattern is None else self._next_marker(pattern, kind)
-            if found is not None:
-                writer.text(kind, source.take(found.start()), may_end=True)
-                if found[0] not in self._call_opens:
-                    source.take(found.end())
-                return found[0]
-            end = len(source.text)
-            if pattern is not None and not source.ended:
-                end = held_back(source.text, source.at, markers)
-            if end > source.at:
-                writer.text(kind, source.take(end), may_end=pattern is not None)
-            if source.ended:
-                raise TextEnded
-            yield
-
-    def _next_marker(
-        self, pattern: re.Pattern[str], kind: type[Content] | type[Reasoning]
-    ) -> re.Match[str] | None:
         source = self._source
-        for found in pattern.finditer(source.text, source.at):
-            marker, start = found[0], found.start()
-            if not source.is_real(marker, start):
-                continue
-            # A marker that is plain text opens reasoning at the beginning of a message only.
-            if marker in self._thinks:
-                is_one = source.has_token(marker) or self._at_beginning(start)
-            elif marker in self._thought:
-                is_one = source.has_token(marker) or kind is Reasoning
-            else:  # what closes calls means nothing before the first one
-                is_one = marker in self._call_opens or bool(self._writer.num_calls)
-            if is_one:
-                return found
-        return None
+        markers = self._in_content if kind is Content else self._in_reasoning
+        write = partial(self._writer.text, kind, may_end=bool(markers))
+        found = yield from _up_to(source, write, markers, partial(self._is_marker, kind))
+        if found[0] not in self._call_opens:
+            source.take(found.end())
+        return found[0]
+
+    def _is_marker(self, kind: type[Content] | type[Reasoning], found: re.Match[str]) -> bool:
+        """Whether a text in a region of this kind is the marker that it looks like."""
+        source, marker, start = self._source, found[0], found.start()
+        if not source.is_real(marker, start):
+            return False
+        # A marker that is plain text opens reasoning at the beginning of a message only.
+        if marker in self._thinks:
+            return source.has_token(marker) or self._at_beginning(start)
+        if marker in self._thought:
+            return source.has_token(marker) or kind is Reasoning
+        # What closes calls means nothing before the first one.
+        return marker in self._call_opens or bool(self._writer.num_calls)
 
     def _at_beginning(self, start: int) -> bool:
         source = self._source
@@ -314,16 +297,32 @@ def _until_real(
     source: TextSource, write: Callable[[str], None], markers: tuple[str, ...]
 ) -> Reading[str]:
     """Passes on text up to one of the markers, which it consumes and returns."""
+    found = yield from _up_to(source, write, markers, lambda m: source.is_real(m[0], m.start()))
+    source.take(found.end())
+    return found[0]
+
+
+def _up_to(
+    source: TextSource,
+    write: Callable[[str], None],
+    markers: tuple[str, ...],
+    is_one: Callable[[re.Match[str]], bool],
+) -> Reading[re.Match[str]]:
+    """Passes on text up to a marker that `is_one`, and returns it unconsumed.
+
+    Raises:
+        TextEnded: there is none.
+    """
     while True:
-        for found in any_of(markers).finditer(source.text, source.at):
-            if source.is_real(found[0], found.start()):
+        for found in any_of(markers).finditer(source.text, source.at) if markers else ():
+            if is_one(found):
                 write(source.take(found.start()))
-                source.take(found.end())
-                return found[0]
+                return found
         end = len(source.text)
-        if not source.ended:
+        if markers and not source.ended:
             end = held_back(source.text, source.at, markers)
-        write(source.take(end))
+        if end > source.at:
+            write(source.take(end))
         if source.ended:
             raise TextEnded
         yield

@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetero_llm.core.errors import shown
-from hetero_llm.server.errors import ApiError, invalid, unsupported
-from hetero_llm.server.field_names import FieldNames
-from hetero_llm.server.protocol import ChatRequest
-from hetero_llm.server.responses_api.protocol import (
-    PASSED_ON,
-    UNAVAILABLE,
-    FunctionTool,
-    InputCall,
-    InputCallOutput,
-    InputMessage,
-    InputPart,
-    InputReasoning,
-    ResponsesRequest,
-    TextFormat,
+import msgspec
+
+from hetero_llm.server.errors import (
+    ApiError,
+    FieldNames,
+    empty,
+    required,
+    too_many,
+    unsupported,
+    wrong,
+    wrong_value,
 )
+from hetero_llm.server.protocol import ChatRequest
+from hetero_llm.server.responses_api import protocol as wire
 from hetero_llm.server.settings import Limits
 from hetero_llm.server.translation import (
     Conversation,
     chat_request,
+    function_tool,
     part_of,
-    required,
+    without_nulls,
 )
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -57,22 +56,22 @@ _NAMES = {
 }
 
 
-def check_fields(body: ResponsesRequest, limits: Limits) -> None:
+def check_fields(body: wire.ResponsesRequest, limits: Limits) -> None:
     """Checks those fields that a chat request does not have.
 
     Raises:
         ApiError: names the field.
     """
-    for name, feature in UNAVAILABLE.items():
+    for name, feature in wire.UNAVAILABLE.items():
         if getattr(body, name) not in (None, False, [], {}):
             raise unsupported(name, feature)
     if body.truncation not in (None, "disabled"):
         if body.truncation == "auto":
             raise unsupported("truncation", "leaving out items that do not fit ('auto')")
-        raise invalid("truncation", f"truncation={shown(body.truncation)}: must be 'disabled'")
+        raise wrong_value("truncation", body.truncation, "must be 'disabled'")
     if body.stream_options is not None:
         if not body.stream:
-            raise invalid("stream_options", "stream_options: needs stream=true")
+            raise wrong("stream_options", "needs stream=true")
         if body.stream_options.include_obfuscation:
             raise unsupported("stream_options.include_obfuscation", "obfuscation of streams")
     for index, name in enumerate(body.include or ()):
@@ -80,35 +79,24 @@ def check_fields(body: ResponsesRequest, limits: Limits) -> None:
             raise unsupported(f"include[{index}]", f"{name}: a built-in tool")
         if name not in _INCLUDED:
             known = ", ".join(_INCLUDED)
-            raise invalid(
-                f"include[{index}]", f"include[{index}]={shown(name)}: must be one of {known}"
-            )
+            raise wrong_value(f"include[{index}]", name, f"must be one of {known}")
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
-        raise invalid(
-            "max_output_tokens", f"max_output_tokens={body.max_output_tokens}: must be at least 1"
-        )
+        raise wrong_value("max_output_tokens", body.max_output_tokens, "must be at least 1")
     _check_metadata(body.metadata or {})
     if isinstance(body.input, list) and len(body.input) > limits.messages:
-        raise invalid(
-            "input", f"input: {len(body.input)} items, at most {limits.messages} are accepted"
-        )
+        raise too_many("input", f"{len(body.input)} items", limits.messages)
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
     if len(metadata) > _MOST_METADATA:
-        raise invalid(
-            "metadata", f"metadata: {len(metadata)} entries, at most {_MOST_METADATA} are accepted"
-        )
+        raise too_many("metadata", f"{len(metadata)} entries", _MOST_METADATA)
     for name, value in metadata.items():
         for what, text, most in (("name", name, _METADATA_NAME), ("value", value, _METADATA_CHARS)):
             if len(text) > most:
-                raise invalid(
-                    "metadata",
-                    f"metadata: a {what} of {len(text)} characters, at most {most} are accepted",
-                )
+                raise too_many("metadata", f"a {what} of {len(text)} characters", most)
 
 
-def new_items(body: ResponsesRequest) -> list[Any]:
+def new_items(body: wire.ResponsesRequest) -> list[Any]:
     """The input as items; a text is a message of the user's.
 
     Raises:
@@ -117,14 +105,14 @@ def new_items(body: ResponsesRequest) -> list[Any]:
     if body.input is None:
         raise required("input")
     if not body.input:
-        raise invalid("input", "input must not be empty")
+        raise empty("input")
     if isinstance(body.input, str):
         return [{"type": "message", "role": "user", "content": body.input}]
     return body.input
 
 
 def translated(
-    body: ResponsesRequest, items: Sequence[Any], earlier: Sequence[Any], *, takes_images: bool
+    body: wire.ResponsesRequest, items: Sequence[Any], earlier: Sequence[Any], *, takes_images: bool
 ) -> tuple[ChatRequest, FieldNames]:
     """The chat request, and what the client calls its fields.
 
@@ -147,7 +135,7 @@ def translated(
     reader.close()
     text = body.text.format if body.text else None
     tools = tools_of(body)
-    fields: dict[str, Any] = {name: getattr(body, name) for name in PASSED_ON}
+    fields: dict[str, Any] = {name: getattr(body, name) for name in wire.PASSED_ON}
     fields |= {
         "messages": reader.conversation.messages,
         "max_completion_tokens": body.max_output_tokens,
@@ -160,18 +148,19 @@ def translated(
     names = dict(_NAMES)
     if tools:
         kept, fields["tool_choice"] = _allowed(tools, body.tool_choice)
-        fields["tools"] = _functions([tools[index] for index in kept])
+        fields["tools"] = [
+            function_tool(one.name, one.description, one.parameters, strict=one.strict)
+            for one in (tools[index] for index in kept)
+        ]
         for position, index in enumerate(kept):
             names[f"tools[{position}]"] = names[f"tools[{position}].function"] = f"tools[{index}]"
     elif body.tool_choice not in (None, "none", "auto"):
-        raise invalid("tool_choice", "tool_choice: needs tools")
+        raise wrong("tool_choice", "needs tools")
     names |= reader.conversation.names
-    given = FieldNames(names)
-    with given.in_errors():
-        return chat_request(fields), given
+    return chat_request(fields, names)
 
 
-def tools_of(body: ResponsesRequest) -> list[FunctionTool]:
+def tools_of(body: wire.ResponsesRequest) -> list[wire.FunctionTool]:
     """The declared functions.
 
     Raises:
@@ -183,7 +172,7 @@ def tools_of(body: ResponsesRequest) -> list[FunctionTool]:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "function":
             raise _no_such_tool(f"{where}.type", kind)
-        found = part_of(tool, FunctionTool, where)
+        found = part_of(tool, wire.FunctionTool, where)
         if kind is None:
             raise required(f"{where}.type")
         if not found.name:
@@ -192,12 +181,12 @@ def tools_of(body: ResponsesRequest) -> list[FunctionTool]:
     return tools
 
 
-def tool_choice_of(body: ResponsesRequest) -> Any:
+def tool_choice_of(body: wire.ResponsesRequest) -> Any:
     """The choice as the response repeats it."""
     return "auto" if body.tool_choice is None else body.tool_choice
 
 
-def _allowed(tools: list[FunctionTool], choice: Any) -> tuple[list[int], Any]:
+def _allowed(tools: list[wire.FunctionTool], choice: Any) -> tuple[list[int], Any]:
     """The indexes of the tools that the model gets, and the choice among them as a chat request has
     it."""
     all_of_them = list(range(len(tools)))
@@ -205,9 +194,7 @@ def _allowed(tools: list[FunctionTool], choice: Any) -> tuple[list[int], Any]:
         return all_of_them, choice
     if not isinstance(choice, dict):
         known = ", ".join(_CHOICES)
-        raise invalid(
-            "tool_choice", f"tool_choice={shown(choice)}: must be one of {known}, or an object"
-        )
+        raise wrong_value("tool_choice", choice, f"must be one of {known}, or an object")
     kind = choice.get("type")
     if kind == "function":
         name = _chosen_name(tools, choice.get("name"), "tool_choice.name")
@@ -216,72 +203,49 @@ def _allowed(tools: list[FunctionTool], choice: Any) -> tuple[list[int], Any]:
         raise _no_such_tool("tool_choice.type", kind)
     mode, listed = choice.get("mode"), choice.get("tools")
     if mode not in ("auto", "required"):
-        raise invalid(
-            "tool_choice.mode", f"tool_choice.mode={shown(mode)}: must be 'auto' or 'required'"
-        )
+        raise wrong_value("tool_choice.mode", mode, "must be 'auto' or 'required'")
     if not isinstance(listed, list) or not listed:
         raise required("tool_choice.tools")
     allowed = set()
     for index, tool in enumerate(listed):
         where = f"tool_choice.tools[{index}]"
         if not isinstance(tool, dict):
-            raise invalid(where, f"{where}: must be an object", "invalid_type")
+            raise wrong(where, "must be an object", "invalid_type")
         if tool.get("type") != "function":
             raise _no_such_tool(f"{where}.type", tool.get("type"))
         allowed.add(_chosen_name(tools, tool.get("name"), f"{where}.name"))
     return [index for index, tool in enumerate(tools) if tool.name in allowed], mode
 
 
-def _chosen_name(tools: Sequence[FunctionTool], name: Any, where: str) -> str:
+def _chosen_name(tools: Sequence[wire.FunctionTool], name: Any, where: str) -> str:
     if not isinstance(name, str):
         raise required(where)
     if all(tool.name != name for tool in tools):
-        raise invalid(where, f"{where}={shown(name)}: is none of the tools")
+        raise wrong_value(where, name, "is none of the tools")
     return name
 
 
-def _functions(tools: Sequence[FunctionTool]) -> list[Any]:
-    found = []
-    for tool in tools:
-        function = {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.parameters,
-            "strict": tool.strict,
-        }
-        given = {name: value for name, value in function.items() if value is not None}
-        found.append({"type": "function", "function": given})
-    return found
-
-
 def _no_such_tool(where: str, kind: Any) -> ApiError:
-    return invalid(
+    return wrong_value(
         where,
-        f"{where}={shown(kind)}: built-in and MCP tools are not available, only 'function' is",
+        kind,
+        "built-in and MCP tools are not available, only 'function' is",
         "unsupported_parameter",
     )
 
 
-def _response_format(given: TextFormat) -> dict[str, Any] | None:
+def _response_format(given: wire.TextFormat) -> dict[str, Any] | None:
     kind = given.type
     if kind not in _FORMATS:
-        raise invalid(
-            "text.format.type",
-            f"text.format.type={shown(kind)}: must be one of {', '.join(_FORMATS)}",
-        )
+        raise wrong_value("text.format.type", kind, f"must be one of {', '.join(_FORMATS)}")
     if kind != "json_schema":
         return {"type": kind}
     for name in ("name", "schema"):
         if getattr(given, name) is None:
             raise required(f"text.format.{name}")
-    schema = {
-        "name": given.name,
-        "schema": given.schema,
-        "strict": given.strict,
-        "description": given.description,
-    }
-    found = {name: value for name, value in schema.items() if value is not None}
-    return {"type": kind, "json_schema": found}
+    schema = without_nulls(msgspec.structs.asdict(given))
+    del schema["type"]
+    return {"type": kind, "json_schema": schema}
 
 
 class _ItemReader:
@@ -300,23 +264,24 @@ class _ItemReader:
     def read(self, item: Any, where: str) -> None:
         """Adds an item that stands at `where` in the request."""
         if not isinstance(item, dict):
-            raise invalid(where, f"{where}: must be an object", "invalid_type")
+            raise wrong(where, "must be an object", "invalid_type")
         kind = item.get("type", "message" if "role" in item else None)
         if kind == "message":
-            self._message(part_of(item, InputMessage, where), where)
+            self._message(part_of(item, wire.InputMessage, where), where)
         elif kind == "function_call":
-            self._call(part_of(item, InputCall, where), where)
+            self._call(part_of(item, wire.InputCall, where), where)
         elif kind == "function_call_output":
-            self._output(part_of(item, InputCallOutput, where), where)
+            self._output(part_of(item, wire.InputCallOutput, where), where)
         elif kind == "reasoning":
-            self._reasoning(part_of(item, InputReasoning, where), where)
+            self._reasoning(part_of(item, wire.InputReasoning, where), where)
         elif kind is None:
             raise required(f"{where}.type")
         else:
-            raise invalid(
+            raise wrong_value(
                 f"{where}.type",
-                f"{where}.type={shown(kind)}: such items are not available, only 'message', "
-                "'function_call', 'function_call_output' and 'reasoning' are",
+                kind,
+                "such items are not available, only 'message', 'function_call', "
+                "'function_call_output' and 'reasoning' are",
                 "unsupported_parameter",
             )
 
@@ -331,13 +296,13 @@ class _ItemReader:
     def close(self) -> None:
         """Ends the conversation."""
         if not self.conversation.messages:
-            raise invalid("input", "input: has no messages")
+            raise wrong("input", "has no messages")
 
-    def _message(self, message: InputMessage, where: str) -> None:
+    def _message(self, message: wire.InputMessage, where: str) -> None:
         role = message.role
         if role not in _ROLES:
             known = ", ".join(_ROLES)
-            raise invalid(f"{where}.role", f"{where}.role={shown(role)}: must be one of {known}")
+            raise wrong_value(f"{where}.role", role, f"must be one of {known}")
         if message.content is None:
             raise required(f"{where}.content")
         parts = message.content
@@ -348,7 +313,7 @@ class _ItemReader:
             return
         self.say(role, content, where)
 
-    def _reasoning(self, item: InputReasoning, where: str) -> None:
+    def _reasoning(self, item: wire.InputReasoning, where: str) -> None:
         parts, name = item.content, "content"
         if not parts:
             parts, name = item.summary, "summary"
@@ -369,7 +334,7 @@ class _ItemReader:
         before = self._assistant.get("reasoning_content")
         self._assistant["reasoning_content"] = "\n".join([before, *texts] if before else texts)
 
-    def _call(self, item: InputCall, where: str) -> None:
+    def _call(self, item: wire.InputCall, where: str) -> None:
         for name in ("call_id", "name"):
             if not getattr(item, name):
                 raise required(f"{where}.{name}")
@@ -382,15 +347,14 @@ class _ItemReader:
             {"id": item.call_id, "type": "function", "function": function}, where
         )
 
-    def _output(self, item: InputCallOutput, where: str) -> None:
+    def _output(self, item: wire.InputCallOutput, where: str) -> None:
         if not item.call_id:
             raise required(f"{where}.call_id")
         if item.output is None:
             raise required(f"{where}.output")
         if item.call_id not in self._calls:
-            raise invalid(
-                f"{where}.call_id",
-                f"{where}.call_id={shown(item.call_id)}: no 'function_call' before it has this id",
+            raise wrong_value(
+                f"{where}.call_id", item.call_id, "no 'function_call' before it has this id"
             )
         output = item.output
         content = output if isinstance(output, str) else self._parts(output, f"{where}.output")
@@ -403,7 +367,7 @@ class _ItemReader:
         found: list[dict[str, Any]] = []
         for index, value in enumerate(parts):
             name = f"{where}[{index}]"
-            part = part_of(value, InputPart, name)
+            part = part_of(value, wire.InputPart, name)
             field = _TEXTS.get(part.type or "")
             if field is not None:
                 text = getattr(part, field)
@@ -419,10 +383,11 @@ class _ItemReader:
                     raise required(f"{name}.image_url")
                 found.append({"type": "image_url", "image_url": {"url": part.image_url}})
             else:
-                raise invalid(
+                raise wrong_value(
                     f"{name}.type",
-                    f"{name}.type={shown(part.type)}: such parts are not available, only "
-                    "'input_text', 'output_text', 'refusal' and 'input_image' are",
+                    part.type,
+                    "such parts are not available, only 'input_text', 'output_text', "
+                    "'refusal' and 'input_image' are",
                     "unsupported_parameter",
                 )
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hetero_llm.server.message_events import (
     CallArguments,
@@ -14,26 +15,7 @@ from hetero_llm.server.message_events import (
     Reasoning,
 )
 from hetero_llm.server.protocol import ChatLogprob
-from hetero_llm.server.responses_api.protocol import (
-    ArgumentsDelta,
-    ArgumentsDone,
-    CallItem,
-    Event,
-    ItemAdded,
-    ItemDone,
-    MessageItem,
-    OutputItem,
-    OutputText,
-    Part,
-    PartAdded,
-    PartDone,
-    ReasoningDelta,
-    ReasoningDone,
-    ReasoningItem,
-    ReasoningText,
-    TextDelta,
-    TextDone,
-)
+from hetero_llm.server.responses_api import protocol as wire
 
 _RUNNING, _COMPLETED, _INCOMPLETE = "in_progress", "completed", "incomplete"
 _ASSISTANT = "assistant"
@@ -49,6 +31,18 @@ class _OpenText:
     pieces: list[str] = field(default_factory=list)
     logprobs: list[ChatLogprob] = field(default_factory=list)
 
+    def part(self) -> wire.Part:
+        """Its only part as it is now."""
+        text = "".join(self.pieces)
+        if self.is_reasoning:
+            return wire.ReasoningText(text)
+        return wire.OutputText(text, [], list(self.logprobs))
+
+    def item(self, status: str, *parts: Any) -> wire.OutputItem:
+        if self.is_reasoning:
+            return wire.ReasoningItem(self.id, status, [], list(parts))
+        return wire.MessageItem(self.id, status, _ASSISTANT, list(parts))
+
 
 @dataclass(slots=True)
 class _OpenCall:
@@ -60,12 +54,12 @@ class _OpenCall:
     name: str
     pieces: list[str] = field(default_factory=list)
 
-    def item(self, status: str) -> CallItem:
-        return CallItem(self.id, status, self.call_id, self.name, "".join(self.pieces))
+    def item(self, status: str) -> wire.CallItem:
+        return wire.CallItem(self.id, status, self.call_id, self.name, "".join(self.pieces))
 
 
 class OutputWriter:
-    """Writes the items of one response.
+    """Writes the items of one response; its events have no sequence numbers yet.
 
     Args:
         suffix: of the ids of the items.
@@ -73,22 +67,16 @@ class OutputWriter:
 
     def __init__(self, suffix: str) -> None:
         self._suffix = suffix
-        self._items: list[OutputItem | None] = []
+        self._items: list[wire.OutputItem | None] = []
         self._text: _OpenText | None = None
         self._calls: dict[int, _OpenCall] = {}
-        self._sequence = 0
 
     @property
-    def items(self) -> list[OutputItem]:
+    def items(self) -> list[wire.OutputItem]:
         """The items that are complete, in their order."""
         return [item for item in self._items if item is not None]
 
-    def number(self) -> int:
-        """The sequence number of the next event."""
-        self._sequence += 1
-        return self._sequence - 1
-
-    def write(self, event: MessageEvent, logprobs: Sequence[ChatLogprob] = ()) -> list[Event]:
+    def write(self, event: MessageEvent, logprobs: Sequence[ChatLogprob] = ()) -> list[wire.Event]:
         """Takes in an event of the message.
 
         Args:
@@ -106,10 +94,12 @@ class OutputWriter:
             case CallEnd(index):
                 call = self._calls.pop(index)
                 # A call without arguments is one of an empty object.
-                events: list[Event] = [] if call.pieces else [self._write_arguments(call, "{}")]
+                events: list[wire.Event] = (
+                    [] if call.pieces else [self._write_arguments(call, "{}")]
+                )
                 return events + self._end_call(call, _COMPLETED)
 
-    def finish(self, *, cut: bool) -> list[Event]:
+    def finish(self, *, cut: bool) -> list[wire.Event]:
         """Ends the items that are open. `cut`: the message was cut off, not ended by the model."""
         events = self._end_text(_INCOMPLETE if cut else _COMPLETED)
         for index in tuple(self._calls):
@@ -120,113 +110,78 @@ class OutputWriter:
 
     def _write_text(
         self, text: str, logprobs: Sequence[ChatLogprob], *, is_reasoning: bool
-    ) -> list[Event]:
-        events: list[Event] = []
+    ) -> list[wire.Event]:
+        events: list[wire.Event] = []
         if self._text is None or self._text.is_reasoning != is_reasoning:
             events = self._end_text(_COMPLETED)
             events += self._start_text(is_reasoning=is_reasoning)
-        assert self._text is not None
-        self._text.pieces.append(text)
-        self._text.logprobs += logprobs
+        one = self._text
+        assert one is not None
+        one.pieces.append(text)
+        one.logprobs += logprobs
+        delta: wire.Event
         if is_reasoning:
-            events.append(
-                ReasoningDelta(
-                    sequence_number=self.number(),
-                    output_index=self._text.index,
-                    item_id=self._text.id,
-                    delta=text,
-                )
-            )
+            delta = wire.ReasoningDelta(output_index=one.index, item_id=one.id, delta=text)
         else:
-            events.append(
-                TextDelta(
-                    sequence_number=self.number(),
-                    output_index=self._text.index,
-                    item_id=self._text.id,
-                    delta=text,
-                    logprobs=list(logprobs),
-                )
+            shown = list(logprobs)
+            delta = wire.TextDelta(
+                output_index=one.index, item_id=one.id, delta=text, logprobs=shown
             )
-        return events
+        return [*events, delta]
 
-    def _start_text(self, *, is_reasoning: bool) -> list[Event]:
+    def _start_text(self, *, is_reasoning: bool) -> list[wire.Event]:
         index = len(self._items)
         item_id = self._id("rs" if is_reasoning else "msg", index)
-        self._text = _OpenText(item_id, index, is_reasoning)
+        one = self._text = _OpenText(item_id, index, is_reasoning)
         self._items.append(None)
-        item: OutputItem
-        part: Part
-        if is_reasoning:
-            item, part = ReasoningItem(item_id, _RUNNING, [], []), ReasoningText("")
-        else:
-            item, part = MessageItem(item_id, _RUNNING, _ASSISTANT, []), OutputText("", [], [])
         return [
-            ItemAdded(sequence_number=self.number(), output_index=index, item=item),
-            PartAdded(
-                sequence_number=self.number(), output_index=index, item_id=item_id, part=part
-            ),
+            wire.ItemAdded(output_index=index, item=one.item(_RUNNING)),
+            wire.PartAdded(output_index=index, item_id=item_id, part=one.part()),
         ]
 
-    def _end_text(self, status: str) -> list[Event]:
-        open_one, self._text = self._text, None
-        if open_one is None:
+    def _end_text(self, status: str) -> list[wire.Event]:
+        one, self._text = self._text, None
+        if one is None:
             return []
-        text, index, item_id = "".join(open_one.pieces), open_one.index, open_one.id
-        item: OutputItem
-        part: Part
-        ended: Event
-        if open_one.is_reasoning:
-            part = ReasoningText(text)
-            item = ReasoningItem(item_id, status, [], [part])
-            ended = ReasoningDone(
-                sequence_number=self.number(), output_index=index, item_id=item_id, text=text
-            )
+        part = one.part()
+        item = self._items[one.index] = one.item(status, part)
+        ended: wire.Event
+        if isinstance(part, wire.ReasoningText):
+            ended = wire.ReasoningDone(output_index=one.index, item_id=one.id, text=part.text)
         else:
-            part = OutputText(text, [], open_one.logprobs)
-            item = MessageItem(item_id, status, _ASSISTANT, [part])
-            ended = TextDone(
-                sequence_number=self.number(),
-                output_index=index,
-                item_id=item_id,
-                text=text,
-                logprobs=open_one.logprobs,
+            ended = wire.TextDone(
+                output_index=one.index, item_id=one.id, text=part.text, logprobs=part.logprobs
             )
-        self._items[index] = item
         return [
             ended,
-            PartDone(sequence_number=self.number(), output_index=index, item_id=item_id, part=part),
-            ItemDone(sequence_number=self.number(), output_index=index, item=item),
+            wire.PartDone(output_index=one.index, item_id=one.id, part=part),
+            wire.ItemDone(output_index=one.index, item=item),
         ]
 
     # -- calls --------------------------------------------------------------------------------
 
-    def _start_call(self, number: int, call_id: str, name: str) -> list[Event]:
+    def _start_call(self, number: int, call_id: str, name: str) -> list[wire.Event]:
         events = self._end_text(_COMPLETED)
         index = len(self._items)
         call = self._calls[number] = _OpenCall(self._id("fc", index), index, call_id, name)
         self._items.append(None)
-        events.append(
-            ItemAdded(sequence_number=self.number(), output_index=index, item=call.item(_RUNNING))
-        )
+        events.append(wire.ItemAdded(output_index=index, item=call.item(_RUNNING)))
         return events
 
-    def _write_arguments(self, call: _OpenCall, text: str) -> Event:
+    def _write_arguments(self, call: _OpenCall, text: str) -> wire.Event:
         call.pieces.append(text)
-        return ArgumentsDelta(
-            sequence_number=self.number(), output_index=call.index, item_id=call.id, delta=text
-        )
+        return wire.ArgumentsDelta(output_index=call.index, item_id=call.id, delta=text)
 
-    def _end_call(self, call: _OpenCall, status: str) -> list[Event]:
+    def _end_call(self, call: _OpenCall, status: str) -> list[wire.Event]:
         item = self._items[call.index] = call.item(status)
         return [
-            ArgumentsDone(
-                sequence_number=self.number(),
+            wire.ArgumentsDone(
                 output_index=call.index,
                 item_id=call.id,
                 name=call.name,
                 arguments=item.arguments,
             ),
-            ItemDone(sequence_number=self.number(), output_index=call.index, item=item),
+            wire.ItemDone(output_index=call.index, item=item),
         ]
 
     def _id(self, prefix: str, index: int) -> str:

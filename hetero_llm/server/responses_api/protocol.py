@@ -276,7 +276,9 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 
 class Event(msgspec.Struct, tag_field="type", kw_only=True):
-    sequence_number: int
+    """`sequence_number`: its place in the stream, set when it is sent."""
+
+    sequence_number: int = 0
 
 
 class Created(Event, tag="response.created", kw_only=True):

@@ -30,25 +30,25 @@ class RouterMetrics:
         self.registry = CollectorRegistry(auto_describe=False)
         prefix = "hetero_llm:router_"
         label = ("replica",)
-        answers = Counter(
-            f"{prefix}answers", "Answers of replicas by kind of status.", ("replica", "status"),
-            registry=self.registry,
-        )  # fmt: skip
-        failures = Counter(
-            f"{prefix}replica_failures", "Requests that a replica did not answer, or broke off.",
-            label, registry=self.registry,
-        )  # fmt: skip
-        seconds = Histogram(
-            f"{prefix}first_byte_seconds", "From a request's end to its answer's head.", label,
-            buckets=_SECONDS, registry=self.registry,
-        )  # fmt: skip
-        load = Gauge(
-            f"{prefix}requests_running", "Requests on their way.", label, registry=self.registry
+
+        def counter(name: str, text: str, *label_names: str) -> Counter:
+            return Counter(f"{prefix}{name}", text, label_names, registry=self.registry)
+
+        answers = counter("answers", "Answers of replicas by kind of status.", *label, "status")
+        failures = counter(
+            "replica_failures", "Requests that a replica did not answer, or broke off.", *label
         )
-        up = Gauge(
-            f"{prefix}replica_up", "1 while the replica gets requests.", label,
+        seconds = Histogram(
+            f"{prefix}first_byte_seconds",
+            "From a request's end to its answer's head.",
+            label,
+            buckets=_SECONDS,
             registry=self.registry,
-        )  # fmt: skip
+        )
+        text = "Requests on their way."
+        load = Gauge(f"{prefix}requests_running", text, label, registry=self.registry)
+        text = "1 while the replica gets requests."
+        up = Gauge(f"{prefix}replica_up", text, label, registry=self.registry)
         for number, name in enumerate(names):
             load.labels(name).set_function(partial(running, number))
             up.labels(name).set_function(partial(is_up, number))
@@ -57,21 +57,14 @@ class RouterMetrics:
         ]
         self._failures = [failures.labels(name) for name in names]
         self._seconds = [seconds.labels(name) for name in names]
-        self.retries = Counter(
-            f"{prefix}retries", "Requests sent to another replica.", registry=self.registry
+        self.retries = counter("retries", "Requests sent to another replica.")
+        self.refused = counter(
+            "refused", "Requests that no replica got, by the error's code.", "code"
         )
-        self.refused = Counter(
-            f"{prefix}refused", "Requests that no replica got, by the error's code.", ("code",),
-            registry=self.registry,
-        )  # fmt: skip
-        self.pieces = Counter(
-            f"{prefix}prefix_pieces", "Pieces of 256 bytes of the requests' texts.",
-            registry=self.registry,
-        )  # fmt: skip
-        self.matched = Counter(
-            f"{prefix}prefix_pieces_matched", "Those that the chosen replica probably held.",
-            registry=self.registry,
-        )  # fmt: skip
+        self.pieces = counter("prefix_pieces", "Pieces of 256 bytes of the requests' texts.")
+        self.matched = counter(
+            "prefix_pieces_matched", "Those that the chosen replica probably held."
+        )
 
     def answered(self, replica: int, status: int, seconds: float) -> None:
         """`seconds`: until the answer's head."""

@@ -50,7 +50,7 @@ class ReplicaError(Exception):
 
 
 class BodySink(Protocol):
-    """Who takes an answer's body."""
+    """Receives an answer's body."""
 
     def write_pieces(self, pieces: list[bytes]) -> None: ...
 
@@ -64,7 +64,9 @@ class Exchange:
         is_over: the answer has come whole, or never will.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, connection: ReplicaConnection) -> None:
+        loop = asyncio.get_running_loop()
+        self._connection = connection
         self.head: asyncio.Future[ResponseHead] = loop.create_future()
         self.done: asyncio.Future[None] = loop.create_future()
         self.is_over = False
@@ -79,6 +81,17 @@ class Exchange:
     def relay_to(self, sink: BodySink) -> None:
         """Later pieces go to the sink as they come."""
         self._sink = sink
+
+    def pause(self, paused: bool) -> None:
+        """Called when the client reads too slowly, and when it has caught up. An answer that has
+        come whole leaves the connection alone: it may serve another client by now."""
+        if not self.is_over:
+            (self._connection.pause if paused else self._connection.resume)()
+
+    def stop(self) -> None:
+        """Ends the connection unless the answer has come whole: the replica then stops, too."""
+        if not self.is_over:
+            self._connection.close()
 
     def received(self, pieces: list[bytes]) -> None:
         if self._sink is None:
@@ -97,7 +110,7 @@ class Exchange:
         for future in (self.head, self.done):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # who left does not ask
+                future.exception()  # marks it as seen: the client may have left
 
 
 # large: the connection's state, and that of the answer on it.
@@ -139,7 +152,7 @@ class ReplicaConnection(asyncio.Protocol):
     def start(self, method: bytes, target: bytes, headers: Headers, body: bytes) -> Exchange:
         """Sends a request. `headers`: all of them, the body's length included."""
         assert self._exchange is None and self._transport is not None
-        exchange = self._exchange = Exchange(asyncio.get_running_loop())
+        exchange = self._exchange = Exchange(self)
         self._silent, self._asked_head = True, method == b"HEAD"
         lines = [method + b" " + target + b" HTTP/1.1"]
         lines += [name + b": " + value for name, value in headers]
@@ -332,8 +345,7 @@ class Replica:
                     raise
                 self.close_idle()
             finally:
-                if not exchange.is_over:
-                    connection.close()
+                exchange.stop()
         raise ReplicaError("closed the connection")
 
     async def connect(self) -> ReplicaConnection:

@@ -21,7 +21,7 @@ from hetero_llm.server.router.http_heads import (
     value_of,
 )
 from hetero_llm.server.router.metrics import CONTENT_TYPE, RouterMetrics
-from hetero_llm.server.router.replica_link import Exchange, Replica, ReplicaConnection, ReplicaError
+from hetero_llm.server.router.replica_link import Exchange, Replica, ReplicaError
 from hetero_llm.server.router.request_key import SESSION_HEADER, RequestKey, read_key
 from hetero_llm.server.router.settings import RouterSettings
 
@@ -227,11 +227,10 @@ class Router:
         replica = self.replicas[number]
         begun = time.monotonic()
         answered = False
-        connection: ReplicaConnection | None = None
         exchange: Exchange | None = None
         try:
             try:
-                connection, exchange = await self._send(replica, request, client.peer)
+                exchange = await self._send(replica, request, client.peer)
                 head = exchange.head.result()
             except ReplicaError as error:
                 replica.failed(str(error))
@@ -243,16 +242,14 @@ class Router:
             replica.succeeded()
             self._chooser.answered(assignment)
             answered = True
-            await self._relay(client, request, connection, exchange)
+            await self._relay(client, request, exchange)
             return True
         finally:
             self._chooser.finished(assignment, answered=answered)
-            if connection is not None and exchange is not None and not exchange.is_over:
-                connection.close()  # the client has left: the replica stops
+            if exchange is not None:
+                exchange.stop()  # if the client has left
 
-    async def _send(
-        self, replica: Replica, request: ClientRequest, peer: str
-    ) -> tuple[ReplicaConnection, Exchange]:
+    async def _send(self, replica: Replica, request: ClientRequest, peer: str) -> Exchange:
         """Sends a request; over a new connection if an idle one turns out to have ended."""
         headers = request_headers(
             request.headers, host=replica.host, client=peer, length=len(request.body)
@@ -264,20 +261,16 @@ class Router:
             try:
                 await asyncio.wait((exchange.head,))
             except asyncio.CancelledError:
-                connection.close()
+                exchange.stop()
                 raise
             error = exchange.head.exception()
             if isinstance(error, ReplicaError) and error.stale:
                 replica.close_idle()  # the others are as old
                 continue
-            return connection, exchange
+            return exchange
 
     async def _relay(
-        self,
-        client: ClientConnection,
-        request: ClientRequest,
-        connection: ReplicaConnection,
-        exchange: Exchange,
+        self, client: ClientConnection, request: ClientRequest, exchange: Exchange
     ) -> None:
         """Passes an answer through. A broken one ends the client's connection in its middle."""
         head = exchange.head.result()
@@ -287,15 +280,9 @@ class Router:
         )
         if self.draining:
             client.close_after = True
-
-        def on_pause(paused: bool) -> None:
-            (connection.pause if paused else connection.resume)()
-
         exchange.relay_to(client)
         pieces = exchange.take()
-        if exchange.is_over:
-            on_pause = _ignore  # the connection may serve another client by now
-        client.begin(head.status, headers, framing, pieces, on_pause=on_pause)
+        client.begin(head.status, headers, framing, pieces, on_pause=exchange.pause)
         if not exchange.is_over:
             await asyncio.wait((exchange.done,))
         error = exchange.done.exception()
@@ -334,7 +321,3 @@ class Router:
             found.append(answer)
         status, body = next((one for one in found if one[0] >= 400), found[0])
         client.send(status, _JSON, body)
-
-
-def _ignore(paused: bool) -> None:
-    """There is nothing to pause."""

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bench.server.message_parsing import Message, measure
-from hetero_llm.server.message_words import MessageWords
+from hetero_llm.server.endpoints.chat import MessageWords
 from hetero_llm.server.regions.formats import TOOL_PARSER_NAMES
 
 

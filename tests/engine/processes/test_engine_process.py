@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import subprocess
@@ -30,6 +29,9 @@ from hetero_llm import (
     SnapshotError,
 )
 from hetero_llm.config.engine_config import SchedulerConfig
+from hetero_llm.core.grammar import Grammar
+from hetero_llm.core.lora import AdapterRef, LoRARequest
+from hetero_llm.core.pooling import Finish, PoolingInput, PoolingRequest, PoolingResult
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import BuiltEngine
@@ -38,10 +40,10 @@ from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.processes import engine_process, messages
 from hetero_llm.engine.processes.engine_launcher import launch
 from hetero_llm.engine.processes.engine_process import EngineLoop
-from hetero_llm.engine.processes.message_socket import MessageSocket
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.prefix_cache import PrefixCache, hash_root, token_bytes
 from hetero_llm.scheduler.scheduler import Scheduler
+from hetero_llm.utils.message_socket import MessageSocket
 
 DELTA = RequestOutputKind.DELTA
 TOKEN = 7
@@ -227,29 +229,6 @@ def test_heartbeats_come_when_nothing_runs(other: Other) -> None:
             beats += 1
 
 
-# -- the socket -----------------------------------------------------------------------------
-
-
-def test_messages_of_any_size_arrive_whole() -> None:
-    left, right = map(MessageSocket, socket.socketpair())
-    sizes = [0, 1, 5, 70_000, 3_000_000, 2, 1 << 18, 0]
-    sent = [os.urandom(size) for size in sizes]
-    for message in sent:
-        left.send(message)
-    assert left.num_unsent > 0
-    received: list[bytes] = []
-    while len(received) < len(sent):
-        received += right.receive()
-        left.flush()
-    assert received == sent and left.num_unsent == 0
-    assert right.receive() == []
-    left.close()
-    assert right.receive() == [] and right.closed
-    right.send(b"x" * (1 << 20))  # the other end is closed
-    assert right.num_unsent == 0
-    right.close()
-
-
 # -- messages -------------------------------------------------------------------------------
 
 
@@ -270,6 +249,35 @@ def test_parameters_travel(params: SamplingParams) -> None:
     received = messages.decode_to_engine(messages.encode(sent))
     assert isinstance(received, messages.AddRequest)
     assert messages.params_from_wire(received.params) == params
+
+
+def test_grammars_and_adapters_travel() -> None:
+    grammar = Grammar("text", (3, 4), 5)
+    adapter = AdapterRef(LoRARequest("name", 2, "/path", base_model_name="base"), "ab", 8)
+    sent = messages.AddRequest("1", b"", {}, 0, 3, b"", grammar=grammar, adapter=adapter)
+    received = messages.decode_to_engine(messages.encode(sent))
+    assert isinstance(received, messages.AddRequest)
+    assert received.grammar == grammar and received.adapter == adapter
+
+
+def test_inputs_to_pool_and_their_values_travel() -> None:
+    ids, types = np.array([1, 2, 3], np.int32), np.array([0, 1, 1], np.uint8)
+    inputs = [PoolingInput(ids, types), PoolingInput(ids[:1])]
+    sent = messages.AddPooling(PoolingRequest("1", inputs, Finish(4, True, "sigmoid")))
+    received = messages.decode_to_engine(messages.encode(sent))
+    assert isinstance(received, messages.AddPooling)
+    assert received.request.key == "1" and received.request.finish == sent.request.finish
+    first, second = received.request.inputs
+    assert np.array_equal(first.token_ids, ids) and first.token_ids.dtype == np.int32
+    assert first.types is not None and np.array_equal(first.types, types)
+    assert second.token_ids.tolist() == [1] and second.types is None
+    values = [np.array([0.5, -1.0], np.float32), np.array([2.0], np.float32)]
+    result = PoolingResult("1", values, 1.5, "wrong")
+    answer = messages.decode_from_engine(messages.encode(messages.PooledOutputs([result])))
+    assert isinstance(answer, messages.PooledOutputs)
+    (found,) = answer.outputs
+    assert (found.key, found.scheduled, found.error) == ("1", 1.5, "wrong")
+    assert [one.tolist() for one in found.values] == [one.tolist() for one in values]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,13 @@ from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.core.transfer_order import TransferOrder
 from hetero_llm.distributed.step_channel import StepReader, StepWriter
-from hetero_llm.distributed.step_codec import StepMessage
+from hetero_llm.distributed.step_codec import (
+    FINISH_MESSAGE,
+    StepMessage,
+    step_to_bytes,
+    transfer_to_bytes,
+    value_to_bytes,
+)
 from hetero_llm.engine.processes.rank_process import RankLoop
 from hetero_llm.lora.rank_adapters import NoRankAdapters
 
@@ -89,13 +95,13 @@ def test_calls_in_the_order_of_the_engine(writer: StepWriter) -> None:
     runner, compiler = Runner(), Compiler()
     loop = RankLoop(reader, runner, compiler, NoRankAdapters(), lambda: False)  # type: ignore[arg-type]
     loop.run_once(0)  # nothing has come
-    writer.launch(step(1), never)
-    writer.launch(step(2), never)
-    writer.finish(never)
-    writer.send(StepMessage.GRAMMAR, Grammar("text"), never)
-    writer.launch(step(3), never)
-    writer.finish(never)
-    writer.finish(never)
+    writer.write(step_to_bytes(step(1)), never)
+    writer.write(step_to_bytes(step(2)), never)
+    writer.write(FINISH_MESSAGE, never)
+    writer.write(value_to_bytes(StepMessage.GRAMMAR, Grammar("text")), never)
+    writer.write(step_to_bytes(step(3)), never)
+    writer.write(FINISH_MESSAGE, never)
+    writer.write(FINISH_MESSAGE, never)
     writer.end()
     loop.run()
     assert runner.calls == [
@@ -115,10 +121,11 @@ def test_adapters_are_read_before_their_step_and_kept_until_it_has_ended(
     reader = StepReader(str(os.dup(writer.channel.fd)), 1)
     runner = Runner()
     loop = RankLoop(reader, runner, None, Adapters(runner.calls), lambda: False)  # type: ignore[arg-type]
-    writer.send(StepMessage.ADAPTER, LoRARequest("one", 1, "/folder"), never)
-    writer.launch(step(1), never)
-    writer.finish(never)
-    writer.send(StepMessage.FORGET_ADAPTER, "one", never)
+    opened = LoRARequest("one", 1, "/folder")
+    writer.write(value_to_bytes(StepMessage.ADAPTER, opened), never)
+    writer.write(step_to_bytes(step(1)), never)
+    writer.write(FINISH_MESSAGE, never)
+    writer.write(value_to_bytes(StepMessage.FORGET_ADAPTER, "one"), never)
     writer.end()
     loop.run()
     assert runner.calls == ["open one", "begin", "launch 1", "finish 1", "end", "forget one"]
@@ -128,8 +135,8 @@ def test_adapters_are_read_before_their_step_and_kept_until_it_has_ended(
 def test_a_collective_that_gave_up_ends_the_rank(writer: StepWriter) -> None:
     reader = StepReader(str(os.dup(writer.channel.fd)), 1)
     loop = RankLoop(reader, Runner(), None, NoRankAdapters(), lambda: True)
-    writer.launch(step(1), never)
-    writer.finish(never)
+    writer.write(step_to_bytes(step(1)), never)
+    writer.write(FINISH_MESSAGE, never)
     loop.run_once(0)
     with pytest.raises(RankDeadError, match="did not come to it in time"):
         loop.run_once(0)
@@ -184,11 +191,11 @@ def test_copies_between_the_steps_of_rank_0(writer: StepWriter) -> None:
         (StepMessage.STORE_BLOCKS, TransferOrder(8, host_blocks, blocks, 0)),
         (StepMessage.ABORT_LOAD, TransferOrder(7, none, none, 0)),
     ):
-        writer.transfer(kind, order, never)
-    writer.launch(replace(step(1), kv_loads=(7,)), never)
-    writer.launch(step(2), never)
-    writer.finish(never)
-    writer.finish(never)
+        writer.write(transfer_to_bytes(kind, order), never)
+    writer.write(step_to_bytes(replace(step(1), kv_loads=(7,))), never)
+    writer.write(step_to_bytes(step(2)), never)
+    writer.write(FINISH_MESSAGE, never)
+    writer.write(FINISH_MESSAGE, never)
     writer.end()
     loop.run()
     assert runner.calls == [

@@ -9,7 +9,6 @@ from hetero_llm.engine.processes.replica_choice import (
     PIECE_BYTES,
     Assignment,
     ChoiceWeights,
-    OneReplica,
     PrefixIndex,
     ReplicaChooser,
     piece_hashes,
@@ -159,10 +158,11 @@ def test_the_length_of_a_request_that_has_no_pieces() -> None:
     assert chooser.load(made.replica) == chooser.weights.request
 
 
-def test_one_replica_is_not_chosen_but_taken() -> None:
-    chooser = OneReplica()
-    made = chooser.choose(pieces_of("01"), "session", num_pieces=3.0)
-    chooser.answered(made)
-    chooser.finished(made, answered=True)
-    chooser.forget(0)
-    assert made == Assignment(0, 0, 0.0)
+def test_one_replica_gets_every_request() -> None:
+    chooser = ReplicaChooser(1, capacity=1)
+    for _ in range(3):
+        made = chooser.choose((), num_pieces=3.0)
+        assert made == Assignment(0, 0, 3.0)
+        chooser.finished(made, answered=False)
+        chooser.forget(0)
+    chooser.check_integrity()

@@ -105,9 +105,13 @@ def assert_sum(found: list[Tensor], xs: list[Tensor]) -> None:
         assert same_bits(found[0], expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+# Types meet one odd shape, bfloat16 all of them.
 @pytest.mark.parametrize(
-    ("size", "rows", "n"), [(2, 1, 4096), (2, 9, 100), (3, 5, 7), (4, 6, 96), (8, 3, 130)]
+    ("size", "rows", "n", "dtype"),
+    [
+        *((2, 9, 100, dtype) for dtype in DTYPES),
+        *((*shape, torch.bfloat16) for shape in ((2, 1, 4096), (3, 5, 7), (4, 6, 96), (8, 3, 130))),
+    ],
 )
 def test_rows_are_summed(
     size: int, rows: int, n: int, dtype: torch.dtype, device: torch.device
@@ -121,10 +125,15 @@ def test_rows_are_summed(
     ranks.assert_quiet()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gemma", [False, True])
-@pytest.mark.parametrize("has_residual", [True, False])
-@pytest.mark.parametrize(("size", "rows", "n"), [(2, 1, 768), (4, 3, 100)])
+@pytest.mark.parametrize(
+    ("size", "rows", "n", "gemma", "has_residual", "dtype"),
+    [
+        *((2, 1, 768, gemma, has_residual, dtype)
+          for gemma in (False, True) for has_residual in (True, False) for dtype in DTYPES),
+        (4, 3, 100, False, True, torch.bfloat16),
+        (4, 3, 100, True, False, torch.float32),
+    ],
+)  # fmt: skip
 def test_norm_of_a_sum_is_that_of_two_launches(
     *, size: int, rows: int, n: int, dtype: torch.dtype, gemma: bool, has_residual: bool,
     device: torch.device,
@@ -216,8 +225,14 @@ def test_a_launch_gives_up_and_later_ones_do_not_wait(device: torch.device) -> N
     two_shot_sum(x, torch.empty_like(x), tiles[0], tiles[0], patience=patience)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size", "count"), [(2, 3), (2, 20_000), (8, 33_333), (4, 16_384)])
+@pytest.mark.parametrize(
+    ("size", "count", "dtype"),
+    [
+        *((2, count, dtype) for count in (3, 20_000) for dtype in DTYPES),
+        (8, 33_333, torch.bfloat16),
+        (4, 16_384, torch.float32),
+    ],
+)
 def test_shares_are_summed_and_sent(
     size: int, count: int, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -245,9 +260,13 @@ def test_shares_are_summed_and_sent(
     assert all(bool((b.memories[0] == NOT_YET_BITS).all()) for b in sums.buffers)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("size", "rows", "n"), [(2, 1, 5000), (2, 7, 33), (3, 2, 4097), (4, 5, 96), (8, 1, 640)]
+    ("size", "rows", "n", "dtype"),
+    [
+        *((2, 7, 33, dtype) for dtype in DTYPES),
+        *((*shape, torch.bfloat16) for shape in ((3, 2, 4097), (4, 5, 96), (8, 1, 640))),
+        (2, 1, 5000, torch.float32),
+    ],
 )
 def test_columns_are_gathered(
     size: int, rows: int, n: int, dtype: torch.dtype, device: torch.device

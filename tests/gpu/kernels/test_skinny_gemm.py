@@ -48,7 +48,7 @@ def check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, conf
     "m, config",
     [
         (1, VECTOR),
-        (1, SkinnyConfig(1, 4, 256, num_warps=1, num_stages=3, evict_first=False)),
+        (1, SkinnyConfig(1, 4, 256, num_warps=1, evict_first=False)),
         (1, SkinnyConfig(1, 4, 256, split_k=2, num_warps=1)),
         (2, SkinnyConfig(2, 4, 256, num_warps=1, vector=True)),
         (3, ROWS),
@@ -70,7 +70,7 @@ def test_equals_the_reference(device, dtype, m, config):
         (1, 10, 512, VECTOR),
         (1, 8, 624, VECTOR),
         (1, 10, 624, SkinnyConfig(1, 4, 256, split_k=3, num_warps=1)),
-        (1, 10, 624, SkinnyConfig(1, 4, 256, split_k=2, num_warps=1, num_stages=2)),
+        (1, 10, 624, SkinnyConfig(1, 4, 256, split_k=2, num_warps=1)),
         (1, 1, 16, VECTOR),
         (3, 10, 624, ROWS),
         (4, 10, 624, SkinnyConfig(4, 4, 256, split_k=3, num_warps=1, vector=True)),

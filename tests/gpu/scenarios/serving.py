@@ -96,16 +96,29 @@ def regrets(
     parts = []
     for output, wanted in zip(outputs, params, strict=True):
         (completion,) = output.outputs
-        first = len(output.prompt_token_ids)
-        logits = reference_logits([*output.prompt_token_ids, *completion.token_ids], folder)
-        scores = logits[first - 1 : -1]
-        drawn = torch.tensor(completion.token_ids)
-        if not wanted.greedy:
-            assert wanted.seed is not None
-            seeds = torch.full_like(drawn, signed_seed(wanted.seed))
-            positions = torch.arange(first, first + len(drawn))
-            noise = gumbel_noise(seeds, positions, torch.zeros_like(drawn), scores.shape[1])
-            scores = scores / wanted.temperature + noise
-        best = scores.max(dim=-1).values
-        parts.append(best - scores.gather(1, drawn.unsqueeze(1)).squeeze(1))
+        texts = tuple(output.prompt_token_ids), tuple(completion.token_ids)
+        noise = (0.0, None) if wanted.greedy else (wanted.temperature, wanted.seed)
+        parts.append(_regrets_of(*texts, *noise, folder))
     return torch.cat(parts)
+
+
+@functools.cache
+def _regrets_of(
+    prompt: tuple[int, ...],
+    tokens: tuple[int, ...],
+    temperature: float,
+    seed: int | None,
+    folder: Path,
+) -> torch.Tensor:
+    """Of one output. Kept, since most engines generate the same tokens and the reference is slow;
+    a folder's weights do not change."""
+    scores = reference_logits([*prompt, *tokens], folder)[len(prompt) - 1 : -1]
+    drawn = torch.tensor(tokens)
+    if temperature:
+        assert seed is not None
+        seeds = torch.full_like(drawn, signed_seed(seed))
+        positions = torch.arange(len(prompt), len(prompt) + len(drawn))
+        noise = gumbel_noise(seeds, positions, torch.zeros_like(drawn), scores.shape[1])
+        scores = scores / temperature + noise
+    best = scores.max(dim=-1).values
+    return best - scores.gather(1, drawn.unsqueeze(1)).squeeze(1)

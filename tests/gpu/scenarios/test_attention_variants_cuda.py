@@ -44,7 +44,6 @@ HEADS = {
 SCORES: dict[str, dict[str, Any]] = {
     "soft cap": {"softcap": 0.7},
     "ALiBi": {"alibi": True},
-    "both": {"softcap": 0.7, "alibi": True},
     "sinks": {"sinks": 1.0},
     "all": {"softcap": 0.7, "alibi": True, "sinks": 1.0},
 }
@@ -112,8 +111,8 @@ def test_every_tile_in_float32(heads: str) -> None:
     check_tiles(case_of(heads, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("scores", SCORES)
+# A window meets all of them at once.
+@pytest.mark.parametrize(("scores", "window"), [*((s, None) for s in SCORES), ("all", 100)])
 @pytest.mark.parametrize("heads", ["71 on one", "48 on one", "of 80", "of 256"])
 def test_scores_that_change(heads: str, scores: str, window: int | None) -> None:
     chosen = {"more rows", "chunks", "trees"}

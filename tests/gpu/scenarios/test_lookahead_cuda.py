@@ -102,13 +102,15 @@ def test_a_request_opts_out_and_another_caps_its_draft() -> None:
     asked = [0, 1, 5, None]
     params = [replace(LONG, num_speculative_tokens=number) for number in asked]
     per_request = []
-    for prompt, wanted in zip(prompts, params, strict=True):
-        with start(speculative_config=DRAFTERS["hybrid"]) as llm:
+    with start(speculative_config=DRAFTERS["hybrid"]) as llm:
+        for prompt, wanted in zip(prompts, params, strict=True):
+            before = llm.metrics()
             outputs = generate(llm, [prompt], wanted)
-            metrics = llm.metrics()
-        assert regrets(outputs, [wanted]).max() < TIES
-        drafts = max(metrics["spec_decode_num_drafts"], 1)
-        per_request.append(metrics["spec_decode_num_draft_tokens"] / drafts)
+            assert regrets(outputs, [wanted]).max() < TIES
+            after = llm.metrics()
+            names = "spec_decode_num_drafts", "spec_decode_num_draft_tokens"
+            drafts, tokens = (after[name] - before[name] for name in names)
+            per_request.append(tokens / max(drafts, 1))
     assert per_request[0] == 0
     assert per_request[1] == 1
     assert per_request[2] <= 5 < per_request[3]

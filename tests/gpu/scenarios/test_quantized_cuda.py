@@ -56,8 +56,11 @@ def test_float32_has_the_references_tokens(
     assert regrets(outputs, [GREEDY] * 8, plain_copies[name]).max() < TIES
 
 
-@pytest.mark.parametrize("name", ONLINE_NAMES)
-@pytest.mark.parametrize("rows", [64, 1024])
+# Of many rows one way for each kind of product: `QuantizedProduct` has a test of every kind.
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [(name, 64) for name in ONLINE_NAMES] + [("fp8", 1024), ("fp8_block", 1024), ("int4", 1024)],
+)
 def test_bfloat16_differs_at_near_ties_only(
     name: OnlineName, rows: int, plain_copies: dict[OnlineName, Path]
 ) -> None:

@@ -213,7 +213,7 @@ def test_without_a_replica_clients_are_told_to_try_again() -> None:
 
 def test_probes_leave_replicas_out_and_take_them_back() -> None:
     async def test() -> None:
-        async with routed(2, health_seconds=0.01, failures=1) as routed_:
+        async with routed(2, health_seconds=0.2, failures=1) as routed_:
             watching = asyncio.create_task(routed_.router.watch())
             routed_.replicas[0].healthy = False
             await until(lambda: not routed_.router.replicas[0].is_up)

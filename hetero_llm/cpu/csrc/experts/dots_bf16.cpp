@@ -1,12 +1,8 @@
 // Dot products in bf16: rows of bf16 weights as they are, integers, fp8 and 4-bit codes as the bf16
 // that stand for them exactly, looked up byte by byte.
 
-#include <immintrin.h>
-
-#include <cmath>
-#include <cstring>
-
 #include "../step/lanes.h"
+#include "codes.h"
 #include "dot_kernels.h"
 
 namespace hetero::experts {
@@ -18,43 +14,12 @@ namespace {
 
 constexpr int64_t kLine = 64;
 
-// High and low bytes of the bf16 for each code; those of 4 bits repeat, as pshufb wants them.
-struct alignas(64) Tables {
-    uint8_t high[128], low[128];
-};
-
-template <typename Value>
-Tables tables_of(int codes, Value value) {
-    Tables tables;
-    for (int i = 0; i < 128; ++i) {
-        const float f = value(i % codes);
-        uint32_t bits;
-        std::memcpy(&bits, &f, 4);  // exact in bf16: the lower half is zero
-        tables.high[i] = (uint8_t)(bits >> 24);
-        tables.low[i] = (uint8_t)(bits >> 16);
-    }
-    return tables;
-}
-
 // Integers are looked up as w + 0.5, whose absolute values are the same for w and -1 - w: seven
 // bits are the index. Kernels take 0.5 times the sum of the row off.
-const Tables kInt8Tables = tables_of(128, [](int i) { return i + 0.5f; });
+const Tables kInt8Tables = make_tables(128, [](int i) { return i + 0.5f; });
 
-// e4m3 without its sign (OCP 8-bit Floating Point Specification 1.0): 15 exponents, no infinity.
-const Tables kFp8Tables = tables_of(128, [](int i) {
-    const int exponent = i >> 3, fraction = i & 7;
-    if (i == 127) return NAN;
-    return exponent ? std::ldexp(8.0f + fraction, exponent - 10) : std::ldexp(1.0f * fraction, -9);
-});
-
-const Tables kInt4Tables = tables_of(16, [](int i) { return (float)(i - kInt4Centre); });
-const Tables kCodeTables = tables_of(16, [](int i) { return (float)i; });
-
-// e2m1 (OCP Microscaling Formats 1.0).
-const Tables kFp4Tables = tables_of(16, [](int i) {
-    constexpr float kValues[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-    return i < 8 ? kValues[i] : -kValues[i - 8];
-});
+const Tables kInt4Tables = make_tables(16, [](int i) { return (float)(i - kInt4Centre); });
+const Tables kCodeTables = make_tables(16, [](int i) { return (float)i; });
 
 FAST_INLINE __m512i load(const char* p) { return _mm512_loadu_si512(p); }
 FAST_INLINE __m512i load_some(const char* p, int64_t bytes) {
@@ -130,21 +95,6 @@ struct Decoder {
         to[3] = as_bf16(_mm512_unpackhi_epi8(low, high));
     }
 };
-
-FAST_INLINE float scale_at(Number number, const char* scales, int64_t index) {
-    if (number == Number::kFloat) {
-        float value;
-        std::memcpy(&value, scales + 4 * index, 4);
-        return value;
-    }
-    uint16_t half;
-    std::memcpy(&half, scales + 2 * index, 2);
-    if (number == Number::kHalf) return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
-    const uint32_t bits = (uint32_t)half << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
 
 // `count` (at most 4) neighbouring scales, zeros behind them.
 FAST_INLINE __m128 scales_at(Number number, const char* scales, int64_t index, int64_t count) {
@@ -247,7 +197,7 @@ FAST void byte_tile(const DotCall& call) {
                 for (int r = 0; r < R; ++r) totals[i][r] = sums[i][r];
                 continue;
             }
-            const __m512 scale = _mm512_set1_ps(scale_at(form.scale, c.scales[i], g));
+            const __m512 scale = _mm512_set1_ps(fast_number_at(form.scale, c.scales[i], g));
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
                 const __m512 sum = kKind == Kind::kInt8 ? _mm512_sub_ps(sums[i][r], halves[r])

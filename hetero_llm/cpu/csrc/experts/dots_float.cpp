@@ -16,36 +16,6 @@ struct Codes {
     typedef int8_t Signed __attribute__((vector_size(N)));
 };
 
-INLINE float half_to_float(uint16_t half) {
-    const uint32_t magnitude = half & 0x7fffu, sign = (uint32_t)(half & 0x8000u) << 16;
-    uint32_t bits;
-    if (magnitude >= 0x7c00u) bits = 0x7f800000u | (magnitude & 0x3ffu) << 13;
-    else if (magnitude >= 0x400u) bits = (magnitude << 13) + (112u << 23);
-    else {
-        const float value = (float)magnitude * 5.9604644775390625e-8f;  // 2^-24
-        std::memcpy(&bits, &value, 4);
-    }
-    bits |= sign;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-INLINE float scale_at(Number number, const char* scales, int64_t index) {
-    if (number == Number::kFloat) {
-        float value;
-        std::memcpy(&value, scales + 4 * index, 4);
-        return value;
-    }
-    uint16_t half;
-    std::memcpy(&half, scales + 2 * index, 2);
-    if (number == Number::kHalf) return half_to_float(half);
-    const uint32_t bits = (uint32_t)half << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
 // N weights of a row from place k of 0, 1 or 2 bytes each on.
 template <Kind kKind, int N>
 INLINE Floats<N> weights_at(const char* row, int64_t k) {
@@ -53,8 +23,7 @@ INLINE Floats<N> weights_at(const char* row, int64_t k) {
     else if constexpr (kKind == Kind::kBf16) return read<N>((const Bf16*)row + k);
     else if constexpr (kKind == Kind::kHalf) {
         // Exponents are moved, those of infinity twice; numbers below the first exponent as in fp8.
-        typename Lanes<N>::Half halves;
-        std::memcpy(&halves, row + 2 * k, sizeof halves);
+        const auto halves = read_one<typename Lanes<N>::Half>(row + 2 * k);
         const Words<N> code = __builtin_convertvector(halves, Words<N>), absolute = code & 0x7fffu;
         const Words<N> small = (Words<N>)((Integers<N>)absolute < 0x400);
         const Words<N> large = (Words<N>)((Integers<N>)absolute >= 0x7c00);
@@ -63,14 +32,12 @@ INLINE Floats<N> weights_at(const char* row, int64_t k) {
         const Words<N> bits = (Words<N>)((Floats<N>)base - (Floats<N>)first);
         return (Floats<N>)((bits + (large & (112u << 23))) | (code & 0x8000u) << 16);
     } else if constexpr (kKind == Kind::kInt8) {
-        typename Codes<N>::Signed bytes;
-        std::memcpy(&bytes, row + k, sizeof bytes);
+        const auto bytes = read_one<typename Codes<N>::Signed>(row + k);
         return __builtin_convertvector(__builtin_convertvector(bytes, Integers<N>), Floats<N>);
     } else {
         // e4m3: exponents are moved; numbers below the first exponent get one, whose value comes
         // off again.
-        typename Codes<N>::Unsigned bytes;
-        std::memcpy(&bytes, row + k, sizeof bytes);
+        const auto bytes = read_one<typename Codes<N>::Unsigned>(row + k);
         const Words<N> code = __builtin_convertvector(bytes, Words<N>), absolute = code & 127u;
         const Words<N> small = (Words<N>)((Integers<N>)absolute < 8);
         const Words<N> base = (absolute << 20) + (120u << 23) + (small & (1u << 23));
@@ -165,7 +132,7 @@ INLINE void plain_tile(const DotCall& c) {
         }
 #pragma GCC unroll 2
         for (int i = 0; i < W; ++i) {
-            const float scale = has_scales(kKind) ? scale_at(form.scale, c.scales[i], g) : 1.0f;
+            const float scale = has_scales(kKind) ? number_at(form.scale, c.scales[i], g) : 1.0f;
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r)
                 totals[i][r] = has_scales(kKind) ? totals[i][r] + sums[i][r] * scale : sums[i][r];
@@ -174,8 +141,8 @@ INLINE void plain_tile(const DotCall& c) {
     finish<N, W, R>(c, totals);
 }
 
-// N words of 8 codes are 8 N columns, of which x is ordered so that code j of word i lies at j N + i.
-// A lane's columns are neighbours: 8 of one group.
+// N words of 8 codes are 8 N columns. x is ordered so that code j of word i lies at j N + i: a
+// lane's columns are neighbours, 8 of one group.
 template <Kind kKind, int N, int W, int R>
 INLINE void word_tile(const DotCall& c) {
     const Form& form = *c.form;
@@ -208,9 +175,9 @@ INLINE void word_tile(const DotCall& c) {
             for (int lane = 0; lane * 4 < here; lane += 4) {
                 // Groups have multiples of 4 words, so 4 lanes share one.
                 const int64_t g = is_one ? 0 : (at / 4 + lane) / group_words;
-                const float value = scale_at(form.scale, c.scales[i], g);
+                const float value = number_at(form.scale, c.scales[i], g);
                 const float own = has_points  ? -value * (float)(uint8_t)c.zeros[i][g]
-                                  : has_zeros ? scale_at(form.scale, c.zeros[i], g)
+                                  : has_zeros ? number_at(form.scale, c.zeros[i], g)
                                               : 0.0f;
                 for (int l = lane; l < lane + 4; ++l) {
                     scale[l] = value;

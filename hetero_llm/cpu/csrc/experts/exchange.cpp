@@ -17,32 +17,6 @@ constexpr int64_t kTasksPerThread = 16;              // that strips are made sma
 constexpr int64_t kTokensAtOnce = 64;                // of an expert: their results stay in L1
 constexpr int64_t kChunk = 1024;                     // elements that a task prepares
 
-float widen_one(uint16_t x) {
-    const uint32_t bits = (uint32_t)x << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-float half_to_float(uint16_t half) {
-    const uint32_t magnitude = half & 0x7fffu, sign = (uint32_t)(half & 0x8000u) << 16;
-    float value = (float)(magnitude & 0x3ffu) * 5.9604644775390625e-8f;  // 2^-24
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    if (magnitude >= 0x400u) bits = (magnitude << 13) + (112u << 23);
-    if (magnitude >= 0x7c00u) bits += 112u << 23;
-    bits |= sign;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-uint16_t narrow_one(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)((bits >> 16) | 0x40);
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
 std::vector<int32_t> places(int64_t depth, const Layout& layout) {
     std::vector<int32_t> found(depth);
     for (int64_t k = 0; k < depth; ++k) found[k] = (int32_t)layout.place(k);
@@ -136,7 +110,7 @@ Refusal Exchange::open(int64_t layer, int64_t tokens) {
     }
     for (int64_t e = 2; e < s_.experts + 2; ++e) starts_[e] += starts_[e - 1];
     pairs_ = starts_[s_.experts + 1];
-    // starts_[e + 1] is where expert e's next token goes; in the end it is where the next one begins.
+    // starts_[e + 1] is where expert e's next token goes; in the end, where the next expert begins.
     for (int64_t i = 0; i < tokens * k; ++i) {
         if (ids[i] < 0) continue;
         const int32_t at = starts_[ids[i] + 1]++;
@@ -170,13 +144,12 @@ Refusal Exchange::open(int64_t layer, int64_t tokens) {
     }
     if (parts_.empty()) return Refusal::kNone;
     if (dots_serve_) {
-        inner_rows_ = inner_memory_.of<char>(pairs_ * inner_stride_);
-        if (!reads_mailbox_)
-            inputs_buffer_ = inputs_memory_.of<char>(s_.max_tokens * input_stride_);
+        inner_rows_.reserve(pairs_ * inner_stride_);
+        if (!reads_mailbox_) input_rows_.reserve(s_.max_tokens * input_stride_);
     }
     if (block > 0) {
-        input_blocks_ = input_blocks_memory_.of<uint16_t>(block * tile_block_size(s_.hidden));
-        inner_blocks_ = inner_blocks_memory_.of<uint16_t>(block * tile_block_size(s_.inner));
+        input_blocks_.reserve(block * tile_block_size(s_.hidden));
+        inner_blocks_.reserve(block * tile_block_size(s_.inner));
     }
     plan_tasks();
     return Refusal::kNone;
@@ -218,22 +191,13 @@ void Exchange::prepare_input(int64_t task) {
         for (int64_t k = begin; k < end; ++k) to[input_tile_place_[k]] = halves[k];
         return;
     }
-    char* to = inputs_buffer_ + token * input_stride_;
+    char* to = input_rows_ + token * input_stride_;
     if (bf16_rows_) {
         for (int64_t k = begin; k < end; ++k) ((uint16_t*)to)[input_place_[k]] = halves[k];
         return;
     }
-    float* floats = (float*)to;
     for (int64_t k = begin; k < end; ++k)
-        floats[input_place_[k]] = s_.input == Number::kFloat  ? ((const float*)row)[k]
-                                  : s_.input == Number::kBf16 ? widen_one(halves[k])
-                                                              : half_to_float(halves[k]);
-}
-
-float Exchange::bias_at(const char* bias, int64_t index) const {
-    if (s_.input == Number::kFloat) return ((const float*)bias)[index];
-    const uint16_t half = ((const uint16_t*)bias)[index];
-    return s_.input == Number::kBf16 ? widen_one(half) : half_to_float(half);
+        ((float*)to)[input_place_[k]] = number_at(s_.input, row, k);
 }
 
 // The first weights that a task reads.
@@ -264,7 +228,7 @@ void Exchange::gates_by_dots(const Part& part, int64_t first, int64_t count, con
         for (int64_t i = 0; i < tokens; ++i) {
             const int64_t token = tokens_[part.first + r + i];
             scratch.x[i] = reads_mailbox_ ? s_.x + token * s_.hidden * 2
-                                          : inputs_buffer_ + token * input_stride_;
+                                          : input_rows_ + token * input_stride_;
         }
         const char* up = part.gate_up.data + (s_.inner + first) * s_.gate_up.stride();
         const bool is_last = r + tokens == part.rows;
@@ -276,8 +240,8 @@ void Exchange::gates_by_dots(const Part& part, int64_t first, int64_t count, con
         if (bias)
             for (int64_t t = 0; t < tokens; ++t)
                 for (int64_t i = 0; i < count; ++i) {
-                    scratch.gate[t * count + i] += bias_at(bias, first + i);
-                    scratch.up[t * count + i] += bias_at(bias, s_.inner + first + i);
+                    scratch.gate[t * count + i] += number_at(s_.input, bias, first + i);
+                    scratch.up[t * count + i] += number_at(s_.input, bias, s_.inner + first + i);
                 }
         apply_gate(s_.gate, scratch.gate, scratch.up, tokens * count, s_.isa);
         for (int64_t t = 0; t < tokens; ++t) {
@@ -286,11 +250,11 @@ void Exchange::gates_by_dots(const Part& part, int64_t first, int64_t count, con
             const int32_t* place = inner_place_.data() + first;
             if (bf16_rows_)
                 for (int64_t i = 0; i < count; ++i)
-                    ((uint16_t*)to)[place[i]] = narrow_one(from[i]);
+                    ((uint16_t*)to)[place[i]] = float_to_bf16(from[i]);
             else
                 for (int64_t i = 0; i < count; ++i)
                     ((float*)to)[place[i]] = s_.input == Number::kBf16
-                                                 ? widen_one(narrow_one(from[i]))
+                                                 ? bf16_to_float(float_to_bf16(from[i]))
                                                  : from[i];
         }
     }
@@ -318,15 +282,15 @@ void Exchange::gates_by_tiles(const Part& part, int64_t first, int64_t count, co
             tile_rows({&s_.gate_up, part.gate_up, up, rows, x, some, scratch.up, more});
             for (int64_t j = 0; bias && j < rows; ++j)
                 for (int64_t t = 0; t < width; ++t) {
-                    scratch.gate[j * width + t] += bias_at(bias, gate + j);
-                    scratch.up[j * width + t] += bias_at(bias, up + j);
+                    scratch.gate[j * width + t] += number_at(s_.input, bias, gate + j);
+                    scratch.up[j * width + t] += number_at(s_.input, bias, up + j);
                 }
             apply_gate(s_.gate, scratch.gate, scratch.up, rows * width, s_.isa);
             for (int64_t j = 0; j < rows; ++j) {
                 const int32_t place = inner_tile_place_[gate + j];
                 for (int64_t t = 0; t < tokens; ++t)
                     to[t / kTileTokens * tile_block_size(s_.inner) + place +
-                       t % kTileTokens * 2] = narrow_one(scratch.gate[j * width + t]);
+                       t % kTileTokens * 2] = float_to_bf16(scratch.gate[j * width + t]);
             }
         }
     }
@@ -343,7 +307,8 @@ void Exchange::add_output(const Part& part, int64_t row, int64_t first, int64_t 
         return;
     }
     float sums[kMostStrip];
-    for (int64_t i = 0; i < count; ++i) sums[i] = values[i] + bias_at(part.down.bias, first + i);
+    for (int64_t i = 0; i < count; ++i)
+        sums[i] = values[i] + number_at(s_.input, part.down.bias, first + i);
     add_scaled(y, sums, weight, count, s_.isa);
 }
 

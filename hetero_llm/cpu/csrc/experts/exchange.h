@@ -20,21 +20,24 @@ namespace hetero::experts {
 
 constexpr int kAddresses = 6;  // of a matrix: data, scale, zero, offset, row_scale, bias
 
-// Mixture and mailbox as hetero_llm/bridge has them; see HostExperts and ExpertMailbox.
+// Mixture and mailbox as hetero_llm/bridge has them, see HostExperts and ExpertMailbox; the C ABI.
 struct Setting {
     int64_t layers, experts, hidden, inner, max_tokens, experts_per_token;
     Form gate_up, down;        // [2 * inner, hidden], [hidden, inner]
     GateForm gate;
     Number input;              // of x and of biases
-    // [layers][experts][2][kAddresses]. Experts may change places: the program then writes the data's
-    // address, 0 where the host does not hold the expert, before a step that finds it so can ask.
+    int64_t tile_tokens;       // of an expert, from which on tiles serve if they can; 0: never
+    Isa isa;
+    // [layers][experts][2][kAddresses]. Experts may change places: the program then writes the
+    // data's address, 0 where the host does not hold the expert, before a step that finds it so can
+    // ask.
     const int64_t* addresses;
     const int32_t* ids;        // [max_tokens][experts_per_token], negative: not for the host
     const float* weights;      // [max_tokens][experts_per_token]
     const char* x;             // [max_tokens][hidden]
     float* y;                  // [max_tokens][hidden]
-    int64_t tile_tokens;       // of an expert, from which on tiles serve if they can; 0: never
-    Isa isa;
+    const int32_t* request;    // the mailbox's words
+    int32_t* answer;
 };
 
 // Why a request cannot be answered; 0: it can.
@@ -83,7 +86,6 @@ class Exchange {
     void add_output(const Part& part, int64_t row, int64_t first, int64_t count,
                     const float* values);
     const char* strip_of(int64_t task, bool gates) const;
-    float bias_at(const char* bias, int64_t index) const;
     char* inner_row(int64_t pair) const { return inner_rows_ + pair * inner_stride_; }
 
     const Setting s_;
@@ -103,9 +105,8 @@ class Exchange {
     int64_t pairs_ = 0, inputs_ = 0, gate_strip_ = 0, gate_strips_ = 0, output_strip_ = 0,
             output_strips_ = 0, prepared_ = 0;
     bool dots_serve_ = false;
-    char *inputs_buffer_ = nullptr, *inner_rows_ = nullptr;
-    uint16_t *input_blocks_ = nullptr, *inner_blocks_ = nullptr;
-    Buffer inputs_memory_, inner_memory_, input_blocks_memory_, inner_blocks_memory_;
+    Buffer<char> input_rows_, inner_rows_;
+    Buffer<uint16_t> input_blocks_, inner_blocks_;
     Counter prepare_next_, gate_next_, output_next_;
     std::unique_ptr<Scratch[]> scratch_;
 };

@@ -2,16 +2,9 @@
 
 #include "expert_team.h"
 
-#include <linux/futex.h>
-#include <sched.h>
-#include <signal.h>
 #include <sys/prctl.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <new>
 
 #include "waiting.h"
 
@@ -22,49 +15,21 @@ using hetero::pause_briefly;
 
 namespace {
 
-constexpr int kSpinsPerClock = 64;
+constexpr uint32_t kSpinsPerClock = 64;
 constexpr int64_t kShortestNap = 50000, kLongestNap = 1000000;  // nanoseconds
 constexpr unsigned long kTimerSlack = 1000;                     // of naps, nanoseconds
 
-void pin(int cpu) {
-    if (cpu < 0) return;
-    // Fails only if the CPU was taken away meanwhile; then the system chooses.
-    cpu_set_t* set = CPU_ALLOC(cpu + 1);
-    CPU_ZERO_S(CPU_ALLOC_SIZE(cpu + 1), set);
-    CPU_SET_S(cpu, CPU_ALLOC_SIZE(cpu + 1), set);
-    pthread_setaffinity_np(pthread_self(), CPU_ALLOC_SIZE(cpu + 1), set);
-    CPU_FREE(set);
-}
-
-struct Work {
-    Exchange* exchange;
-    Team* team;
-};
-
-void work_of(void* context, int thread) {
-    const Work& work = *static_cast<Work*>(context);
-    work.exchange->work(*work.team, thread);
-}
-
-void nothing(void*, int) {}
-
 }  // namespace
 
-ExpertTeam::ExpertTeam(const Setting& setting, int threads, const int32_t* cpus, int64_t spin_us,
-                       const int32_t* request, int32_t* answer)
+ExpertTeam::ExpertTeam(const Setting& setting, int threads, const int32_t* cpus, int64_t spin_us)
     : cpu_(cpus ? cpus[0] : -1),
       spin_ns_(spin_us * 1000),
-      request_(request),
-      answer_(answer),
+      request_(setting.request),
+      answer_(setting.answer),
       team_(new Team(threads, cpus, spin_us)),
       exchange_(setting, team_->size()),
       process_(getpid()) {
-    // Signals are handled by the program's other threads.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    has_thread_ = pthread_create(&thread_, nullptr, serve_of, this) == 0;
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    has_thread_ = start_thread(&thread_, serve_of, this);
 }
 
 ExpertTeam::~ExpertTeam() { stop(); }
@@ -72,8 +37,7 @@ ExpertTeam::~ExpertTeam() { stop(); }
 void ExpertTeam::wake() {
     // Either `asleep` is seen here, or thread 0 sees the call before it sleeps.
     bell_.calls.fetch_add(1, std::memory_order_seq_cst);
-    if (bell_.asleep.load(std::memory_order_seq_cst) == 0) return;
-    syscall(SYS_futex, &bell_.calls, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
+    if (bell_.asleep.load(std::memory_order_seq_cst) != 0) hetero::wake(bell_.calls, 1);
 }
 
 void ExpertTeam::stop() {
@@ -81,7 +45,7 @@ void ExpertTeam::stop() {
     if (!has_thread_ || getpid() != process_) return;
     bell_.stops.store(true, std::memory_order_seq_cst);
     bell_.calls.fetch_add(1, std::memory_order_seq_cst);
-    syscall(SYS_futex, &bell_.calls, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
+    hetero::wake(bell_.calls, 1);
     pthread_join(thread_, nullptr);
     has_thread_ = false;
 }
@@ -103,7 +67,7 @@ void ExpertTeam::nap(uint32_t calls, int64_t nanoseconds) {
     const timespec wait{0, (long)nanoseconds};
     naps_.fetch_add(1, std::memory_order_relaxed);
     bell_.asleep.store(1, std::memory_order_seq_cst);
-    syscall(SYS_futex, &bell_.calls, FUTEX_WAIT_PRIVATE, calls, &wait, nullptr, 0);
+    sleep_on(bell_.calls, calls, &wait);
     bell_.asleep.store(0, std::memory_order_seq_cst);
 }
 
@@ -115,10 +79,7 @@ bool ExpertTeam::answer(int32_t sequence) {
         __atomic_store_n(answer_ + kStopped, (int32_t)refusal, __ATOMIC_RELEASE);
         return false;
     }
-    if (!exchange_.is_empty()) {
-        Work work{&exchange_, team_.get()};
-        team_->run(work_of, &work);
-    }
+    if (!exchange_.is_empty()) team_->run([this](int thread) { exchange_.work(*team_, thread); });
     __atomic_store_n(answer_ + kAnswered, sequence, __ATOMIC_RELEASE);
     exchanges_.fetch_add(1, std::memory_order_relaxed);
     busy_ns_.fetch_add(now_ns() - begin, std::memory_order_relaxed);
@@ -126,11 +87,11 @@ bool ExpertTeam::answer(int32_t sequence) {
 }
 
 void ExpertTeam::serve() {
-    pin(cpu_);
+    pin_thread(cpu_);
     int32_t answered = __atomic_load_n(answer_ + kAnswered, __ATOMIC_RELAXED);
     int64_t until = now_ns() + spin_ns_, nap_ns = kShortestNap;
     uint32_t calls = bell_.calls.load(std::memory_order_acquire);
-    for (int spins = 1;; ++spins) {
+    for (uint32_t spins = 1;; ++spins) {  // wraps around in hours without a request
         const int32_t sequence = __atomic_load_n(request_ + kSequence, __ATOMIC_ACQUIRE);
         if (sequence != answered) {
             if (!answer(sequence)) return;
@@ -154,7 +115,7 @@ void ExpertTeam::serve() {
         if (now_calls == calls) continue;
         calls = now_calls;
         // A request will come: the other threads wake up, too, and all spin again.
-        team_->run(nothing, nullptr);
+        team_->run([](int) {});
         until = 0;
         nap_ns = kShortestNap;
     }
@@ -165,78 +126,31 @@ void ExpertTeam::serve() {
 
 extern "C" {
 
-// Fields as in `Form`.
-struct HeteroExpertForm {
-    int64_t kind, scale, group, scale_rows, rows, depth, zeros;
-};
-
-// Fields as in `Setting`; request, answer: the mailbox's words.
-struct HeteroExpertSetting {
-    int64_t layers, experts, hidden, inner, max_tokens, experts_per_token;
-    HeteroExpertForm gate_up, down;
-    int64_t gate;
-    double alpha, limit;
-    int64_t input, tile_tokens, isa;
-    const int64_t* addresses;
-    const int32_t* ids;
-    const float* weights;
-    const void* x;
-    float* y;
-    const int32_t* request;
-    int32_t* answer;
-};
-
-}
-
-namespace {
-
-hetero::experts::Form form_of(const HeteroExpertForm& form) {
-    using namespace hetero::experts;
-    return {(Kind)form.kind, (Number)form.scale, form.group, form.scale_rows,
-            form.rows,       form.depth,         (Zeros)form.zeros};
-}
-
-}  // namespace
-
-extern "C" {
-
 // Whether products serve the form.
-int64_t hetero_experts_fit(const HeteroExpertForm* form) {
-    return hetero::experts::fits(form_of(*form));
+int64_t hetero_experts_fit(const hetero::experts::Form* form) {
+    return hetero::experts::fits(*form);
 }
 
 // cpus: [threads] or null. Null: the system refuses to make threads.
-void* hetero_experts_new(const HeteroExpertSetting* setting, int64_t threads, const int32_t* cpus,
-                         int64_t spin_us) {
+void* hetero_experts_new(const hetero::experts::Setting* setting, int64_t threads,
+                         const int32_t* cpus, int64_t spin_us) {
     using namespace hetero::experts;
-    const HeteroExpertSetting& s = *setting;
-    const Setting own{s.layers, s.experts, s.hidden, s.inner, s.max_tokens, s.experts_per_token,
-                      form_of(s.gate_up), form_of(s.down),
-                      {(Gate)s.gate, (float)s.alpha, (float)s.limit}, (Number)s.input, s.addresses,
-                      s.ids, s.weights, (const char*)s.x, s.y, s.tile_tokens, (hetero::Isa)s.isa};
-    ExpertTeam* team = new ExpertTeam(own, (int)threads, cpus, spin_us, s.request, s.answer);
+    ExpertTeam* team = new ExpertTeam(*setting, (int)threads, cpus, spin_us);
     if (team->is_running()) return team;
     delete team;
     return nullptr;
 }
 
-int64_t hetero_experts_size(void* team) {
-    return static_cast<hetero::experts::ExpertTeam*>(team)->size();
-}
+int64_t hetero_experts_size(hetero::experts::ExpertTeam* team) { return team->size(); }
 
-void hetero_experts_wake(void* team) { static_cast<hetero::experts::ExpertTeam*>(team)->wake(); }
+void hetero_experts_wake(hetero::experts::ExpertTeam* team) { team->wake(); }
 
-void hetero_experts_stop(void* team) { static_cast<hetero::experts::ExpertTeam*>(team)->stop(); }
+void hetero_experts_stop(hetero::experts::ExpertTeam* team) { team->stop(); }
 
-void hetero_experts_free(void* team) { delete static_cast<hetero::experts::ExpertTeam*>(team); }
+void hetero_experts_free(hetero::experts::ExpertTeam* team) { delete team; }
 
-// out: [4] as in `Running`.
-void hetero_experts_running(void* team, int64_t* out) {
-    const auto running = static_cast<hetero::experts::ExpertTeam*>(team)->running();
-    out[0] = running.exchanges;
-    out[1] = running.busy_ns;
-    out[2] = running.naps;
-    out[3] = running.slept_ns;
+void hetero_experts_running(hetero::experts::ExpertTeam* team, hetero::experts::Running* out) {
+    *out = team->running();
 }
 
 // For tests and benches: posts requests one after the other as a device does and waits for each
@@ -269,12 +183,12 @@ int64_t hetero_experts_post(int32_t* request, const int32_t* answer, int64_t lay
 
 // For benches: products of prepared rows x, x_stride bytes apart, with `copies` equal matrices that
 // lie one after the other. scales, zeros: of one of them. out: [tokens][rows].
-void hetero_experts_dots(const HeteroExpertForm* form, const void* data, const void* scales,
+void hetero_experts_dots(const hetero::experts::Form* form, const void* data, const void* scales,
                          const void* zeros, const void* x, int64_t x_stride, int64_t tokens,
                          float* out, int64_t bf16_rows, int64_t copies, int64_t isa) {
     using namespace hetero::experts;
     constexpr int64_t kStrip = 64;
-    const Form own = form_of(*form);
+    const Form& own = *form;
     std::vector<const void*> rows(tokens);
     for (int64_t t = 0; t < tokens; ++t) rows[t] = (const char*)x + t * x_stride;
     Matrix matrix{(const char*)data, (const char*)scales, (const char*)zeros, nullptr, nullptr};

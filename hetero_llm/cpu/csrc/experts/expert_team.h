@@ -6,8 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include <pthread.h>
-
+#include "../step/threads.h"
 #include "exchange.h"
 
 namespace hetero::experts {
@@ -16,7 +15,7 @@ namespace hetero::experts {
 constexpr int kSequence = 0, kLayer = 1, kTokens = 2, kAnswered = 0, kStopped = 1;
 constexpr int32_t kStoppedByCall = 1;  // else a Refusal
 
-struct Running {
+struct Running {  // the C ABI
     int64_t exchanges;  // answered
     int64_t busy_ns;    // from the sequence number seen to the answer
     int64_t naps;       // times that thread 0 went to sleep
@@ -27,13 +26,12 @@ struct Running {
 //
 // Without a request all threads spin for `spin_us`. Then the others sleep until the next request,
 // and thread 0 naps: 50 us, twice as long each time, up to 1 ms. So a request that comes after a
-// pause is seen up to a nap late, and finds sleeping threads. `wake` ends naps at once and makes all
-// threads spin again: it costs a system call if thread 0 sleeps.
+// pause is seen up to a nap late, and finds sleeping threads. `wake` ends naps at once and makes
+// all threads spin again: it costs a system call if thread 0 sleeps.
 class ExpertTeam {
   public:
-    // cpus: [threads] or null. request, answer: the mailbox's words.
-    ExpertTeam(const Setting& setting, int threads, const int32_t* cpus, int64_t spin_us,
-               const int32_t* request, int32_t* answer);
+    // cpus: [threads] or null.
+    ExpertTeam(const Setting& setting, int threads, const int32_t* cpus, int64_t spin_us);
     // Stops.
     ~ExpertTeam();
     ExpertTeam(const ExpertTeam&) = delete;

@@ -17,7 +17,8 @@ INLINE Floats<N> clamped(Floats<N> gate, Floats<N> up, float alpha, float limit)
 
 template <int N, Gate kGate>
 INLINE Floats<N> gated(Floats<N> gate, Floats<N> up, const GateForm& form) {
-    if constexpr (kGate == Gate::kClamped) return clamped<N>(gate, up, form.alpha, form.limit);
+    if constexpr (kGate == Gate::kClamped)
+        return clamped<N>(gate, up, (float)form.alpha, (float)form.limit);
     else if constexpr (kGate == Gate::kRelu || kGate == Gate::kReluSquared) {
         const Floats<N> positive = gate < 0.0f ? fill<N>(0.0f) : gate;
         return (kGate == Gate::kRelu ? positive : positive * positive) * up;
@@ -39,7 +40,7 @@ INLINE void apply_all(const GateForm& form, float* gate, const float* up, int64_
 }
 
 template <int N>
-INLINE void apply_lanes(const GateForm& form, float* gate, const float* up, int64_t size) {
+INLINE void apply_gate_lanes(const GateForm& form, float* gate, const float* up, int64_t size) {
     switch (form.gate) {
         case Gate::kSilu: return apply_all<N, Gate::kSilu>(form, gate, up, size);
         case Gate::kGeluTanh: return apply_all<N, Gate::kGeluTanh>(form, gate, up, size);
@@ -50,13 +51,9 @@ INLINE void apply_lanes(const GateForm& form, float* gate, const float* up, int6
     }
 }
 
-DEFINE_WIDTHS(apply, (const GateForm& form, float* gate, const float* up, int64_t size),
-              (form, gate, up, size))
-
 }  // namespace
 
-void apply_gate(const GateForm& form, float* gate, const float* up, int64_t size, Isa isa) {
-    CALL_WIDTH(apply, (form, gate, up, size));
-}
+DEFINE_FOR_WIDTHS(apply_gate, (const GateForm& form, float* gate, const float* up, int64_t size),
+                  (form, gate, up, size))
 
 }  // namespace hetero::experts

@@ -10,11 +10,11 @@ namespace hetero::experts {
 
 // As `models.layers.Activation` names them; kClamped: (up + 1) * gate * sigmoid(alpha * gate), with
 // gates of at most `limit` and ups within it on both sides.
-enum class Gate : int { kSilu, kGeluTanh, kGelu, kRelu, kReluSquared, kClamped };
+enum class Gate : int64_t { kSilu, kGeluTanh, kGelu, kRelu, kReluSquared, kClamped };
 
 struct GateForm {
     Gate gate;
-    float alpha, limit;  // of kClamped
+    double alpha, limit;  // of kClamped
 };
 
 // gate[i] = activation(gate[i]) * up[i] for `size` values; NaN stays NaN.

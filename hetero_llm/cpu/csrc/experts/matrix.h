@@ -5,19 +5,28 @@
 #include <cstdint>
 
 #include "../step/isa.h"
+#include "../step/numbers.h"
 
 namespace hetero::experts {
 
 // Elements of weights; fp8 is e4m3fn, fp4 e2m1.
-enum class Kind : int { kFloat, kBf16, kHalf, kInt8, kFp8, kInt4, kFp4 };
-enum class Number : int { kFloat, kBf16, kHalf };  // of scales, biases, and a mailbox's x
+enum class Kind : int64_t { kFloat, kBf16, kHalf, kInt8, kFp8, kInt4, kFp4 };
+enum class Number : int64_t { kFloat, kBf16, kHalf };  // of scales, biases, and a mailbox's x
 // w = scale * (code - point), or scale * code + offset.
-enum class Zeros : int { kNone, kPoints, kOffsets };
+enum class Zeros : int64_t { kNone, kPoints, kOffsets };
 
 constexpr int64_t kRowDepth = 128;  // prepared rows are padded with zeros to multiples of it
 constexpr int32_t kInt4Centre = 8;  // the code of int4 that stands for zero without zero points
 
 constexpr int64_t bytes_of(Number number) { return number == Number::kFloat ? 4 : 2; }
+
+// One of some numbers as a float.
+INLINE float number_at(Number number, const char* numbers, int64_t index) {
+    if (number == Number::kFloat) return read_one<float>(numbers + 4 * index);
+    const auto bits = read_one<uint16_t>(numbers + 2 * index);
+    return number == Number::kHalf ? half_to_float(bits) : bf16_to_float(bits);
+}
+
 constexpr bool is_8_bit(Kind kind) { return kind == Kind::kInt8 || kind == Kind::kFp8; }
 constexpr bool is_4_bit(Kind kind) { return kind == Kind::kInt4 || kind == Kind::kFp4; }
 constexpr bool has_scales(Kind kind) { return is_8_bit(kind) || is_4_bit(kind); }
@@ -30,7 +39,7 @@ constexpr int64_t row_bytes(Kind kind, int64_t depth) {
                                                         : depth / 2;
 }
 
-// What all experts' matrices of one shape have in common.
+// What all experts' matrices of one shape have in common; a part of `Setting`.
 struct Form {
     Kind kind;
     Number scale;          // has_scales only

@@ -3,10 +3,7 @@
 
 #include "tiles.h"
 
-#include <immintrin.h>
-
-#include <cmath>
-#include <cstring>
+#include "codes.h"
 
 // GCC 12 takes operands that intrinsics leave undefined for mistakes of ours.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -45,38 +42,8 @@ AMX void set_tiles(int64_t rows) {
     loaded_rows = rows;
 }
 
-uint16_t bf16_of(float f) {
-    uint32_t bits;
-    std::memcpy(&bits, &f, 4);
-    return (uint16_t)(bits >> 16);
-}
-
-// High and low bytes of the bf16 that codes stand for.
-struct alignas(64) Tables {
-    uint8_t fp8_high[128], fp8_low[128];  // without the sign
-    uint8_t fp4_high[16], fp4_low[16];
-    uint8_t int4_high[48], int4_low[48];  // of -16 to 31, from which 16 neighbours are a table
-
-    Tables() {
-        for (int i = 0; i < 128; ++i) {
-            const int exponent = i >> 3, fraction = i & 7;
-            const float value = i == 127   ? NAN
-                                : exponent ? std::ldexp(8.0f + fraction, exponent - 10)
-                                           : std::ldexp(1.0f * fraction, -9);
-            put(value, fp8_high + i, fp8_low + i);
-        }
-        constexpr float kValues[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-        for (int i = 0; i < 16; ++i)
-            put(i < 8 ? kValues[i] : -kValues[i - 8], fp4_high + i, fp4_low + i);
-        for (int i = 0; i < 48; ++i) put((float)(i - 16), int4_high + i, int4_low + i);
-    }
-    static void put(float value, uint8_t* high, uint8_t* low) {
-        const uint16_t bits = bf16_of(value);
-        *high = (uint8_t)(bits >> 8);
-        *low = (uint8_t)bits;
-    }
-};
-const Tables kTables;
+// Of -16 to 31, from which 16 neighbours are a table.
+const Tables kInt4Tables = make_tables(48, [](int i) { return (float)(i - 16); });
 
 AMX_INLINE __m512i load_some(const char* p, int64_t bytes) {
     return bytes >= kLine ? _mm512_loadu_si512(p)
@@ -94,11 +61,11 @@ AMX_INLINE void unpack_int8(__m512i raw, uint16_t* to) {
 
 AMX_INLINE void unpack_fp8(__m512i raw, uint16_t* to) {
     const __m512i low =
-        _mm512_permutex2var_epi8(_mm512_load_si512(kTables.fp8_low), raw,
-                                 _mm512_load_si512(kTables.fp8_low + 64));
+        _mm512_permutex2var_epi8(_mm512_load_si512(kFp8Tables.low), raw,
+                                 _mm512_load_si512(kFp8Tables.low + 64));
     const __m512i absolute =
-        _mm512_permutex2var_epi8(_mm512_load_si512(kTables.fp8_high), raw,
-                                 _mm512_load_si512(kTables.fp8_high + 64));
+        _mm512_permutex2var_epi8(_mm512_load_si512(kFp8Tables.high), raw,
+                                 _mm512_load_si512(kFp8Tables.high + 64));
     const __m512i high = _mm512_ternarylogic_epi32(absolute, raw, _mm512_set1_epi8(-128), 0xf8);
     _mm512_store_si512(to, _mm512_unpacklo_epi8(low, high));
     _mm512_store_si512(to + 32, _mm512_unpackhi_epi8(low, high));
@@ -132,8 +99,8 @@ AMX_INLINE void unpack_nibbles(__m512i raw, __m512i high_table, __m512i low_tabl
     }
 }
 
-// Places [begin, begin + count) of a row, zeros behind its end; count is a multiple of what 64 bytes
-// hold or ends with the row.
+// Places [begin, begin + count) of a row, zeros behind its end; count is a multiple of what 64
+// bytes hold or ends with the row.
 AMX void unpack(const TileJob& job, int64_t row, int64_t begin, int64_t count, uint16_t* to) {
     const Form& form = *job.form;
     const char* data = job.matrix.data + row * form.stride();
@@ -152,8 +119,8 @@ AMX void unpack(const TileJob& job, int64_t row, int64_t begin, int64_t count, u
         return;
     }
     const bool is_int4 = form.kind == Kind::kInt4;
-    const uint8_t* high = is_int4 ? kTables.int4_high + 16 - kInt4Centre : kTables.fp4_high;
-    const uint8_t* low = is_int4 ? kTables.int4_low + 16 - kInt4Centre : kTables.fp4_low;
+    const uint8_t* high = is_int4 ? kInt4Tables.high + 16 - kInt4Centre : kFp4Tables.high;
+    const uint8_t* low = is_int4 ? kInt4Tables.low + 16 - kInt4Centre : kFp4Tables.low;
     const int64_t groups = form.groups();
     const uint8_t* points = (const uint8_t*)job.matrix.zeros + row * groups;
     __m512i high_table = tables_of(high, high, high, high);
@@ -167,10 +134,10 @@ AMX void unpack(const TileJob& job, int64_t row, int64_t begin, int64_t count, u
                 from[lane] = 16 - (points[group < groups ? group : groups - 1] & 15);
             }
             high_table =
-                tables_of(kTables.int4_high + from[0], kTables.int4_high + from[1],
-                          kTables.int4_high + from[2], kTables.int4_high + from[3]);
-            low_table = tables_of(kTables.int4_low + from[0], kTables.int4_low + from[1],
-                                  kTables.int4_low + from[2], kTables.int4_low + from[3]);
+                tables_of(kInt4Tables.high + from[0], kInt4Tables.high + from[1],
+                          kInt4Tables.high + from[2], kInt4Tables.high + from[3]);
+            low_table = tables_of(kInt4Tables.low + from[0], kInt4Tables.low + from[1],
+                                  kInt4Tables.low + from[2], kInt4Tables.low + from[3]);
         }
         const int64_t at = (begin + k) / 2;
         unpack_nibbles(load_some(data + at, end - at), high_table, low_table, to);
@@ -216,28 +183,13 @@ AMX_INLINE void store_sums(float* to, int64_t blocks) {
     ON_BLOCKS(STORE);
 }
 
-AMX_INLINE float read_scale(Number number, const char* scales, int64_t index) {
-    if (number == Number::kFloat) {
-        float value;
-        std::memcpy(&value, scales + 4 * index, 4);
-        return value;
-    }
-    uint16_t half;
-    std::memcpy(&half, scales + 2 * index, 2);
-    if (number == Number::kHalf) return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
-    const uint32_t bits = (uint32_t)half << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
 // out (+)= scale * sums of group g, row by row.
 AMX_INLINE void add_group(const TileJob& job, int64_t g, const float* sums, bool add) {
     const Form& form = *job.form;
     const int64_t groups = form.groups(), width = job.blocks * kTileTokens;
     for (int64_t i = 0; i < job.count; ++i) {
         const int64_t row = (job.first + i) / form.scale_rows;
-        const __m512 scale = _mm512_set1_ps(read_scale(form.scale, job.matrix.scales,
+        const __m512 scale = _mm512_set1_ps(fast_number_at(form.scale, job.matrix.scales,
                                                        row * groups + g));
         for (int64_t t = i * width; t < (i + 1) * width; t += 16) {
             const __m512 sum = _mm512_loadu_ps(sums + t);

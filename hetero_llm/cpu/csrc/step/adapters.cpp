@@ -27,8 +27,6 @@ Matrix matrix_of(Format format, int64_t outputs, int64_t depth, int64_t padded_d
             nullptr, nullptr, nullptr, {}};
 }
 
-int64_t strips_of(int64_t outputs) { return round_up(outputs, kStrip) / kStrip; }
-
 struct Shape {
     int64_t outputs, depth;
 };
@@ -104,12 +102,11 @@ AdapterProduct lay_out(const HeteroAdapterProduct& from, const HeteroAdapterPart
     return to;
 }
 
-// Calls see(pointer, bytes) for each piece of a product's memory, in the order of its use.
-template <typename See>
-void for_pieces(AdapterProduct& product, See see) {
-    for (ShrinkBlock& block : product.blocks) see(&block.a.data, bytes_of(block.a));
-    see((void**)&product.scales, round_up(product.ranks * 4, kLine));
-    for (AdapterPart& part : product.parts) see(&part.b.data, bytes_of(part.b));
+// In the order of its use.
+void take_memory(AdapterProduct& product, Arena& arena) {
+    for (ShrinkBlock& block : product.blocks) block.a.data = arena.take<char>(bytes_of(block.a));
+    product.scales = arena.take<float>(product.ranks);
+    for (AdapterPart& part : product.parts) part.b.data = arena.take<char>(bytes_of(part.b));
 }
 
 void pack_a(const AdapterProduct& to, const HeteroAdapterProduct& from, bool is_bf16) {
@@ -298,7 +295,6 @@ int64_t lay_out_slot(Adapters& adapters, const Model& model, int64_t slot,
     to.products.clear();
     std::vector<AdapterProduct> products(model.sizes.layers * kProducts);
     const HeteroAdapterPart* parts = adapter.parts;
-    int64_t bytes = 0;
     for (int64_t i = 0; i < adapter.num_products; ++i) {
         const HeteroAdapterProduct& from = adapter.products[i];
         if (from.layer < 0 || from.layer >= model.sizes.layers || from.product < 0 ||
@@ -308,13 +304,12 @@ int64_t lay_out_slot(Adapters& adapters, const Model& model, int64_t slot,
         const Shape shape = shape_of(model, from.layer, from.product);
         if (product.ranks || !fits(from, parts, shape)) return -1;
         product = lay_out(from, parts, shape, adapters.format, isa);
-        for_pieces(product, [&](void**, int64_t size) { bytes += size; });
         parts += from.num_parts;
     }
     to.memory = std::make_unique<Arena>();  // zeros, which padding has to be
-    if (!to.memory->reserve(bytes)) return -2;
-    for (AdapterProduct& product : products)
-        for_pieces(product, [&](void** at, int64_t size) { *at = to.memory->take(size); });
+    for (AdapterProduct& product : products) take_memory(product, *to.memory);  // counts
+    if (!to.memory->reserve()) return -2;
+    for (AdapterProduct& product : products) take_memory(product, *to.memory);
     to.products = std::move(products);
     return 0;
 }
@@ -372,10 +367,10 @@ bool plan_adapters(Adapters& s, const HeteroStep& step, int threads, int64_t pad
     const int64_t bytes = element_bytes(s.format);
     s.width = round_up(s.width * bytes, kLine) / bytes;
     s.scratch_size = kRowsTogether * (kShrinkDepth + 2 * s.sums_width);
-    s.scratch = s.scratch_buffer.of<float>(threads * s.scratch_size);
-    s.rows = s.rows_buffer.of<char>(total * padded_inputs * bytes);
-    s.shrunk = s.shrunk_buffer.of<char>(total * s.width * bytes);
-    s.sums = s.sums_buffer.of<float>(depth_blocks * total * s.sums_width);
+    s.scratch.reserve(threads * s.scratch_size);
+    s.rows.reserve(total * padded_inputs * bytes);
+    s.shrunk.reserve(total * s.width * bytes);
+    s.sums.reserve(depth_blocks * total * s.sums_width);
     return true;
 }
 

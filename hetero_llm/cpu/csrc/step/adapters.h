@@ -34,8 +34,8 @@ struct AdapterPart {
     Matrix b;              // [outputs in whole panels][rank]
 };
 
-// A block of A's columns. Few ranks leave strips of a panel free: then strips hold `folds` pieces of
-// the columns, and their sums are added.
+// A block of A's columns. Few ranks leave strips of a panel free: then strips hold `folds` pieces
+// of the columns, and their sums are added.
 struct ShrinkBlock {
     Matrix a;       // [folds * ranks in whole strips][columns of a piece]
     int64_t folds;  // 1, 2 or 4
@@ -74,11 +74,10 @@ struct Adapters {
     std::vector<int64_t> counts;
     int64_t sums_width = 0, width = 0; // the largest of the step's products
     int64_t scratch_size = 0;          // floats of a thread
-    char* shrunk = nullptr;            // [order][width], as B's products take them
-    float* sums = nullptr;             // [blocks of columns][order][sums_width]
-    float* scratch = nullptr;          // [threads][scratch_size]
-    char* rows = nullptr;              // [order][padded inputs]: for the caller, who prepares inputs
-    Buffer rows_buffer, shrunk_buffer, sums_buffer, scratch_buffer;
+    Buffer<char> shrunk;               // [order][width], as B's products take them
+    Buffer<float> sums;                // [blocks of columns][order][sums_width]
+    Buffer<float> scratch;             // [threads][scratch_size]
+    Buffer<char> rows;                 // [order][padded inputs], prepared by the caller
 };
 
 // Makes empty slots; before any is filled.

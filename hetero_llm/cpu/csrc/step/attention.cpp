@@ -42,9 +42,8 @@ struct AttentionPlan {
     std::vector<QueryTile> tiles;
     std::vector<Task> tasks;
     std::vector<Join> joins;
-    Buffer scratch_memory, partial_memory;
-    char* scratch;    // [threads][scratch_bytes]
-    float* partial;   // of tasks whose context is cut
+    Buffer<char> scratch;   // [threads][scratch_bytes]
+    Buffer<float> partial;  // of tasks whose context is cut
     alignas(64) std::atomic<int64_t> next;
 };
 
@@ -163,7 +162,7 @@ AttentionPlan* new_attention_plan(int threads) {
     plan->threads = threads;
     const int64_t many = most(tiles_scratch(), many_lanes_scratch());
     plan->scratch_bytes = round_up(most(few_lanes_scratch(), many), 4096);
-    plan->scratch = plan->scratch_memory.of<char>(plan->scratch_bytes * threads);
+    plan->scratch.reserve(plan->scratch_bytes * threads);
     return plan;
 }
 
@@ -198,7 +197,7 @@ void plan_attention(AttentionPlan* plan, const CacheShape& cache, const Attentio
     plan->lanes_joined = 0;
     int64_t partial = 0;
     for (const QueryTile& tile : plan->tiles) add_tasks(plan, tokens, tile, &partial);
-    plan->partial = plan->partial_memory.of<float>(partial);
+    plan->partial.reserve(partial);
 }
 
 bool needs_merge(const AttentionPlan* plan) { return !plan->joins.empty(); }
@@ -252,13 +251,11 @@ extern "C" {
 
 void* hetero_attention_new(int64_t threads) { return hetero::new_attention_plan((int)threads); }
 
-void hetero_attention_free(void* plan) {
-    hetero::free_attention_plan((hetero::AttentionPlan*)plan);
-}
+void hetero_attention_free(hetero::AttentionPlan* plan) { hetero::free_attention_plan(plan); }
 
 // sizes: is_bf16, layers, block size, KV heads, dim, sequences, tokens, columns, heads, window,
 // isa.
-void hetero_attention_plan(void* plan, void* cache, const int64_t* sizes,
+void hetero_attention_plan(hetero::AttentionPlan* plan, void* cache, const int64_t* sizes,
                            const int32_t* request_slots, const int32_t* num_computed,
                            const int32_t* num_scheduled, const int32_t* bases,
                            const uint8_t* is_tree, const uint64_t* ancestors,
@@ -267,26 +264,25 @@ void hetero_attention_plan(void* plan, void* cache, const int64_t* sizes,
     const hetero::AttentionTokens tokens{sizes[5], sizes[6], request_slots, num_computed,
                                          num_scheduled, bases, is_tree, ancestors, block_tables,
                                          sizes[7]};
-    hetero::plan_attention((hetero::AttentionPlan*)plan, shape, tokens, sizes[8], sizes[9], *scale,
+    hetero::plan_attention(plan, shape, tokens, sizes[8], sizes[9], *scale,
                            (hetero::Isa)sizes[10]);
 }
 
-int64_t hetero_attention_needs_merge(const void* plan) {
-    return hetero::needs_merge((const hetero::AttentionPlan*)plan);
+int64_t hetero_attention_needs_merge(const hetero::AttentionPlan* plan) {
+    return hetero::needs_merge(plan);
 }
 
-void hetero_attention_begin_layer(void* plan) {
-    hetero::begin_layer((hetero::AttentionPlan*)plan);
-}
+void hetero_attention_begin_layer(hetero::AttentionPlan* plan) { hetero::begin_layer(plan); }
 
-void hetero_attention_attend(void* plan, int64_t layer, const void* q, int64_t q_stride,
-                             float* out, int64_t out_stride, int64_t thread) {
-    hetero::attend((hetero::AttentionPlan*)plan, layer, q, q_stride, out, out_stride, (int)thread);
+void hetero_attention_attend(hetero::AttentionPlan* plan, int64_t layer, const void* q,
+                             int64_t q_stride, float* out, int64_t out_stride, int64_t thread) {
+    hetero::attend(plan, layer, q, q_stride, out, out_stride, (int)thread);
     hetero::release_tiles();
 }
 
-void hetero_attention_merge(void* plan, float* out, int64_t out_stride, int64_t thread) {
-    hetero::merge((hetero::AttentionPlan*)plan, out, out_stride, (int)thread);
+void hetero_attention_merge(hetero::AttentionPlan* plan, float* out, int64_t out_stride,
+                            int64_t thread) {
+    hetero::merge(plan, out, out_stride, (int)thread);
 }
 
 }  // extern "C"

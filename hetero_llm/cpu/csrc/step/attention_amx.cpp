@@ -9,8 +9,6 @@
 
 namespace hetero {
 
-#ifdef HAS_DOT
-
 namespace {
 
 constexpr int kWide = 64;                                  // lanes of a tile: a panel
@@ -58,14 +56,7 @@ DOT void turn_values(const Work& w, const Bf16* const* keys, uint32_t (*values)[
     for (int64_t t = 0; t < kTokens; t += 2 * kLanes)
         for (int64_t d = 0; d < w.dim; d += kLanes) {
             __m512i v[kLanes];
-            for (int i = 0; i < kLanes; ++i) {
-                const Bf16 *low = keys[t + 2 * i], *high = keys[t + 2 * i + 1];
-                low += low == kZeros ? 0 : piece;
-                high += high == kZeros ? 0 : piece;
-                v[i] = interleave(_mm512_inserti64x4(
-                    _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(low + d))),
-                    _mm256_loadu_si256((const __m256i*)(high + d)), 1));
-            }
+            for (int i = 0; i < kLanes; ++i) v[i] = value_pairs(keys + t + 2 * i, piece, d);
             turn(v);
             for (int i = 0; i < kLanes; ++i) _mm512_storeu_si512(values[d + i] + t / 2, v[i]);
         }
@@ -186,13 +177,5 @@ Kernel tiles_kernel(bool is_bf16, int64_t dim, Isa isa) {
 }
 
 int64_t tiles_scratch() { return sizeof(Scratch); }
-
-#else
-
-Kernel tiles_kernel(bool, int64_t, Isa) { return nullptr; }
-
-int64_t tiles_scratch() { return 0; }
-
-#endif
 
 }  // namespace hetero

@@ -79,7 +79,6 @@ INLINE void score(const Scratch& s, int64_t lane, int64_t count, int64_t dim, in
     }
 }
 
-#ifdef HAS_DOT
 // The same with bf16 dot products: 32 pairs an instruction and no conversion.
 template <int G>
 DOT inline void score_dot(const Scratch& s, int64_t lane, int64_t count, int64_t dim,
@@ -109,7 +108,6 @@ DOT inline void score_dot(const Scratch& s, int64_t lane, int64_t count, int64_t
         }
     }
 }
-#endif
 
 // The soft cap, then ALiBi: slope times the distance from the lane's own token, which is the last
 // one that it sees, to token `begin` + t. count: a multiple of N.
@@ -188,10 +186,8 @@ INLINE void attend_tokens(const Work& w, const Task& task, Scratch& s, int64_t l
     const int64_t fours = (count + 3) / 4 * 4;
     if constexpr (!kDot)
         score<T, N, G>(s, lane, fours, w.dim, piece, fetch, s.scores);
-#ifdef HAS_DOT
     else
         score_dot<G>(s, lane, fours, w.dim, piece, fetch, w.scale, s.scores);
-#endif
     float factor[G];
     for (int g = 0; g < G; ++g) {
         const Sight& sight = s.sight[lane + g];
@@ -345,15 +341,11 @@ FEW_LANES(attend_bf16_16, ON_AVX512, Bf16, 16, false)
 FEW_LANES(attend_float_4, , float, 4, false)
 FEW_LANES(attend_float_8, ON_AVX2, float, 8, false)
 FEW_LANES(attend_float_16, ON_AVX512, float, 16, false)
-#ifdef HAS_DOT
 FEW_LANES(attend_dot, DOT, Bf16, 16, true)
-#endif
 
 Kernel few_lanes_kernel(bool is_bf16, int64_t dim, Isa isa) {
-#ifdef HAS_DOT
     // Processors with AMX run bf16 dot products slower than conversions and float products.
     if (is_bf16 && isa == kAvx512Bf16 && dim % 32 == 0) return attend_dot;
-#endif
     if (isa >= kAvx512 && dim % 32 == 0) return is_bf16 ? attend_bf16_16 : attend_float_16;
     if (isa >= kAvx2 && dim % 16 == 0) return is_bf16 ? attend_bf16_8 : attend_float_8;
     return is_bf16 ? attend_bf16_4 : attend_float_4;

@@ -7,8 +7,6 @@
 
 namespace hetero {
 
-#ifdef HAS_DOT
-
 namespace {
 
 constexpr int kTall = 8;            // tokens or dims of a register tile; dim % kTall == 0
@@ -29,14 +27,8 @@ struct Scratch {
 DOT void pack_values(const Work& w, const Bf16* const* keys, int64_t tokens, uint32_t* values) {
     const int64_t piece = w.block_size * w.kv_heads * w.dim;
     for (int64_t t = 0; t < tokens; t += 2) {
-        const Bf16* low = keys[t] == kZeros ? kZeros : keys[t] + piece;
-        const Bf16* high = keys[t + 1] == kZeros ? kZeros : keys[t + 1] + piece;
-        for (int64_t d = 0; d < w.dim; d += kLanes) {
-            const __m512i both = _mm512_inserti64x4(
-                _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(low + d))),
-                _mm256_loadu_si256((const __m256i*)(high + d)), 1);
-            _mm512_storeu_si512(values + t / 2 * w.dim + d, interleave(both));
-        }
+        for (int64_t d = 0; d < w.dim; d += kLanes)
+            _mm512_storeu_si512(values + t / 2 * w.dim + d, value_pairs(keys + t, piece, d));
     }
 }
 
@@ -59,7 +51,7 @@ DOT inline void score(const Work& w, const Tile& tile, int64_t base, int64_t beg
             for (int v = 0; v < V; ++v)
                 q[v] = (__m512bh)_mm512_loadu_si512(tile.q[p] + v * kLanes);
             for (int r = 0; r < kTall; ++r) {
-                const __m512bh k = (__m512bh)_mm512_set1_epi32(load_pair(k_of[r] + 2 * p));
+                const __m512bh k = (__m512bh)_mm512_set1_epi32(read_one<uint32_t>(k_of[r] + 2 * p));
                 for (int v = 0; v < V; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], q[v], k);
             }
         }
@@ -144,13 +136,5 @@ Kernel many_lanes_kernel(bool is_bf16, int64_t dim, Isa isa) {
 }
 
 int64_t many_lanes_scratch() { return sizeof(Scratch); }
-
-#else
-
-Kernel many_lanes_kernel(bool, int64_t, Isa) { return nullptr; }
-
-int64_t many_lanes_scratch() { return 0; }
-
-#endif
 
 }  // namespace hetero

@@ -64,9 +64,6 @@ struct Results {
     bool is_partial;
 };
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 INLINE const void* query_of(const Work& work, const Task& task, int64_t lane, int64_t bytes) {
     const int64_t token = task.step_token + (task.head + lane) / work.group;
     const int64_t head = task.kv_head * work.group + (task.head + lane) % work.group;

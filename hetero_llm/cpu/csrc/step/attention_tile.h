@@ -11,8 +11,6 @@
 
 #include "attention_parts.h"
 
-#ifdef HAS_DOT
-
 namespace hetero {
 
 alignas(64) inline const Bf16 kZeros[kMaxDim] = {};
@@ -31,18 +29,21 @@ struct LaneTile {
     int64_t open_first, open_last, sees_last;
 };
 
-INLINE uint32_t load_pair(const void* p) {
-    uint32_t v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
-
 // Two vectors of 16 bf16, one after the other in v, to 16 pairs.
 DOT inline __m512i interleave(__m512i v) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9,
                                            24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
                                            16, 0);
     return _mm512_permutexvar_epi16(order, v);
+}
+
+// Pairs of V of the dims d .. d + 15 of two tokens; piece: from K to V.
+DOT inline __m512i value_pairs(const Bf16* const* keys, int64_t piece, int64_t d) {
+    const Bf16* low = keys[0] == kZeros ? kZeros : keys[0] + piece;
+    const Bf16* high = keys[1] == kZeros ? kZeros : keys[1] + piece;
+    return interleave(_mm512_inserti64x4(
+        _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(low + d))),
+        _mm256_loadu_si256((const __m256i*)(high + d)), 1));
 }
 
 DOT inline __m512i to_pairs(__m512 low, __m512 high) {
@@ -75,7 +76,7 @@ DOT inline void begin_tile(const Work& w, const Task& task, int64_t begin, int64
     for (int64_t i = 0; i < tile.vectors * kLanes; ++i) {
         const int64_t lane = begin + least(i, lanes - 1);
         const Bf16* q = i < lanes ? (const Bf16*)query_of(w, task, lane, sizeof(Bf16)) : kZeros;
-        for (int64_t p = 0; p < w.dim / 2; ++p) tile.q[p][i] = load_pair(q + 2 * p);
+        for (int64_t p = 0; p < w.dim / 2; ++p) tile.q[p][i] = read_one<uint32_t>(q + 2 * p);
         const Sight sight = sight_of(w, task, lane);
         tile.first[i] = sight.first;
         tile.last[i] = sight.last;
@@ -161,5 +162,3 @@ DOT inline void finish_tile(const Work& w, const Results& to, int64_t begin,
 }
 
 }  // namespace hetero
-
-#endif

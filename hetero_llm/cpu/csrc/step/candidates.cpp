@@ -64,8 +64,8 @@ INLINE void add_piece(const float* scores, int64_t first, int64_t count, Candida
 }
 
 template <int N>
-INLINE void add_lanes(const float* scores, int64_t size, int64_t first, const Noise* noise,
-                      int64_t count, Candidates& found) {
+INLINE void add_candidates_lanes(const float* scores, int64_t size, int64_t first,
+                                 const Noise* noise, int64_t count, Candidates& found) {
     alignas(64) float piece[kPiece];
     for (int64_t begin = 0; begin < size; begin += kPiece) {
         const int64_t some = size - begin < kPiece ? size - begin : kPiece;
@@ -80,22 +80,17 @@ INLINE void add_lanes(const float* scores, int64_t size, int64_t first, const No
     }
 }
 
-DEFINE_WIDTHS(add,
-              (const float* scores, int64_t size, int64_t first, const Noise* noise, int64_t count,
-               Candidates& found),
-              (scores, size, first, noise, count, found))
-
 }  // namespace
+
+DEFINE_FOR_WIDTHS(add_candidates,
+                  (const float* scores, int64_t size, int64_t first, const Noise* noise,
+                   int64_t count, Candidates& found),
+                  (scores, size, first, noise, count, found))
 
 void begin_candidates(Candidates& found) {
     found.sum = 0;
     found.highest = found.threshold = -INFINITY;
     found.held = 0;
-}
-
-void add_candidates(const float* scores, int64_t size, int64_t first, const Noise* noise,
-                    int64_t count, Candidates& found, Isa isa) {
-    CALL_WIDTH(add, (scores, size, first, noise, count, found));
 }
 
 void merge_candidates(const Candidates* found, int64_t parts, int64_t stride, int64_t count,

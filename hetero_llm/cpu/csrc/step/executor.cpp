@@ -3,9 +3,9 @@
 // Threads share a phase by outputs (strips of the weight matrix), so each part of the weights is
 // read once; between phases there is a barrier. Most of a phase is divided evenly, the rest in
 // units that the next free thread takes: cores that a virtual machine grants are not equally fast.
-// On several NUMA nodes each node's threads are a pool that has the outputs whose weights it packed,
-// so weights are read from the node's own memory; results are the same to the bit, as every output
-// is one thread's.
+// On several NUMA nodes each node's threads are a pool that has the outputs whose weights it
+// packed, so weights are read from the node's own memory; results are the same to the bit, as every
+// output is one thread's.
 // A thread's outputs leave registers for a small tile and go from there to where the next phase
 // reads them: rotated into queries and the KV cache, added to the residual, gated. The residual is
 // float; inputs of a product are rounded to its weights' format.
@@ -15,6 +15,7 @@
 
 #include "executor.h"
 
+#include <algorithm>
 #include <cmath>
 #include <new>
 
@@ -54,13 +55,14 @@ void place_head(const Run& r, const Layer& layer, int64_t index, int64_t token, 
     const HeteroModel& m = r.m;
     add(values, layer.qkv_bias + head * m.dim, m.dim, r.isa);
     const bool query = head < m.heads, key = !query && head < m.heads + m.kv_heads;
+    const int64_t bytes = m.dim * (r.e.cache.is_bf16 ? 2 : 4);
     if (m.qk_norm && (query || key))
         rms_norm(values, query ? layer.q_norm : layer.k_norm, (float)m.eps, m.dim, values, r.isa);
     if (query || key)
         rotate(values, r.e.rotary.data() + r.step.positions[token] * m.rotary_dim, m.rotary_dim,
                r.isa);
     if (query)
-        put(r, values, r.queries + (token * m.heads + head) * m.dim * (r.e.cache.is_bf16 ? 2 : 4));
+        put(r, values, r.e.queries + (token * m.heads + head) * bytes);
     else if (key)
         put(r, values, cache_place(r, index, token, 0, head - m.heads));
     else
@@ -72,20 +74,20 @@ void project_heads(const Run& r, const Layer& layer, int64_t index, const Rows& 
     const int64_t heads = r.e.model.all_heads(), dim = r.m.dim;
     const int64_t together = dim % kStrip ? 2 : 1, width = together * dim;
     const int64_t units = (heads + together - 1) / together;
+    const int64_t strips = width / kStrip, phase = kPhases * index + kQkvProduct;
     const int64_t block = row_block(r, r.tokens, units), blocks = (r.tokens + block - 1) / block;
     float* tile = tile_of(r, thread);
     const auto project = [&](int64_t unit, int64_t row) {
-        const int64_t count = r.tokens - row < block ? r.tokens - row : block;
+        const int64_t count = least(r.tokens - row, block);
         const Rows rows = from_row(in, row, layer.qkv.format);
-        multiply_to_tile(r, layer.qkv, rows, count, unit * width / kStrip, width / kStrip, tile,
-                         width);
-        expand_tile(r, index, kQkvProduct, {tile, width, row, count, unit * width / kStrip, width / kStrip});
+        multiply_to_tile(r, layer.qkv, rows, count, unit * strips, strips, tile, width);
+        expand_tile(r, index, kQkvProduct, {tile, width, row, count, unit * strips, strips});
         for (int64_t i = 0; i < count; ++i)
             for (int64_t h = 0; h < together && unit * together + h < heads; ++h)
                 place_head(r, layer, index, row + i, unit * together + h,
                            tile + i * width + h * dim);
     };
-    share_units(r, kPhases * index + kQkvProduct, units * blocks, thread, [&](int64_t first, int64_t last) {
+    share_units(r, phase, units * blocks, thread, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) project(i / blocks, i % blocks * block);
     });
 }
@@ -95,22 +97,22 @@ void project_heads(const Run& r, const Layer& layer, int64_t index, const Rows& 
 // x += a product with `matrix` + bias.
 void add_product(const Run& r, int64_t index, Product product, const Matrix& matrix,
                  const float* bias, const Rows& in, int thread) {
-    const int64_t strips = round_up(r.m.hidden, kStrip) / kStrip, hidden = r.m.hidden;
+    const int64_t hidden = r.m.hidden;
     const auto add_tile = [&](int64_t row, int64_t rows, int64_t strip, int64_t count, float* tile,
                               int64_t stride) {
         const int64_t first = strip * kStrip;
-        const int64_t left = hidden - first, width = count * kStrip;
-        const int64_t size = width < left ? width : left;
+        const int64_t size = least(count * kStrip, hidden - first);
         expand_tile(r, index, product, {tile, stride, row, rows, strip, count});
-        add_block(r.x + row * hidden + first, hidden, {tile, stride, rows, size}, bias + first,
+        add_block(r.e.x + row * hidden + first, hidden, {tile, stride, rows, size}, bias + first,
                   r.isa);
     };
-    share_product(r, kPhases * index + product, matrix, in, r.tokens, strips, 1, thread, add_tile);
+    share_product(r, kPhases * index + product, matrix, in, r.tokens, strips_of(hidden), 1, thread,
+                  add_tile);
 }
 
 // gate = act(gate) * up; strips of both take turns in the weights.
 void gate_product(const Run& r, const Layer& layer, int64_t index, const Rows& in, int thread) {
-    const GateRows to{r.gate, layer.down.padded_depth, layer.inner,
+    const GateRows to{r.e.gate, layer.down.padded_depth, layer.inner,
                       layer.down.format == Format::kBf16};
     const auto gate_tile = [&](int64_t row, int64_t rows, int64_t strip, int64_t count,
                                float* tile, int64_t stride) {
@@ -118,7 +120,7 @@ void gate_product(const Run& r, const Layer& layer, int64_t index, const Rows& i
         store_gates(r, to, row, rows, strip, count, tile, stride);
     };
     share_product(r, kPhases * index + kGateUpProduct, layer.gate_up, in, r.tokens,
-                  round_up(layer.gate_up.outputs, kStrip) / kStrip, 2, thread, gate_tile);
+                  strips_of(layer.gate_up.outputs), 2, thread, gate_tile);
 }
 
 // The output of `gate_product` as the next product's input. With few rows every thread makes a
@@ -126,12 +128,12 @@ void gate_product(const Run& r, const Layer& layer, int64_t index, const Rows& i
 Rows gated_rows(const Run& r, const Matrix& matrix, int thread) {
     const int64_t stride = matrix.padded_depth;
     if (matrix.format != Format::kBf16 && matrix.format != Format::kFloat)
-        return prepare(r, (const float*)r.gate, stride, r.tokens, matrix.depth, nullptr, matrix,
-                       thread);
-    if (r.tokens * stride > kPrivateElements) return {r.gate, stride, nullptr};
+        return prepare(r, (const float*)(char*)r.e.gate, stride, r.tokens, matrix.depth, nullptr,
+                       matrix, thread);
+    if (r.tokens * stride > kPrivateElements) return {r.e.gate, stride, nullptr};
     const int64_t bytes = element_bytes(matrix.format);
-    char* own = r.privates + thread * kPrivateBytes;
-    std::memcpy(own, r.gate, r.tokens * stride * bytes);
+    char* own = r.e.privates + thread * kPrivateBytes;
+    std::memcpy(own, r.e.gate, r.tokens * stride * bytes);
     return {own, stride, nullptr};
 }
 
@@ -139,14 +141,14 @@ Rows gated_rows(const Run& r, const Matrix& matrix, int thread) {
 void run_mlp(const Run& r, const Layer& layer, int64_t index, int thread) {
     const int64_t hidden = r.m.hidden;
     const Rows in =
-        prepare(r, r.x, hidden, r.tokens, hidden, layer.second_norm, layer.gate_up, thread);
+        prepare(r, r.e.x, hidden, r.tokens, hidden, layer.second_norm, layer.gate_up, thread);
     shrink_inputs(r, index, kGateUpProduct, layer.gate_up, in,
-                  {r.x, false, hidden, hidden, layer.second_norm}, thread);
+                  {r.e.x, false, hidden, hidden, layer.second_norm}, thread);
     gate_product(r, layer, index, in, thread);
     r.e.team->barrier(thread);
     const Rows inner = gated_rows(r, layer.down, thread);
     shrink_inputs(r, index, kDownProduct, layer.down, inner,
-                  {r.gate, layer.down.format == Format::kBf16, layer.down.padded_depth,
+                  {r.e.gate, layer.down.format == Format::kBf16, layer.down.padded_depth,
                    layer.inner, nullptr},
                   thread);
     add_product(r, index, kDownProduct, layer.down, layer.down_bias, inner, thread);
@@ -158,21 +160,21 @@ void run_layer(const Run& r, int64_t index, int thread) {
     AttentionPlan* plan = r.e.plans[r.e.window_of[index]];
     const HeteroModel& m = r.m;
     if (thread == 0) begin_layer(plan);  // the last layer's attention has ended on all threads
-    const Rows in = prepare(r, r.x, m.hidden, r.tokens, m.hidden, layer.norm, layer.qkv, thread);
+    const Rows in = prepare(r, r.e.x, m.hidden, r.tokens, m.hidden, layer.norm, layer.qkv, thread);
     shrink_inputs(r, index, kQkvProduct, layer.qkv, in,
-                  {r.x, false, m.hidden, m.hidden, layer.norm}, thread);
+                  {r.e.x, false, m.hidden, m.hidden, layer.norm}, thread);
     project_heads(r, layer, index, in, thread);
     team.barrier(thread);
-    attend(plan, index, r.queries, r.head_width, r.attended, r.head_width, thread);
+    attend(plan, index, r.e.queries, r.head_width, r.e.attended, r.head_width, thread);
     team.barrier(thread);
     if (needs_merge(plan)) {
-        merge(plan, r.attended, r.head_width, thread);
+        merge(plan, r.e.attended, r.head_width, thread);
         team.barrier(thread);
     }
     const Rows heads =
-        prepare(r, r.attended, r.head_width, r.tokens, r.head_width, nullptr, layer.out, thread);
+        prepare(r, r.e.attended, r.head_width, r.tokens, r.head_width, nullptr, layer.out, thread);
     shrink_inputs(r, index, kOutProduct, layer.out, heads,
-                  {r.attended, false, r.head_width, r.head_width, nullptr}, thread);
+                  {r.e.attended, false, r.head_width, r.head_width, nullptr}, thread);
     add_product(r, index, kOutProduct, layer.out, layer.out_bias, heads, thread);
     team.barrier(thread);
     if (layer.experts.empty()) run_mlp(r, layer, index, thread);
@@ -185,7 +187,7 @@ void run_layer(const Run& r, int64_t index, int thread) {
 void embed_tokens(const Run& r, int thread) {
     const int64_t last = share(r.tokens, thread + 1, r.threads);
     for (int64_t token = share(r.tokens, thread, r.threads); token < last; ++token)
-        embed(r.e.model, r.step.token_ids[token], r.x + token * r.m.hidden, r.isa);
+        embed(r.e.model, r.step.token_ids[token], r.e.x + token * r.m.hidden, r.isa);
 }
 
 // The final norm of all tokens, if the caller wants them, and copies of those that samples follow,
@@ -195,12 +197,13 @@ void finish_tokens(const Run& r, int thread) {
     if (r.step.hidden) {
         const int64_t last = share(r.tokens, thread + 1, r.threads);
         for (int64_t token = share(r.tokens, thread, r.threads); token < last; ++token)
-            rms_norm(r.x + token * hidden, r.e.model.final_norm, (float)r.m.eps, hidden,
+            rms_norm(r.e.x + token * hidden, r.e.model.final_norm, (float)r.m.eps, hidden,
                      r.step.hidden + token * hidden, r.isa);
     }
     const int64_t last = share(r.step.num_samples, thread + 1, r.threads);
     for (int64_t i = share(r.step.num_samples, thread, r.threads); i < last; ++i)
-        std::memcpy(r.final_rows + i * hidden, r.x + r.step.sampled_after[i] * hidden, hidden * 4);
+        std::memcpy(r.e.final_rows + i * hidden, r.e.x + r.step.sampled_after[i] * hidden,
+                    hidden * 4);
 }
 
 // The token mask of a sample, null if it has none.
@@ -244,16 +247,15 @@ void pick(const Run& r, int64_t sample, float* scores, int64_t size, int64_t fir
 
 void run_head(const Run& r, int thread) {
     const HeteroStep& s = r.step;
-    const int64_t vocab = r.m.vocab, strips = round_up(vocab, kStrip) / kStrip;
-    Best* best = r.best + thread * s.num_samples;
+    const int64_t vocab = r.m.vocab;
+    Best* best = r.e.best + thread * s.num_samples;
     for (int64_t i = 0; i < s.num_samples; ++i) best[i] = {-INFINITY, -1};
     Candidates* found = r.found ? r.found + thread * s.num_samples : nullptr;
     for (int64_t i = 0; found && i < s.num_samples; ++i) begin_candidates(found[i]);
-    const Rows in = prepare(r, r.final_rows, r.m.hidden, s.num_samples, r.m.hidden,
+    const Rows in = prepare(r, r.e.final_rows, r.m.hidden, s.num_samples, r.m.hidden,
                             r.e.model.final_norm, r.e.model.head, thread);
     const auto tokens_of = [&](int64_t strip, int64_t count) {
-        const int64_t left = vocab - strip * kStrip, width = count * kStrip;
-        return width < left ? width : left;
+        return least(count * kStrip, vocab - strip * kStrip);
     };
     const auto pick_tile = [&](int64_t row, int64_t rows, int64_t strip, int64_t count,
                                float* tile, int64_t stride) {
@@ -267,17 +269,17 @@ void run_head(const Run& r, int thread) {
     const auto wanted = [&](int64_t row, int64_t rows, int64_t strip, int64_t count) {
         return head_wanted(s, row, rows, strip * kStrip, tokens_of(strip, count));
     };
-    share_product(r, kPhases * r.m.layers, r.e.model.head, in, s.num_samples, strips, 1, thread,
-                  pick_tile, wanted);
+    share_product(r, kPhases * r.m.layers, r.e.model.head, in, s.num_samples, strips_of(vocab),
+                  1, thread, pick_tile, wanted);
 }
 
 // The best of all threads; of equal scores the lowest token.
 void choose_tokens(const Run& r) {
     for (int64_t i = 0; i < r.step.num_samples; ++i) {
         if (r.step.modes[i] != kGreedy && r.step.modes[i] != kNoisySample) continue;
-        Best chosen = r.best[i];
+        Best chosen = r.e.best[i];
         for (int t = 1; t < r.threads; ++t) {
-            const Best& other = r.best[t * r.step.num_samples + i];
+            const Best& other = r.e.best[t * r.step.num_samples + i];
             if (other.token >= 0 &&
                 (chosen.token < 0 || other.score > chosen.score ||
                  (other.score == chosen.score && other.token < chosen.token)))
@@ -296,8 +298,7 @@ void merge_found(const Run& r, int64_t first, int64_t last) {
                              s.log_probs + i * s.num_candidates);
 }
 
-void run_thread(void* context, int thread) {
-    const Run& r = *(const Run*)context;
+void run_thread(const Run& r, int thread) {
     embed_tokens(r, thread);
     r.e.team->barrier(thread);
     for (int64_t layer = 0; layer < r.m.layers; ++layer) run_layer(r, layer, thread);
@@ -314,10 +315,17 @@ void run_thread(void* context, int thread) {
     release_tiles();
 }
 
-// Pools of the team's threads, which are fewer than asked for if the system refused some.
-void arrange_pools(Executor& e) {
+// Attention plans and pools of the team's threads, which are fewer than asked for if the system
+// refused some.
+void arrange_threads(Executor& e) {
+    e.team->revive();
     const int threads = e.team->size();
     if ((int)e.pool_of.size() == threads) return;
+    e.plans.resize(e.windows.size());
+    for (AttentionPlan*& plan : e.plans) {
+        free_attention_plan(plan);
+        plan = new_attention_plan(threads);
+    }
     e.pool_of.assign(e.nodes.begin(), e.nodes.begin() + threads);
     e.pools.clear();
     for (int i = 0; i < threads; ++i) {
@@ -329,33 +337,30 @@ void arrange_pools(Executor& e) {
 }
 
 Run make_run(Executor& e, const HeteroStep& step) {
-    arrange_pools(e);
     const HeteroModel& m = e.model.sizes;
     const int64_t head_width = m.heads * m.dim;
     Run r{e, m, step, e.isa, e.team->size(), step.num_tokens, head_width, 0, 0, 1};
-    const int64_t wide = m.hidden > head_width ? m.hidden : head_width;
     const int64_t inner = e.model.widest_inner();
-    r.shared_stride = round_up(inner > wide ? inner : wide, kDepth);
-    const int64_t samples = step.num_samples, threads = r.threads;
-    const int64_t most = r.tokens > samples ? r.tokens : samples;
-    if (most > kFewRows) r.panels = kPanelsTogether;
-    const int64_t across = 2 * m.dim > r.panels * kPanel ? 2 * m.dim : r.panels * kPanel;
-    r.tile_size = round_up((most < kRowBlock ? most : kRowBlock) * across, kPanel);
-    if (r.tile_size < r.shared_stride) r.tile_size = r.shared_stride;  // a normed row
+    r.shared_stride = round_up(most(inner, most(m.hidden, head_width)), kDepth);
+    const int64_t samples = step.num_samples, threads = r.threads, rows = most(r.tokens, samples);
+    if (rows > kFewRows) r.panels = kPanelsTogether;
+    const int64_t across = most(2 * m.dim, r.panels * kPanel);
+    // At least a normed row.
+    r.tile_size = most(round_up(least(rows, kRowBlock) * across, kPanel), r.shared_stride);
     if (plan_adapters(e.adapters, step, r.threads, r.shared_stride))
         r.adapters = &e.adapters;
-    r.x = e.x.of<float>(r.tokens * m.hidden);
-    r.attended = e.attended.of<float>(r.tokens * head_width);
-    r.gate = e.gate.of<char>(r.tokens * round_up(inner, kDepth) * 4);
-    r.queries = e.queries.of<char>(r.tokens * head_width * (e.cache.is_bf16 ? 2 : 4));
-    r.shared = e.shared.of<char>(most * e.widest_row);
-    r.shared_scales = e.shared_scales.of<float>(most);
-    r.privates = e.privates.of<char>(threads * kPrivateBytes);
-    r.private_scales = e.private_scales.of<float>(threads * kPrivateRows);
-    r.tiles = e.tiles.of<float>(threads * r.tile_size);
-    r.best = e.best.of<Best>(threads * samples);
-    if (step.num_candidates) r.found = e.found.of<Candidates>(threads * samples);
-    r.final_rows = e.final_rows.of<float>(samples * m.hidden);
+    e.x.reserve(r.tokens * m.hidden);
+    e.attended.reserve(r.tokens * head_width);
+    e.gate.reserve(r.tokens * round_up(inner, kDepth) * 4);
+    e.queries.reserve(r.tokens * head_width * (e.cache.is_bf16 ? 2 : 4));
+    e.shared.reserve(rows * e.widest_row);
+    e.shared_scales.reserve(rows);
+    e.privates.reserve(threads * kPrivateBytes);
+    e.private_scales.reserve(threads * kPrivateRows);
+    e.tiles.reserve(threads * r.tile_size);
+    e.best.reserve(threads * samples);
+    if (step.num_candidates) r.found = e.found.reserve(threads * samples);
+    e.final_rows.reserve(samples * m.hidden);
     if (m.experts) {
         r.mixture = &e.mixture;
         reserve_mixture(e.mixture, r);
@@ -372,26 +377,9 @@ void plan_step(Executor& e, const HeteroStep& s) {
                        (float)e.model.sizes.attention_scale, e.isa);
 }
 
-struct Setting {
-    Executor* e;
-    WeightPlace place;
-    GivenWeight weight;
-    bool fits;
-};
-
-void set_part(void* context, int thread) {
-    Setting& s = *(Setting*)context;
-    const bool fits =
-        set_weight(s.e->model, s.place, s.weight, thread, s.e->team->size());
-    if (thread == 0) s.fits = fits;
-}
-
 int64_t widest_row(const Model& model) {
     int64_t widest = 0;
-    const auto see = [&](const Matrix& matrix) {
-        const int64_t bytes = row_stride(matrix) * element_bytes(matrix.format);
-        widest = bytes > widest ? bytes : widest;
-    };
+    const auto see = [&](const Matrix& matrix) { widest = most(widest, row_bytes(matrix)); };
     see(model.head);
     for (const Layer& layer : model.layers) {
         for (const Matrix* each : {&layer.qkv, &layer.out}) see(*each);
@@ -405,21 +393,13 @@ int64_t widest_row(const Model& model) {
     return widest;
 }
 
-struct Filling {
-    Executor* e;
-    int64_t slot;
-    const HeteroAdapter* adapter;
-};
-
-void pack_part(void* context, int thread) {
-    const Filling& f = *(const Filling*)context;
-    pack_slot(f.e->adapters, f.e->model, f.slot, *f.adapter, thread, f.e->team->size());
-}
-
-int64_t set(void* executor, const WeightPlace& place, const GivenWeight& weight) {
-    Setting setting{(Executor*)executor, place, weight, false};
-    setting.e->team->run(set_part, &setting);
-    return setting.fits ? 0 : -1;
+int64_t set(Executor& e, const WeightPlace& place, const GivenWeight& weight) {
+    bool fits = false;
+    e.team->run([&](int thread) {
+        const bool part_fits = set_weight(e.model, place, weight, thread, e.team->size());
+        if (thread == 0) fits = part_fits;
+    });
+    return fits ? 0 : -1;
 }
 
 }  // namespace
@@ -427,10 +407,10 @@ int64_t set(void* executor, const WeightPlace& place, const GivenWeight& weight)
 
 extern "C" {
 
-void* hetero_executor_new(const HeteroModel* model, const HeteroForm* forms, void* cache,
-                          int64_t block_size, const int64_t* windows, const float* rotary,
-                          int64_t threads, const int32_t* cpus, const int32_t* pools,
-                          int64_t isa) {
+HeteroExecutor* hetero_executor_new(const HeteroModel* model, const hetero::Form* forms,
+                                    void* cache, int64_t block_size, const int64_t* windows,
+                                    const float* rotary, int64_t threads, const int32_t* cpus,
+                                    const int32_t* pools, int64_t isa) {
     using namespace hetero;
     Executor* e = new (std::nothrow) Executor;
     if (!e) return nullptr;
@@ -444,13 +424,9 @@ void* hetero_executor_new(const HeteroModel* model, const HeteroForm* forms, voi
                 model->dim};
     e->rotary.assign(rotary, rotary + model->max_positions * model->rotary_dim);
     for (int64_t layer = 0; layer < model->layers; ++layer) {
-        size_t index = 0;
-        while (index < e->windows.size() && e->windows[index] != windows[layer]) ++index;
-        if (index == e->windows.size()) {
-            e->windows.push_back(windows[layer]);
-            e->plans.push_back(new_attention_plan((int)threads));
-        }
-        e->window_of.push_back((int)index);
+        const auto found = std::find(e->windows.begin(), e->windows.end(), windows[layer]);
+        e->window_of.push_back((int)(found - e->windows.begin()));
+        if (found == e->windows.end()) e->windows.push_back(windows[layer]);
     }
     e->nodes.assign((size_t)threads, 0);
     if (pools) e->nodes.assign(pools, pools + threads);
@@ -458,47 +434,48 @@ void* hetero_executor_new(const HeteroModel* model, const HeteroForm* forms, voi
     return e;
 }
 
-void hetero_executor_free(void* executor) { delete (hetero::Executor*)executor; }
+void hetero_executor_free(HeteroExecutor* executor) { delete executor; }
 
-int64_t hetero_executor_slept(void* executor) {
-    return ((hetero::Executor*)executor)->team->slept_ns();
+int64_t hetero_executor_slept(HeteroExecutor* executor) { return executor->team->slept_ns(); }
+
+int64_t hetero_executor_set(HeteroExecutor* executor, int64_t layer, int64_t which,
+                            int64_t expert, const void* data, int64_t rows, int64_t columns,
+                            int64_t dtype) {
+    return hetero::set(*executor, {layer, which, expert},
+                       {data, rows, columns, dtype == 0, nullptr});
 }
 
-int64_t hetero_executor_set(void* executor, int64_t layer, int64_t which, int64_t expert,
-                            const void* data, int64_t rows, int64_t columns, int64_t dtype) {
-    return hetero::set(executor, {layer, which, expert}, {data, rows, columns, dtype == 0, nullptr});
+int64_t hetero_executor_set_quantized(HeteroExecutor* executor, int64_t layer, int64_t which,
+                                      int64_t expert, const HeteroQuantized* weight) {
+    return hetero::set(*executor, {layer, which, expert},
+                       {nullptr, weight->rows, weight->columns, false, &weight->tensors});
 }
 
-int64_t hetero_executor_set_quantized(void* executor, int64_t layer, int64_t which, int64_t expert,
-                                      const HeteroQuantized* weight) {
-    const hetero::Quantized from{weight->data, weight->scales, weight->points, weight->offsets};
-    return hetero::set(executor, {layer, which, expert},
-                       {nullptr, weight->rows, weight->columns, false, &from});
+void hetero_executor_make_slots(HeteroExecutor* executor, int64_t slots, int64_t dtype) {
+    using hetero::Format;
+    make_slots(executor->adapters, slots, dtype == 0 ? Format::kBf16 : Format::kFloat);
 }
 
-void hetero_executor_make_slots(void* executor, int64_t slots, int64_t dtype) {
-    using namespace hetero;
-    make_slots(((Executor*)executor)->adapters, slots, dtype == 0 ? Format::kBf16 : Format::kFloat);
-}
-
-int64_t hetero_executor_fill_slot(void* executor, int64_t slot, const HeteroAdapter* adapter) {
-    using namespace hetero;
-    Executor& e = *(Executor*)executor;
+int64_t hetero_executor_fill_slot(HeteroExecutor* executor, int64_t slot,
+                                  const HeteroAdapter* adapter) {
+    HeteroExecutor& e = *executor;
     const int64_t failed = lay_out_slot(e.adapters, e.model, slot, *adapter, e.isa);
     if (failed) return failed;
-    Filling filling{&e, slot, adapter};
-    e.team->run(pack_part, &filling);
+    e.team->run([&](int thread) {
+        pack_slot(e.adapters, e.model, slot, *adapter, thread, e.team->size());
+    });
     return 0;
 }
 
-void hetero_executor_step(void* executor, const HeteroStep* step) {
+void hetero_executor_step(HeteroExecutor* executor, const HeteroStep* step) {
     using namespace hetero;
-    Executor& e = *(Executor*)executor;
+    Executor& e = *executor;
+    arrange_threads(e);
     plan_step(e, *step);
     Run run = make_run(e, *step);
     for (size_t i = 0; i < 2 * e.pools.size(); ++i)
         e.rests[i].taken.store(0, std::memory_order_relaxed);
-    e.team->run(run_thread, &run);
+    e.team->run([&run](int thread) { run_thread(run, thread); });
     choose_tokens(run);
     if (run.found && step->num_samples <= kMergedAlone) merge_found(run, 0, step->num_samples);
 }

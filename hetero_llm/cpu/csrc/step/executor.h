@@ -4,6 +4,13 @@
 
 #include <cstdint>
 
+#include "matmul.h"
+
+namespace hetero {
+struct Executor;
+}
+using HeteroExecutor = hetero::Executor;
+
 extern "C" {
 
 // Sizes of a model. activation: rows.h's `gated` kind. inner: of the layers without experts.
@@ -18,18 +25,10 @@ struct HeteroModel {
     double eps, attention_scale;
 };
 
-// How a matrix is packed: matmul.h's Format and Groups.
-struct HeteroForm {
-    int64_t format, group, half_scales, zeros;
-};
-
-// A quantized weight, matmul.h's `Quantized`.
+// A quantized weight [rows][columns].
 struct HeteroQuantized {
     int64_t rows, columns;
-    const void* data;
-    const float* scales;
-    const uint8_t* points;
-    const float* offsets;
+    hetero::Quantized tensors;
 };
 
 // What a step runs. Arrays of tokens and sequences as in attention.h, and of each token its
@@ -37,9 +36,10 @@ struct HeteroQuantized {
 //
 // Samples: sampled_after [samples] is the token that each one follows. modes [samples]: 0 greedy, 1
 // with noise, 2 logits only, 3 the `num_candidates` likeliest tokens (with noise if the temperature
-// is not 0). sample_positions: of the tokens to be sampled, for the noise. masks [rows][mask_words]:
-// token masks (rows.h); mask_rows [samples]: the row of each sample, -1 for none. Both may be null.
-// A forbidden token is neither sampled nor a candidate; where every token is, token 0 is sampled.
+// is not 0). sample_positions: of the tokens to be sampled, for the noise. masks
+// [rows][mask_words]: token masks (rows.h); mask_rows [samples]: the row of each sample, -1 for
+// none. Both may be null. A forbidden token is neither sampled nor a candidate; where every token
+// is, token 0 is sampled.
 //
 // adapter_slots [sequences]: the slot of each one's adapter, filled before, -1 for none; null: no
 // sequence has one.
@@ -71,18 +71,18 @@ struct HeteroStep {
 
 // forms: of qkv, output, gate and up, down, router, the experts' gate and up, their down of each
 // layer (those that it does not have mean nothing), then of the head; int8 with groups takes
-// quantized weights only, a router bf16 or float. cache: the paged KV cache; windows [layers]: 0 for none; rotary
-// [max_positions][rotary_dim] floats, cos then sin. isa: isa.h's level, -1 for the best. cpus: see
-// team.h; may be null. pools [threads]: of each thread its NUMA node's number, from 0 on and
-// ascending; null: one node. Returns null if there is no memory.
-void* hetero_executor_new(const HeteroModel* model, const HeteroForm* forms, void* cache,
-                          int64_t block_size, const int64_t* windows, const float* rotary,
-                          int64_t threads, const int32_t* cpus, const int32_t* pools,
-                          int64_t isa);
-void hetero_executor_free(void* executor);
+// quantized weights only, a router bf16 or float. cache: the paged KV cache. windows [layers]: 0
+// for none. rotary: [max_positions][rotary_dim] floats, cos then sin. isa: isa.h's level, -1 for
+// the best. cpus: see team.h; may be null. pools [threads]: of each thread its NUMA node's number,
+// from 0 on and ascending; null: one node. Returns null if there is no memory.
+HeteroExecutor* hetero_executor_new(const HeteroModel* model, const hetero::Form* forms,
+                                    void* cache, int64_t block_size, const int64_t* windows,
+                                    const float* rotary, int64_t threads, const int32_t* cpus,
+                                    const int32_t* pools, int64_t isa);
+void hetero_executor_free(HeteroExecutor* executor);
 
 // Team::slept_ns of its threads.
-int64_t hetero_executor_slept(void* executor);
+int64_t hetero_executor_slept(HeteroExecutor* executor);
 
 // Weights, row-major, copied and packed. which: 0 embedding, 1 final norm, 2 head; of a layer: 3
 // input norm, 4 qkv, 5 qkv bias, 6 output, 7 output bias, 8 second norm, 9 gate and up, 10 down,
@@ -90,12 +90,12 @@ int64_t hetero_executor_slept(void* executor);
 // up, 16 its down; 9 and 10 of a layer with experts are the shared one's. expert: which, of 15 and
 // 16. dtype: 0 bf16, 1 float, of norms and biases too. Returns 0, or -1 if the shape is not the
 // model's.
-int64_t hetero_executor_set(void* executor, int64_t layer, int64_t which, int64_t expert,
+int64_t hetero_executor_set(HeteroExecutor* executor, int64_t layer, int64_t which, int64_t expert,
                             const void* data, int64_t rows, int64_t columns, int64_t dtype);
 
 // The same for a matrix that was quantized before, in the format of its form.
-int64_t hetero_executor_set_quantized(void* executor, int64_t layer, int64_t which, int64_t expert,
-                                      const HeteroQuantized* weight);
+int64_t hetero_executor_set_quantized(HeteroExecutor* executor, int64_t layer, int64_t which,
+                                      int64_t expert, const HeteroQuantized* weight);
 
 // B of one module that a LoRA adapter changes: rows first_row .. first_row + rows - 1 of a product
 // get the product of its rank columns with ranks first_rank .. first_rank + rank - 1 of A's.
@@ -122,12 +122,13 @@ struct HeteroAdapter {
 };
 
 // Makes empty slots for adapters; once, before any is filled. dtype: 0 bf16, 1 float.
-void hetero_executor_make_slots(void* executor, int64_t slots, int64_t dtype);
+void hetero_executor_make_slots(HeteroExecutor* executor, int64_t slots, int64_t dtype);
 
 // Copies and packs an adapter; it replaces what the slot had. Returns 0, -1 if the adapter does not
 // fit the model, or -2 if there is no memory; the slot is empty then.
-int64_t hetero_executor_fill_slot(void* executor, int64_t slot, const HeteroAdapter* adapter);
+int64_t hetero_executor_fill_slot(HeteroExecutor* executor, int64_t slot,
+                                  const HeteroAdapter* adapter);
 
-void hetero_executor_step(void* executor, const HeteroStep* step);
+void hetero_executor_step(HeteroExecutor* executor, const HeteroStep* step);
 
 }

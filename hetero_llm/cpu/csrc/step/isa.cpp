@@ -2,13 +2,9 @@
 
 #include "isa.h"
 
-#if defined(__x86_64__)
 #include <cpuid.h>
-#endif
-#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 
 namespace hetero {
 namespace {
@@ -17,8 +13,6 @@ struct Found {
     Isa isa;
     bool vnni, vbmi;
 };
-
-#if defined(__x86_64__)
 
 // Registers that the system saves at a context switch, bits of XCR0.
 constexpr uint64_t kYmm = 0x6, kZmm = 0xe6, kTiles = 0x60000;
@@ -31,12 +25,8 @@ uint64_t saved_registers() {
 
 // Linux hands out the tiles' 8 KiB of state per thread on request only; threads inherit the grant.
 bool may_use_tiles() {
-#if defined(__linux__) && defined(SYS_arch_prctl)
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-    return false;
-#endif
 }
 
 bool has(uint32_t word, int bit) { return word >> bit & 1; }
@@ -65,12 +55,6 @@ Found detect() {
     if (amx && found.vnni && (saved & kTiles) == kTiles && may_use_tiles()) found.isa = kAmx;
     return found;
 }
-
-#else
-
-Found detect() { return {kBase, false, false}; }
-
-#endif
 
 const Found& found() {
     static const Found once = detect();

@@ -2,20 +2,14 @@
 
 #pragma once
 
+#include <immintrin.h>
+
 #include <cstdint>
 
-// Functions compiled for a level, whatever the compiler's own target is. HAS_DOT: the compiler
-// knows bf16 dot products.
-#if defined(__x86_64__) && __GNUC__ >= 11
-#include <immintrin.h>
-#define HAS_DOT 1
+// Functions compiled for a level, whatever the compiler's own target is: x86-64 and GCC from 11 on.
 #define DOT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 #define ON_AVX2 __attribute__((target("avx2,fma")))
 #define ON_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")))
-#else
-#define ON_AVX2
-#define ON_AVX512
-#endif
 
 namespace hetero {
 

@@ -7,12 +7,9 @@
 #pragma once
 
 #include <cfloat>
-#include <cstdint>
-#include <cstring>
 
 #include "isa.h"
-
-#define INLINE inline __attribute__((always_inline))
+#include "numbers.h"
 
 namespace hetero {
 
@@ -37,23 +34,17 @@ template <int N>
 INLINE Floats<N> fill(float x) { return Floats<N>{} + x; }
 
 template <int N>
-INLINE Floats<N> read(const float* p) {
-    Floats<N> v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
+INLINE Floats<N> read(const float* p) { return read_one<Floats<N>>(p); }
 template <int N>
 INLINE Floats<N> read(const Bf16* p) {
-    typename Lanes<N>::Half h;
-    std::memcpy(&h, p, sizeof h);
-    return (Floats<N>)(__builtin_convertvector(h, Words<N>) << 16);
+    const auto halves = read_one<typename Lanes<N>::Half>(p);
+    return (Floats<N>)(__builtin_convertvector(halves, Words<N>) << 16);
 }
 // Two vectors of neighbours: of 2 N bf16 those at even and those at odd places, which takes one
 // operation each, where widening in order takes several. Floats stay in order.
 template <int N>
 INLINE void read_two(const Bf16* p, Floats<N>& one, Floats<N>& two) {
-    Words<N> both;
-    std::memcpy(&both, p, sizeof both);
+    const auto both = read_one<Words<N>>(p);
     one = (Floats<N>)(both << 16);
     two = (Floats<N>)(both & 0xffff0000u);
 }
@@ -193,13 +184,16 @@ INLINE Floats<N> sigmoid(Floats<N> x) {
 
 }  // namespace hetero
 
-// Defines NAME_16, NAME_8 and NAME_4 from the template NAME_lanes<N>. PARAMETERS and ARGUMENTS come
-// in parentheses.
-#define DEFINE_WIDTHS(NAME, PARAMETERS, ARGUMENTS)                                                 \
+#define LIST(...) __VA_ARGS__
+
+// Defines NAME(PARAMETERS, isa): calls the template NAME_lanes<N> with the widest vectors that
+// `isa` allows. PARAMETERS and ARGUMENTS come in parentheses.
+#define DEFINE_FOR_WIDTHS(NAME, PARAMETERS, ARGUMENTS)                                             \
     ON_AVX512 static void NAME##_16 PARAMETERS { NAME##_lanes<16> ARGUMENTS; }                     \
     ON_AVX2 static void NAME##_8 PARAMETERS { NAME##_lanes<8> ARGUMENTS; }                         \
-    static void NAME##_4 PARAMETERS { NAME##_lanes<4> ARGUMENTS; }
-
-// Calls the one of them that `isa` allows.
-#define CALL_WIDTH(NAME, ARGUMENTS)                                                                \
-    (isa >= kAvx512 ? NAME##_16 ARGUMENTS : isa >= kAvx2 ? NAME##_8 ARGUMENTS : NAME##_4 ARGUMENTS)
+    static void NAME##_4 PARAMETERS { NAME##_lanes<4> ARGUMENTS; }                                 \
+    void NAME(LIST PARAMETERS, Isa isa) {                                                          \
+        if (isa >= kAvx512) NAME##_16 ARGUMENTS;                                                   \
+        else if (isa >= kAvx2) NAME##_8 ARGUMENTS;                                                 \
+        else NAME##_4 ARGUMENTS;                                                                   \
+    }

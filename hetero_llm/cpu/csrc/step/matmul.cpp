@@ -2,12 +2,11 @@
 
 #include "matmul.h"
 
-#include <immintrin.h>
-
 #include <cfloat>
 #include <cstring>
 
 #include "amx.h"
+#include "lanes.h"
 #include "matmul_groups.h"
 #include "matmul_kernels.h"
 
@@ -21,26 +20,17 @@ constexpr int64_t kSplitBytes = 32 << 10;   // the same if tiles are narrower th
 constexpr int64_t kAll = (int64_t)1 << 40;  // a single tile of rows takes all of k at once
 constexpr int64_t kLines = kUnroll * kStepBytes / 64;
 
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
-#define INLINE inline __attribute__((always_inline))
-
-// To nearest, ties to even; NaN stays NaN.
-INLINE void round_row(const float* x, int64_t size, uint16_t* out) {
-    for (int64_t i = 0; i < size; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, x + i, sizeof bits);
-        const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-        out[i] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
-    }
+// The kernels of rows are plain loops, which GCC makes vectors of.
+template <int N>
+INLINE void round_row_lanes(const float* x, int64_t size, uint16_t* out) {
+    for (int64_t i = 0; i < size; ++i) out[i] = float_to_bf16(x[i]);
 }
 
 // The largest absolute value's bits: as integers these have the order of floats, NaN above all.
 INLINE int32_t largest_bits(const float* x, int64_t size) {
     int32_t top = 0;
     for (int64_t i = 0; i < size; ++i) {
-        int32_t bits;
-        std::memcpy(&bits, x + i, sizeof bits);
-        bits &= 0x7fffffff;
+        const int32_t bits = bit_cast<int32_t>(x[i]) & 0x7fffffff;
         top = bits > top ? bits : top;
     }
     return top;
@@ -48,8 +38,7 @@ INLINE int32_t largest_bits(const float* x, int64_t size) {
 
 // The scale for a largest absolute value; 0 where its inverse might overflow.
 INLINE float scale_of(int32_t largest, float* inverse) {
-    float value;
-    std::memcpy(&value, &largest, sizeof value);
+    const float value = bit_cast<float>(largest);
     const bool is_zero = value < 127 * FLT_MIN;
     *inverse = is_zero ? 0.0f : 127.0f / value;
     return is_zero ? 0.0f : value / 127.0f;
@@ -58,69 +47,46 @@ INLINE float scale_of(int32_t largest, float* inverse) {
 // Returns the sum of the integers. Infinity and NaN give any integers; the result's scale shows
 // them. Adding 1.5 * 2^23 rounds too and needs no SSE4, but with FMA at hand GCC fuses it with the
 // product.
-template <bool kHasRint>
-INLINE int32_t quantize_row(const float* x, int64_t size, float inverse, int8_t* out) {
+template <int N>
+INLINE int32_t to_integers(const float* x, int64_t size, float inverse, int8_t* out) {
     int32_t sum = 0;
     for (int64_t i = 0; i < size; ++i) {
         int32_t integer;
-        if constexpr (kHasRint) integer = (int32_t)__builtin_rintf(x[i] * inverse);
-        else {
-            const float shifted = x[i] * inverse + 12582912.0f;
-            std::memcpy(&integer, &shifted, sizeof integer);
-        }
+        if constexpr (N > 4) integer = (int32_t)__builtin_rintf(x[i] * inverse);
+        else integer = bit_cast<int32_t>(x[i] * inverse + 12582912.0f);
         out[i] = (int8_t)integer;
         sum += (int8_t)integer;
     }
     return sum;
 }
 
-template <bool kHasRint>
-INLINE float find_and_quantize(const float* x, int64_t size, int8_t* out) {
+template <int N>
+INLINE void quantize_row_lanes(const float* x, int64_t size, int8_t* out, float* scale) {
     float inverse;
-    const float scale = scale_of(largest_bits(x, size), &inverse);
-    quantize_row<kHasRint>(x, size, inverse, out);
-    return scale;
+    *scale = scale_of(largest_bits(x, size), &inverse);
+    to_integers<N>(x, size, inverse, out);
 }
 
 // corrections: see `Rows`; of offsets if `scaled`.
-template <bool kHasRint>
-INLINE void quantize_groups(const float* x, int64_t size, int64_t group, bool scaled, int8_t* out,
-                            float* scales, int32_t* corrections) {
+template <int N>
+INLINE void quantize_groups_lanes(const float* x, int64_t size, int64_t group, bool scaled,
+                                  int8_t* out, float* scales, int32_t* corrections) {
     for (int64_t k = 0; k < size; k += group, ++scales, ++corrections) {
         const int64_t here = size - k < group ? size - k : group;
         float inverse;
         *scales = scale_of(largest_bits(x + k, here), &inverse);
-        const int32_t sum = quantize_row<kHasRint>(x + k, here, inverse, out + k);
-        const float product = *scales * (float)sum;
-        if (scaled) std::memcpy(corrections, &product, sizeof product);
-        else *corrections = -sum;
+        const int32_t sum = to_integers<N>(x + k, here, inverse, out + k);
+        *corrections = scaled ? bit_cast<int32_t>(*scales * (float)sum) : -sum;
     }
 }
 
-void round_base(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
-ON_AVX2 void round_avx2(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
-AVX512 void round_avx512(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
-float quantize_base(const float* x, int64_t size, int8_t* out) {
-    return find_and_quantize<false>(x, size, out);
-}
-ON_AVX2 float quantize_avx2(const float* x, int64_t size, int8_t* out) {
-    return find_and_quantize<true>(x, size, out);
-}
-AVX512 float quantize_avx512(const float* x, int64_t size, int8_t* out) {
-    return find_and_quantize<true>(x, size, out);
-}
-void groups_base(const float* x, int64_t size, int64_t group, bool scaled, int8_t* out,
-                 float* scales, int32_t* corrections) {
-    quantize_groups<false>(x, size, group, scaled, out, scales, corrections);
-}
-ON_AVX2 void groups_avx2(const float* x, int64_t size, int64_t group, bool scaled, int8_t* out,
-                         float* scales, int32_t* corrections) {
-    quantize_groups<true>(x, size, group, scaled, out, scales, corrections);
-}
-AVX512 void groups_avx512(const float* x, int64_t size, int64_t group, bool scaled, int8_t* out,
-                          float* scales, int32_t* corrections) {
-    quantize_groups<true>(x, size, group, scaled, out, scales, corrections);
-}
+DEFINE_FOR_WIDTHS(round_row, (const float* x, int64_t size, uint16_t* out), (x, size, out))
+DEFINE_FOR_WIDTHS(quantize_row, (const float* x, int64_t size, int8_t* out, float* scale),
+                  (x, size, out, scale))
+DEFINE_FOR_WIDTHS(quantize_groups,
+                  (const float* x, int64_t size, int64_t group, bool scaled, int8_t* out,
+                   float* scales, int32_t* corrections),
+                  (x, size, group, scaled, out, scales, corrections))
 
 // A row for weights with groups, see `Rows`. Groups of padding alone are zeros, too.
 void prepare_groups(const Matrix& matrix, const float* x, void* out, Isa isa) {
@@ -129,9 +95,8 @@ void prepare_groups(const Matrix& matrix, const float* x, void* out, Isa isa) {
     int8_t* integers = (int8_t*)out;
     float* scales = (float*)(integers + padded);
     std::memset(integers + depth, 0, padded - depth + count * 8);
-    (isa >= kAvx512 ? groups_avx512 : isa == kAvx2 ? groups_avx2 : groups_base)(
-        x, depth, size, matrix.groups.zeros == Zeros::kOffsets, integers, scales,
-        (int32_t*)(scales + count));
+    quantize_groups(x, depth, size, matrix.groups.zeros == Zeros::kOffsets, integers, scales,
+                    (int32_t*)(scales + count), isa);
 }
 
 // Weights of a row as the caller has them.
@@ -149,10 +114,7 @@ const float* as_floats(const Source& source, int64_t n, int64_t begin, int64_t c
     const int64_t at = n * source.stride + begin;
     if (!source.is_bf16) return (const float*)source.weight + at;
     const uint16_t* x = (const uint16_t*)source.weight + at;
-    for (int64_t i = 0; i < count; ++i) {
-        const uint32_t bits = (uint32_t)x[i] << 16;
-        std::memcpy(buffer + i, &bits, sizeof bits);
-    }
+    for (int64_t i = 0; i < count; ++i) buffer[i] = bf16_to_float(x[i]);
     return buffer;
 }
 
@@ -181,8 +143,8 @@ int32_t convert(Format format, const Source& source, int64_t n, int64_t begin, i
     }
     const float* x = as_floats(source, n, begin, count, buffer);
     if (format == Format::kFloat) std::memcpy(out, x, count * sizeof(float));
-    else if (format == Format::kBf16) round_row(x, count, (uint16_t*)out);
-    else return quantize_row<false>(x, count, inverse, (int8_t*)out);
+    else if (format == Format::kBf16) round_row_lanes<4>(x, count, (uint16_t*)out);
+    else return to_integers<4>(x, count, inverse, (int8_t*)out);
     return 0;
 }
 
@@ -230,8 +192,7 @@ void pack_strip(Matrix& matrix, const Source& source, int64_t first, int64_t las
 }
 
 const Tiles& tiles_of(Format format, Isa isa) {
-    if (format == Format::kBf16) return bf16_tiles(isa);
-    return format == Format::kFloat ? float_tiles(isa) : int8_tiles(isa);
+    return format == Format::kInt8 ? int8_tiles(isa) : vector_tiles(format, isa, false);
 }
 
 // How a product goes through k: in blocks of about the same size.
@@ -336,12 +297,8 @@ void prepare_row(const Matrix& matrix, const float* x, void* out, float* scale, 
         return;
     }
     if (matrix.format == Format::kFloat) std::memcpy(out, x, depth * sizeof(float));
-    else if (matrix.format == Format::kBf16)
-        (isa >= kAvx512 ? round_avx512 : isa == kAvx2 ? round_avx2 : round_base)(
-            x, depth, (uint16_t*)out);
-    else
-        *scale = (isa >= kAvx512 ? quantize_avx512 : isa == kAvx2 ? quantize_avx2 : quantize_base)(
-            x, depth, (int8_t*)out);
+    else if (matrix.format == Format::kBf16) round_row(x, depth, (uint16_t*)out, isa);
+    else quantize_row(x, depth, (int8_t*)out, scale, isa);
     std::memset((char*)out + depth * bytes, 0, (matrix.padded_depth - depth) * bytes);
 }
 
@@ -409,7 +366,7 @@ void multiply_strips(const StripProduct& p, Isa isa) {
         }
         return;
     }
-    const Tiles& tiles = strip_tiles(p.format, isa);
+    const Tiles& tiles = vector_tiles(p.format, isa, true);
     TileCall c{};
     c.x_stride = p.x_stride * bytes;
     c.steps = p.depth * bytes / 4;
@@ -433,23 +390,19 @@ void multiply_strips(const StripProduct& p, Isa isa) {
 
 namespace {
 
-// A matrix as the functions below take it. groups, half_scales, zeros: `Groups`, 0 without groups.
+// A matrix as the functions below take it.
 struct Packed {
-    int64_t format, group, half_scales, zeros, outputs, depth;
+    hetero::Form form;
+    int64_t outputs, depth;
     void* data;
     float* scales;
     int32_t* sums;
 };
 
-hetero::Form form_of(const Packed& p) {
-    using namespace hetero;
-    return {(Format)p.format, {p.group, p.half_scales != 0, (Zeros)p.zeros}};
-}
-
 hetero::Matrix matrix_of(const Packed& p) {
     using namespace hetero;
-    return {(Format)p.format, p.outputs, p.depth, (p.outputs + kPanel - 1) / kPanel * kPanel,
-            (p.depth + kDepth - 1) / kDepth * kDepth, p.data, p.scales, p.sums, form_of(p).groups};
+    return {p.form.format, p.outputs, p.depth, (p.outputs + kPanel - 1) / kPanel * kPanel,
+            (p.depth + kDepth - 1) / kDepth * kDepth, p.data, p.scales, p.sums, p.form.groups};
 }
 
 }  // namespace
@@ -457,7 +410,7 @@ hetero::Matrix matrix_of(const Packed& p) {
 extern "C" {
 
 int64_t hetero_matmul_packed_bytes(const Packed* packed) {
-    return hetero::packed_bytes(form_of(*packed), packed->outputs, packed->depth);
+    return hetero::packed_bytes(packed->form, packed->outputs, packed->depth);
 }
 
 int64_t hetero_matmul_row_stride(const Packed* packed) {
@@ -483,7 +436,7 @@ void hetero_matmul_pack_quantized(const Packed* packed, const void* data, const 
 void hetero_matmul_prepare(const Packed* packed, const float* x, int64_t rows, void* out,
                            float* scales, int64_t isa) {
     const hetero::Matrix matrix = matrix_of(*packed);
-    const int64_t bytes = hetero::row_stride(matrix) * hetero::element_bytes(matrix.format);
+    const int64_t bytes = hetero::row_bytes(matrix);
     for (int64_t r = 0; r < rows; ++r)
         hetero::prepare_row(matrix, x + r * packed->depth, (char*)out + r * bytes,
                             scales ? scales + r : nullptr, (hetero::Isa)isa);
@@ -495,7 +448,7 @@ void hetero_matmul_multiply(const Packed* packed, const void* x, int64_t x_strid
                             const float* x_scales, int64_t rows, int64_t first, int64_t strips,
                             float* out, int64_t out_stride, int64_t isa, int64_t copies) {
     hetero::Matrix matrix = matrix_of(*packed);
-    const int64_t bytes = hetero::packed_bytes(form_of(*packed), packed->outputs, packed->depth);
+    const int64_t bytes = hetero::packed_bytes(packed->form, packed->outputs, packed->depth);
     for (int64_t i = 0; i < copies; ++i) {
         hetero::multiply(matrix, {x, x_stride, x_scales}, rows, first, strips, out, out_stride,
                          (hetero::Isa)isa);

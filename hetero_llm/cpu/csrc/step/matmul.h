@@ -18,24 +18,25 @@
 
 namespace hetero {
 
-enum class Format : int { kBf16 = 0, kFloat = 1, kInt8 = 2, kInt4 = 3, kInt8Groups = 4 };
+enum class Format : int64_t { kBf16 = 0, kFloat = 1, kInt8 = 2, kInt4 = 3, kInt8Groups = 4 };
 
 constexpr int64_t kPanel = 64, kStrip = 16, kDepth = 64;
 constexpr int64_t kLargestGroup = 128;
+constexpr int64_t strips_of(int64_t outputs) { return (outputs + kStrip - 1) / kStrip; }
 constexpr int32_t kInt4Zero = 8;  // the code of int4 that stands for zero without zero points
 
 // What a group of weights has beside its scale: w = scale * (integer - point) + offset.
-enum class Zeros : int { kNone = 0, kPoints = 1, kOffsets = 2 };
+enum class Zeros : int64_t { kNone = 0, kPoints = 1, kOffsets = 2 };
 
 // kInt4, kInt8Groups. size: of k; a multiple of 32 (int4) or 16 (int8), at most kLargestGroup.
 // half_scales: scales and offsets are half floats, else floats. zeros: int8 has none.
 struct Groups {
     int64_t size;
-    bool half_scales;
+    int64_t half_scales;  // a boolean
     Zeros zeros;
 };
 
-struct Form {
+struct Form {  // the C ABI
     Format format;
     Groups groups;  // zeros for other formats
 };
@@ -97,6 +98,9 @@ constexpr int64_t element_bytes(Format format) {
 
 // The least stride of prepared rows in elements, a multiple of 64.
 int64_t row_stride(const Matrix& matrix);
+inline int64_t row_bytes(const Matrix& matrix) {
+    return row_stride(matrix) * element_bytes(matrix.format);
+}
 
 // Prepares a float row: rounds, copies or quantizes `matrix.depth` values and zeroes the rest up to
 // the padded depth. scale: kInt8 only.
@@ -110,8 +114,8 @@ void prepare_row(const Matrix& matrix, const float* x, void* out, float* scale, 
 void multiply(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first, int64_t strips,
               float* out, int64_t out_stride, Isa isa);
 
-// A product with strips of one panel, each with inputs of its own: out[r][16 * s + i] = sum over k of
-// x[r * x_stride + offsets[s] + k] * w[strip s][i][k], for strips [0, strips).
+// A product with strips of one panel, each with inputs of its own: out[r][16 * s + i] = sum over k
+// of x[r * x_stride + offsets[s] + k] * w[strip s][i][k], for strips [0, strips).
 struct StripProduct {
     Format format;          // kBf16 or kFloat
     const void* panel;      // packed, from its first strip on

@@ -7,8 +7,6 @@
 // Of weights with groups of k a block is unpacked to int8, then the tiles sum one group of k at a
 // time, 16, 8 or 4 steps to a tile, and vectors scale the sums and add them.
 
-#include <immintrin.h>
-
 #include <cstring>
 
 #include "amx.h"
@@ -217,7 +215,7 @@ AMX void add_group(const Matrix& matrix, const GroupLayout& layout, const char* 
             value = _mm512_fmadd_ps(to_floats(total),
                                     _mm512_mul_ps(scale, _mm512_set1_ps(x_scale)), value);
             if (zeros == Zeros::kOffsets)
-                value = _mm512_fmadd_ps(offset, _mm512_set1_ps(as_float(correction)), value);
+                value = _mm512_fmadd_ps(offset, _mm512_set1_ps(bit_cast<float>(correction)), value);
             _mm512_storeu_ps(at, value);
         }
     }

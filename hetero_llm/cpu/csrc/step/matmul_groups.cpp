@@ -54,30 +54,9 @@ inline int32_t x_correction_of(const GroupCall& c, int64_t r, int64_t group) {
 
 // -- any processor --------------------------------------------------------------------------------
 
-float half_to_float(uint16_t half) {
-    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
-    uint32_t bits;
-    if (rest >= 0x7c00) bits = 0x7f800000 | (rest & 0x3ff) << 13;
-    else if (rest >= 0x400) bits = (rest << 13) + (112u << 23);
-    else {
-        const float small = (float)rest * 5.9604644775390625e-8f;  // 2^-24
-        std::memcpy(&bits, &small, 4);
-    }
-    bits |= sign;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
 float read_scale(const GroupCall& c, const char* at, int64_t output) {
-    float value;
-    if (!c.groups.half_scales) {
-        std::memcpy(&value, at + 4 * output, 4);
-        return value;
-    }
-    uint16_t half;
-    std::memcpy(&half, at + 2 * output, 2);
-    return half_to_float(half);
+    return c.groups.half_scales ? half_to_float(read_one<uint16_t>(at + 2 * output))
+                                : read_one<float>(at + 4 * output);
 }
 
 // One row. Plain loops over the outputs, which GCC makes vectors of.
@@ -110,7 +89,7 @@ void base_tile(const GroupCall& c) {
             out[n] = std::fma((float)(sums[n] + point * c.x_corrections[g]), scale, out[n]);
             if (c.groups.zeros == Zeros::kOffsets)
                 out[n] = std::fma(read_scale(c, header + c.layout.zeros_at, output),
-                                  as_float(c.x_corrections[g]), out[n]);
+                                  bit_cast<float>(c.x_corrections[g]), out[n]);
         }
         header += c.layout.bytes;
     }
@@ -127,9 +106,7 @@ HALVES inline __m256 read_scales(const GroupCall& c, const char* at, int64_t out
 }
 
 HALVES inline __m256i spread_half(const int8_t* four) {
-    int32_t x;
-    std::memcpy(&x, four, sizeof x);
-    return _mm256_set1_epi32(x);
+    return _mm256_set1_epi32(read_one<int32_t>(four));
 }
 
 // 32 k of one row and 8 outputs. Codes up to 15 leave sums of 16 products in 16 bits; of int8 the
@@ -202,7 +179,7 @@ HALVES void avx2_tile(const GroupCall& c) {
                                       _mm256_mul_ps(scale, _mm256_set1_ps(x_scale)), out);
                 if (c.groups.zeros == Zeros::kOffsets)
                     out = _mm256_fmadd_ps(read_scales(c, header + c.layout.zeros_at, output),
-                                          _mm256_set1_ps(as_float(correction)), out);
+                                          _mm256_set1_ps(bit_cast<float>(correction)), out);
                 _mm256_storeu_ps(to, out);
             }
         }
@@ -223,9 +200,7 @@ VNNI_INLINE __m512i dot(__m512i sum, __m512i weights, __m512i x) {
 }
 
 VNNI_INLINE __m512i spread(const int8_t* four) {
-    int32_t x;
-    std::memcpy(&x, four, sizeof x);
-    return _mm512_set1_epi32(x);
+    return _mm512_set1_epi32(read_one<int32_t>(four));
 }
 
 // Four steps of R rows and S strips. The instruction wants unsigned times signed: int4 is unsigned,
@@ -317,7 +292,7 @@ VNNI void vnni_tile(const GroupCall& call) {
                     _mm512_mul_ps(scale, _mm512_set1_ps(x_scale_of(c, r, g))), out);
                 if constexpr (kZeros == Zeros::kOffsets)
                     out = _mm512_fmadd_ps(
-                        offset, _mm512_set1_ps(as_float(x_correction_of(c, r, g))), out);
+                        offset, _mm512_set1_ps(bit_cast<float>(x_correction_of(c, r, g))), out);
                 if constexpr (kKeep) kept[r][s] = out;
                 else _mm512_storeu_ps(to, out);
             }

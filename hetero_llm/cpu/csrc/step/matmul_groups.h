@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstring>
 
 #include "matmul.h"
@@ -43,12 +41,6 @@ inline const float* scales_of_row(const int8_t* row, int64_t padded_depth) {
 }
 inline const int32_t* corrections_of_row(const int8_t* row, int64_t padded_depth, int64_t groups) {
     return (const int32_t*)(row + padded_depth) + groups;
-}
-
-inline float as_float(int32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
 }
 
 // k of a panel that several tiles read one after the other: 16 KiB of int4, 32 KiB as int8.

@@ -1,8 +1,6 @@
 // Register tiles of packed products of 8-bit integers. Sums are exact, and all instruction sets
 // scale them in the same way: their results are equal to the last bit.
 
-#include <immintrin.h>
-
 #include <cstring>
 
 #include "matmul_kernels.h"
@@ -49,9 +47,7 @@ ON_AVX2 void avx2_tile(const TileCall& c) {
         for (int64_t j = 0; j < kUnroll; ++j, w += kStepBytes, x += 4) {
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
-                int32_t four;
-                std::memcpy(&four, x + r * c.x_stride, sizeof four);
-                const __m256i a = _mm256_set1_epi32(four);
+                const __m256i a = _mm256_set1_epi32(read_one<int32_t>(x + r * c.x_stride));
 #pragma GCC unroll 8
                 for (int n = 0; n < N; ++n) {
                     const __m256i b = _mm256_loadu_si256((const __m256i*)(w + n * 32));
@@ -104,9 +100,8 @@ VNNI void vnni_tile(const TileCall& c) {
             for (int s = 0; s < S; ++s) b[s] = _mm512_loadu_si512(w + s * 64);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                int32_t four;
-                std::memcpy(&four, x + r * c.x_stride, sizeof four);
-                const __m512i a = _mm512_xor_si512(_mm512_set1_epi32(four), up);
+                const __m512i four = _mm512_set1_epi32(read_one<int32_t>(x + r * c.x_stride));
+                const __m512i a = _mm512_xor_si512(four, up);
 #pragma GCC unroll 4
                 for (int s = 0; s < S; ++s) sums[r][s] = _mm512_dpbusd_epi32(sums[r][s], a, b[s]);
             }

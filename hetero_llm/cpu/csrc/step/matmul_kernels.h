@@ -6,6 +6,7 @@
 #pragma once
 
 #include "matmul.h"
+#include "numbers.h"
 
 namespace hetero {
 
@@ -26,7 +27,7 @@ struct TileCall {
     int64_t lines;       // cache lines of them to fetch for each kUnroll steps
     const float *x_scales, *scales;  // int8
     const int32_t* sums;             // int8
-    // strip_tiles: bytes to the inputs of each strip, elements to the outputs of each row.
+    // multiply_strips: bytes to the inputs of each strip, elements to the outputs of each row.
     const int64_t *offsets, *rows;
 };
 using Tile = void (*)(const TileCall& call);
@@ -39,10 +40,9 @@ struct Tiles {
     int strips[kTileRows];
 };
 
-const Tiles& float_tiles(Isa isa);
-const Tiles& bf16_tiles(Isa isa);
+// bf16 or float; strips: for a StripProduct.
+const Tiles& vector_tiles(Format format, Isa isa, bool strips);
 const Tiles& int8_tiles(Isa isa);
-const Tiles& strip_tiles(Format format, Isa isa);  // bf16 or float
 
 // Products of weights with groups; arguments as of `multiply`.
 void multiply_groups(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first,
@@ -54,8 +54,6 @@ void multiply_groups_amx(const Matrix& matrix, const Rows& x, int64_t rows, int6
 void pack_groups(Matrix& matrix, const void* weight, bool weight_is_bf16, int64_t stride,
                  int64_t first, int64_t last, int64_t to);
 void pack_groups(Matrix& matrix, const Quantized& from, int64_t first, int64_t last, int64_t to);
-
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // bf16 and int8 on AMX; arguments as of `multiply`.
 void multiply_amx(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first, int64_t strips,

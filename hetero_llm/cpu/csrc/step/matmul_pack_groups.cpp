@@ -6,6 +6,7 @@
 
 #include "lanes.h"
 #include "matmul_groups.h"
+#include "rows.h"
 
 namespace hetero {
 namespace {
@@ -19,18 +20,12 @@ struct Row {
 };
 
 uint16_t float_to_half(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
+    const uint32_t bits = bit_cast<uint32_t>(value);
     const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
     if (size > 0x7f800000) return (uint16_t)(sign | 0x7e00);
     if (size >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
-    if (size < 0x38800000) {  // subnormal: the sum's last bits are the result, rounded
-        float small;
-        std::memcpy(&small, &size, 4);
-        small += 0.5f;
-        std::memcpy(&bits, &small, 4);
-        return (uint16_t)(sign | (bits - 0x3f000000));
-    }
+    if (size < 0x38800000)  // subnormal: the sum's last bits are the result, rounded
+        return (uint16_t)(sign | (bit_cast<uint32_t>(bit_cast<float>(size) + 0.5f) - 0x3f000000));
     const uint32_t rounded = size - (112u << 23) + 0xfff + (size >> 13 & 1);
     return (uint16_t)(sign | rounded >> 13);
 }
@@ -111,7 +106,7 @@ INLINE void search_lanes(const float* x, int64_t count, Choice* best) {
     try_ranges<N>(x, count, low, high, low_cuts, high_cuts, best);
 }
 
-DEFINE_WIDTHS(search, (const float* x, int64_t count, Choice* best), (x, count, best))
+DEFINE_FOR_WIDTHS(search, (const float* x, int64_t count, Choice* best), (x, count, best))
 
 // Rounds a group; of a group with NaN or infinity the scale is NaN.
 void round_group(const float* x, int64_t count, Isa isa, Choice* choice, uint8_t* codes) {
@@ -122,7 +117,7 @@ void round_group(const float* x, int64_t count, Isa isa, Choice* choice, uint8_t
         std::memset(codes, 0, count);
         return;
     }
-    CALL_WIDTH(search, (x, count, choice));
+    search(x, count, choice, isa);
     const float inverse = choice->scale > 0 ? 1 / choice->scale : 0;
     for (int64_t k = 0; k < count; ++k) {
         float value = x[k] * inverse;
@@ -133,14 +128,8 @@ void round_group(const float* x, int64_t count, Isa isa, Choice* choice, uint8_t
 }
 
 void widen_row(const void* weight, bool is_bf16, int64_t at, int64_t count, float* out) {
-    if (!is_bf16) {
-        std::memcpy(out, (const float*)weight + at, count * 4);
-        return;
-    }
-    for (int64_t i = 0; i < count; ++i) {
-        const uint32_t bits = (uint32_t)((const uint16_t*)weight)[at + i] << 16;
-        std::memcpy(out + i, &bits, 4);
-    }
+    if (!is_bf16) std::memcpy(out, (const float*)weight + at, count * 4);
+    else widen((const uint16_t*)weight + at, count, out, kBase);
 }
 
 // -- the layout -----------------------------------------------------------------------------------

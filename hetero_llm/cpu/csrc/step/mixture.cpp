@@ -44,16 +44,12 @@ Rows tokens_as(const Run& r, const Layer& layer, int input) {
             r.mixture->input_scales[from]};
 }
 
-int64_t row_bytes(const Matrix& matrix) {
-    return row_stride(matrix) * element_bytes(matrix.format);
-}
-
 // Norms the calling thread's share of the tokens and prepares them for all products.
 void prepare_tokens(const Run& r, const Layer& layer, int thread) {
     const int64_t hidden = r.m.hidden, last = share(r.tokens, thread + 1, r.threads);
     float* normed = tile_of(r, thread);
     for (int64_t t = share(r.tokens, thread, r.threads); t < last; ++t) {
-        rms_norm(r.x + t * hidden, layer.second_norm, (float)r.m.eps, hidden, normed, r.isa);
+        rms_norm(r.e.x + t * hidden, layer.second_norm, (float)r.m.eps, hidden, normed, r.isa);
         for (int input = 0; input < kMixtureInputs; ++input) {
             const Matrix* matrix = matrix_of(layer, input);
             if (!matrix || holder(layer, input) != input) continue;
@@ -68,7 +64,7 @@ void score_experts(const Run& r, const Layer& layer, int64_t index, int thread) 
     const Mixture& m = *r.mixture;
     const Matrix& router = layer.router;
     const Rows in = tokens_as(r, layer, kRouterInput);
-    const int64_t strips = round_up(router.outputs, kStrip) / kStrip;
+    const int64_t strips = strips_of(router.outputs);
     const int64_t blocks = (r.tokens + kLeastRowBlock - 1) / kLeastRowBlock;
     const int64_t last = share(strips * blocks, thread + 1, r.threads);
     for (int64_t i = share(strips * blocks, thread, r.threads); i < last; ++i) {
@@ -124,7 +120,7 @@ Order order_tokens(const Run& r, const Layer& layer, const int32_t* ids, const f
     std::fill(starts, starts + experts + 2, 0);
     for (int64_t i = 0; i < pairs; ++i) ++starts[ids[i] + 2];
     for (int64_t e = 2; e < experts + 2; ++e) starts[e] += starts[e - 1];
-    // starts[e + 1] is where expert e's next token goes; in the end it is where the next one begins.
+    // starts[e + 1] is where expert e's next token goes; in the end, where the next expert begins.
     for (int64_t i = 0; i < pairs; ++i) {
         const int64_t at = starts[ids[i] + 1]++;
         to.tokens[at] = (int32_t)(i / k);
@@ -166,7 +162,7 @@ std::vector<ExpertPart>& list_parts(const Run& r, const Layer& layer, int thread
     }
     if (layer.inner)
         parts.push_back({&layer.gate_up, &layer.down, order.tokens + pairs, order.weights + pairs,
-                         r.tokens, {}, {}, r.gate, round_up(layer.inner, kDepth)});
+                         r.tokens, {}, {}, r.e.gate, round_up(layer.inner, kDepth)});
     return parts;
 }
 
@@ -194,20 +190,18 @@ void gather_inputs(const Run& r, const Layer& layer, std::vector<ExpertPart>& pa
     r.e.team->barrier(thread);
 }
 
-int64_t strips_of(const Matrix& matrix) { return round_up(matrix.outputs, kStrip) / kStrip; }
-
 // gate = act(gate) * up of all parts, in units of a panel (or of a pair of strips, if there are
 // few) and a block of an expert's tokens.
 void gate_experts(const Run& r, const Layer& layer, int64_t index,
                   const std::vector<ExpertPart>& parts, int thread) {
     int64_t strips = 0, rows = 0;
     for (const ExpertPart& part : parts) {
-        strips += strips_of(*part.gate_up);
+        strips += strips_of(part.gate_up->outputs);
         rows += part.rows;
     }
     const int64_t unit = strips < 4 * kPerPanel * r.threads ? 2 : kPerPanel;
     const auto units_of = [&](const ExpertPart& part) {  // of a block of tokens
-        return (strips_of(*part.gate_up) + unit - 1) / unit;
+        return (strips_of(part.gate_up->outputs) + unit - 1) / unit;
     };
     const auto count_units = [&](int64_t block) {
         int64_t count = 0;
@@ -234,7 +228,7 @@ void gate_experts(const Run& r, const Layer& layer, int64_t index,
                 const Range block_rows{some.first * block, std::min(some.last * block, part.rows)};
                 product(
                     r, *part.gate_up, part.in, block_rows, from * unit,
-                    std::min(end * unit, strips_of(*part.gate_up)), tile_of(r, thread),
+                    std::min(end * unit, strips_of(part.gate_up->outputs)), tile_of(r, thread),
                     [&](int64_t row, int64_t height, int64_t strip, int64_t width, float* tile,
                         int64_t stride) {
                         if (part.gate_up == &layer.gate_up)
@@ -267,8 +261,8 @@ void prepare_gates(const Run& r, const Layer& layer, std::vector<ExpertPart>& pa
         if (!quantizes(part)) continue;
         const Matrix& down = *part.down;
         const bool is_shared = part.down == &layer.down;
-        char* to = is_shared ? r.shared : m.pairs + at * row_bytes(down);
-        float* scales = is_shared ? r.shared_scales : m.pair_scales + at;
+        char* to = is_shared ? r.e.shared : m.pairs + at * row_bytes(down);
+        float* scales = is_shared ? r.e.shared_scales : m.pair_scales + at;
         const int64_t end = std::min(last - at, part.rows);
         for (int64_t i = std::max(first - at, (int64_t)0); i < end; ++i)
             prepare_row(down, (const float*)part.gates + i * part.gate_stride,
@@ -282,7 +276,7 @@ void prepare_gates(const Run& r, const Layer& layer, std::vector<ExpertPart>& pa
 // x += weight * down, of all experts in their order. A thread adds all that goes to its columns.
 void add_experts(const Run& r, const Layer& layer, int64_t index,
                  const std::vector<ExpertPart>& parts, int thread) {
-    const int64_t hidden = r.m.hidden, strips = round_up(hidden, kStrip) / kStrip;
+    const int64_t hidden = r.m.hidden, strips = strips_of(hidden);
     const int64_t finest = r.tokens <= kFewRows ? 1 : 2;
     const int64_t unit = strips < 4 * kPerPanel * r.threads ? finest : kPerPanel;
     share_units(r, kPhases * index + kDownProduct, (strips + unit - 1) / unit, thread,
@@ -298,7 +292,7 @@ void add_experts(const Run& r, const Layer& layer, int64_t index,
                         const int64_t column = strip * kStrip;
                         const int64_t size = std::min(count * kStrip, hidden - column);
                         for (int64_t i = row; i < row + rows; ++i, tile += stride)
-                            add_scaled(r.x + part.tokens[i] * hidden + column, tile,
+                            add_scaled(r.e.x + part.tokens[i] * hidden + column, tile,
                                        part.weights[i], size, r.isa);
                     },
                     Always{});
@@ -329,20 +323,20 @@ void route(const float* logits, int64_t experts, int64_t k, bool renormalize, in
 void reserve_mixture(Mixture& m, const Run& r) {
     const int64_t pairs = r.tokens * r.m.experts_per_token, row = r.e.widest_row;
     for (int i = 0; i < kMixtureInputs; ++i) {
-        m.inputs[i] = m.inputs_buffers[i].of<char>(r.tokens * row);
-        m.input_scales[i] = m.input_scales_buffers[i].of<float>(r.tokens);
+        m.inputs[i].reserve(r.tokens * row);
+        m.input_scales[i].reserve(r.tokens);
     }
     m.logit_stride = round_up(r.m.experts + 1, kStrip);
-    m.logits = m.logits_buffer.of<float>(r.tokens * m.logit_stride);
+    m.logits.reserve(r.tokens * m.logit_stride);
     const int64_t copies = routes_alone(r) ? r.threads : 1;
-    m.ids = m.ids_buffer.of<int32_t>(copies * pairs);
-    m.id_weights = m.id_weights_buffer.of<float>(copies * pairs);
+    m.ids.reserve(copies * pairs);
+    m.id_weights.reserve(copies * pairs);
     m.order_size = round_up(r.m.experts + 2 + pairs + r.tokens, kLine);
-    m.order = m.order_buffer.of<int32_t>(r.threads * m.order_size);
-    m.order_weights = m.order_weights_buffer.of<float>(r.threads * m.order_size);
-    m.pairs = m.pairs_buffer.of<char>(pairs * row);
-    m.pair_scales = m.pair_scales_buffer.of<float>(pairs);
-    m.gates = m.gates_buffer.of<char>(pairs * round_up(r.m.expert_inner, kDepth) * 4);
+    m.order.reserve(r.threads * m.order_size);
+    m.order_weights.reserve(r.threads * m.order_size);
+    m.pairs.reserve(pairs * row);
+    m.pair_scales.reserve(pairs);
+    m.gates.reserve(pairs * round_up(r.m.expert_inner, kDepth) * 4);
     m.parts.resize(r.threads);
 }
 
@@ -350,7 +344,7 @@ void run_mixture(const Run& r, const Layer& layer, int64_t index, int thread) {
     if (r.tokens == 0) return;
     Team& team = *r.e.team;
     const int64_t hidden = r.m.hidden;
-    const Inputs normed{r.x, false, hidden, hidden, layer.second_norm};
+    const Inputs normed{r.e.x, false, hidden, hidden, layer.second_norm};
     prepare_tokens(r, layer, thread);
     team.barrier(thread);
     shrink_inputs(r, index, kRouterProduct, layer.router, tokens_as(r, layer, kRouterInput), normed,
@@ -367,7 +361,7 @@ void run_mixture(const Run& r, const Layer& layer, int64_t index, int thread) {
     team.barrier(thread);
     prepare_gates(r, layer, parts, thread);
     if (layer.inner) {
-        const Inputs gates{r.gate, layer.down.format == Format::kBf16, layer.down.padded_depth,
+        const Inputs gates{r.e.gate, layer.down.format == Format::kBf16, layer.down.padded_depth,
                            layer.inner, nullptr};
         shrink_inputs(r, index, kDownProduct, layer.down, parts.back().inner, gates, thread);
     }

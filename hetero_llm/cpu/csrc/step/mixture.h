@@ -1,4 +1,4 @@
-// Mixtures of experts: a layer whose MLP is a router and gated MLPs, of which each token uses a few.
+// Mixtures of experts: layers whose MLP is a router and gated MLPs, of which a token uses a few.
 //
 // A step reads the weights of the experts that its tokens chose, once: threads share a flat list of
 // (expert, panel, block of its tokens), first of gate and up, then, behind a barrier, of down. Each
@@ -40,22 +40,18 @@ enum MixtureInput : int { kRouterInput, kExpertInput, kSharedInput, kMixtureInpu
 
 // Scratch of a step.
 struct Mixture {
-    char* inputs[kMixtureInputs];           // [tokens] prepared rows
-    float* input_scales[kMixtureInputs];    // [tokens]
-    int64_t logit_stride;
-    float* logits;                          // [tokens][logit_stride], the shared expert's behind
-    int32_t* ids;                           // [tokens][experts of one], or of each thread
-    float* id_weights;
-    int32_t* order;                         // [threads][order_size]: starts and tokens by expert
-    float* order_weights;                   // [threads][order_size]
-    int64_t order_size;
-    char* pairs;                            // prepared rows by expert, of gate_up, then of down
-    float* pair_scales;
-    char* gates;                            // [tokens * experts of one][gate stride], 4 bytes each
-    std::vector<std::vector<ExpertPart>> parts;  // of each thread
-    Buffer inputs_buffers[kMixtureInputs], input_scales_buffers[kMixtureInputs], logits_buffer,
-        ids_buffer, id_weights_buffer, order_buffer, order_weights_buffer, pairs_buffer,
-        pair_scales_buffer, gates_buffer;
+    int64_t logit_stride, order_size;
+    Buffer<char> inputs[kMixtureInputs];          // [tokens] prepared rows
+    Buffer<float> input_scales[kMixtureInputs];   // [tokens]
+    Buffer<float> logits;                         // [tokens][logit_stride], the shared gate's last
+    Buffer<int32_t> ids;                          // [tokens][experts of one], or of each thread
+    Buffer<float> id_weights;
+    Buffer<int32_t> order;                        // [threads][order_size]: see `order_tokens`
+    Buffer<float> order_weights;                  // [threads][order_size]
+    Buffer<char> pairs;                           // rows by expert: of gate_up, then of down
+    Buffer<float> pair_scales;
+    Buffer<char> gates;                           // [pairs][gate stride], 4 bytes each
+    std::vector<std::vector<ExpertPart>> parts;   // of each thread
 };
 
 // Reserves a step's scratch; `run` has its number of tokens.

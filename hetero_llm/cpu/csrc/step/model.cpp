@@ -12,27 +12,15 @@ enum Which : int64_t {
     kDown, kQNorm, kKNorm, kRouter, kSharedGate, kExpertGateUp, kExpertDown
 };
 
-Form form_of(const HeteroForm& form) {
-    return {(Format)form.format, {form.group, form.half_scales != 0, (Zeros)form.zeros}};
-}
-
 // Of a layer: qkv, output, gate and up, down, router, the experts' gate and up, their down.
 constexpr int64_t kLayerForms = 7;
 
-bool take_matrix(Arena& arena, Matrix& matrix, const Form& form, int64_t outputs, int64_t depth) {
+void take_matrix(Arena& arena, Matrix& matrix, const Form& form, int64_t outputs, int64_t depth) {
     matrix = {form.format, outputs, depth, round_up(outputs, kPanel), round_up(depth, kDepth),
-              arena.take(packed_bytes(form, outputs, depth)), nullptr, nullptr, form.groups};
-    if (form.format == Format::kInt8) {
-        matrix.scales = (float*)arena.take(matrix.padded_outputs * 4);
-        matrix.sums = (int32_t*)arena.take(matrix.padded_outputs * 4);
-        if (!matrix.sums) return false;
-    }
-    return matrix.data != nullptr;
-}
-
-int64_t matrix_bytes(const Form& form, int64_t outputs, int64_t depth) {
-    const int64_t more = form.format == Format::kInt8 ? 8 * round_up(outputs, kPanel) : 0;
-    return packed_bytes(form, outputs, depth) + more + 2 * kLine;
+              arena.take<char>(packed_bytes(form, outputs, depth)), nullptr, nullptr, form.groups};
+    if (form.format != Format::kInt8) return;
+    matrix.scales = arena.take<float>(matrix.padded_outputs);
+    matrix.sums = arena.take<int32_t>(matrix.padded_outputs);
 }
 
 // Outputs of the interleaved gate and up: whole strips of each, the last ones padded.
@@ -47,68 +35,50 @@ int64_t inner_of(const HeteroModel& s, int64_t layer) {
 
 int64_t router_outputs(const HeteroModel& s) { return s.experts + (s.shared_inner ? 1 : 0); }
 
-float* take_floats(Arena& arena, int64_t count) { return (float*)arena.take(count * 4); }
-
-bool take_experts(Model& model, Layer& layer, const HeteroForm* forms) {
+void take_experts(Model& model, Layer& layer, const Form* forms) {
     const HeteroModel& s = model.sizes;
     Arena& arena = model.arena;
-    bool done = take_matrix(arena, layer.router, form_of(forms[4]), router_outputs(s), s.hidden);
+    take_matrix(arena, layer.router, forms[4], router_outputs(s), s.hidden);
     layer.experts.resize(s.experts);
     // Gate and up of all experts, then down of all: a step reads them in this order.
     for (Expert& expert : layer.experts)
-        done &= take_matrix(arena, expert.gate_up, form_of(forms[5]), interleaved(s.expert_inner),
-                            s.hidden);
+        take_matrix(arena, expert.gate_up, forms[5], interleaved(s.expert_inner), s.hidden);
     for (Expert& expert : layer.experts)
-        done &= take_matrix(arena, expert.down, form_of(forms[6]), s.hidden, s.expert_inner);
-    return done;
+        take_matrix(arena, expert.down, forms[6], s.hidden, s.expert_inner);
 }
 
 // forms: kLayerForms.
-bool take_layer(Model& model, int64_t index, const HeteroForm* forms) {
+void take_layer(Model& model, int64_t index, const Form* forms) {
     const HeteroModel& s = model.sizes;
     Layer& layer = model.layers[index];
     Arena& arena = model.arena;
     const int64_t qkv = model.all_heads() * s.dim;
     layer.inner = inner_of(s, index);
-    layer.norm = take_floats(arena, s.hidden);
-    layer.qkv_bias = take_floats(arena, round_up(qkv, kPanel));
-    layer.q_norm = take_floats(arena, s.dim);
-    layer.k_norm = take_floats(arena, s.dim);
-    bool done = take_matrix(arena, layer.qkv, form_of(forms[0]), qkv, s.hidden);
-    layer.out_bias = take_floats(arena, round_up(s.hidden, kPanel));
-    done &= take_matrix(arena, layer.out, form_of(forms[1]), s.hidden, s.heads * s.dim);
-    layer.second_norm = take_floats(arena, s.hidden);
-    if (is_sparse(s, index)) done &= take_experts(model, layer, forms);
-    layer.down_bias = take_floats(arena, round_up(s.hidden, kPanel));
+    layer.norm = arena.take<float>(s.hidden);
+    layer.qkv_bias = arena.take<float>(round_up(qkv, kPanel));
+    layer.q_norm = arena.take<float>(s.dim);
+    layer.k_norm = arena.take<float>(s.dim);
+    take_matrix(arena, layer.qkv, forms[0], qkv, s.hidden);
+    layer.out_bias = arena.take<float>(round_up(s.hidden, kPanel));
+    take_matrix(arena, layer.out, forms[1], s.hidden, s.heads * s.dim);
+    layer.second_norm = arena.take<float>(s.hidden);
+    if (is_sparse(s, index)) take_experts(model, layer, forms);
+    layer.down_bias = arena.take<float>(round_up(s.hidden, kPanel));
     if (layer.inner) {
-        done &= take_matrix(arena, layer.gate_up, form_of(forms[2]), interleaved(layer.inner),
-                            s.hidden);
-        done &= take_matrix(arena, layer.down, form_of(forms[3]), s.hidden, layer.inner);
+        take_matrix(arena, layer.gate_up, forms[2], interleaved(layer.inner), s.hidden);
+        take_matrix(arena, layer.down, forms[3], s.hidden, layer.inner);
     }
-    return done && layer.down_bias;
 }
 
-// Bytes of a layer's matrices, at most.
-int64_t layer_bytes(const Model& model, int64_t index, const HeteroForm* forms) {
+void take_model(Model& model, const Form* forms) {
     const HeteroModel& s = model.sizes;
-    const int64_t inner = inner_of(s, index);
-    int64_t bytes = matrix_bytes(form_of(forms[0]), model.all_heads() * s.dim, s.hidden) +
-                    matrix_bytes(form_of(forms[1]), s.hidden, s.heads * s.dim);
-    if (inner)
-        bytes += matrix_bytes(form_of(forms[2]), interleaved(inner), s.hidden) +
-                 matrix_bytes(form_of(forms[3]), s.hidden, inner);
-    if (is_sparse(s, index))
-        bytes += matrix_bytes(form_of(forms[4]), router_outputs(s), s.hidden) +
-                 s.experts * (matrix_bytes(form_of(forms[5]), interleaved(s.expert_inner), s.hidden) +
-                              matrix_bytes(form_of(forms[6]), s.hidden, s.expert_inner));
-    return bytes;
-}
-
-void copy_vector(const void* data, int64_t count, bool is_bf16, const float* to) {
-    if (is_bf16)
-        widen((const uint16_t*)data, count, const_cast<float*>(to), kBase);
-    else
-        std::memcpy(const_cast<float*>(to), data, count * 4);
+    for (int64_t i = 0; i < s.layers; ++i) take_layer(model, i, forms + kLayerForms * i);
+    model.final_norm = model.arena.take<float>(s.hidden);
+    const Form& head = forms[kLayerForms * s.layers];
+    take_matrix(model.arena, model.head, head, s.vocab, s.hidden);
+    // Quantized rows of a head are no embedding.
+    const bool is_quantized = head.format == Format::kInt8 || has_groups(head.format);
+    if (!s.tied_head || is_quantized) model.embedding = model.arena.take<float>(s.vocab * s.hidden);
 }
 
 struct Source {
@@ -133,7 +103,10 @@ bool fits(const Source& from, int64_t rows, const Matrix& to) {
 bool set_vector(const Source& from, int64_t count, const float* to) {
     const GivenWeight& weight = from.weight;
     if (weight.quantized || weight.rows * weight.columns != count) return false;
-    if (from.part == 0) copy_vector(weight.data, count, weight.is_bf16, to);
+    if (from.part != 0) return true;
+    float* values = const_cast<float*>(to);
+    if (weight.is_bf16) widen((const uint16_t*)weight.data, count, values, kBase);
+    else std::memcpy(values, weight.data, count * 4);
     return true;
 }
 
@@ -141,18 +114,17 @@ bool set_matrix(const Source& from, Matrix& to) {
     if (!fits(from, to.outputs, to)) return false;
     const int64_t panels = to.padded_outputs / kPanel;
     const int64_t first = panels * from.part / from.parts * kPanel;
-    const int64_t last = panels * (from.part + 1) / from.parts * kPanel;
-    const int64_t end = last < to.outputs ? last : to.outputs;
+    const int64_t end = least(panels * (from.part + 1) / from.parts * kPanel, to.outputs);
     if (first < end) pack_rows(from, first, end, first, to);
     return true;
 }
 
 bool set_gate_up(const Source& from, int64_t inner, Matrix& to) {
     if (!fits(from, 2 * inner, to)) return false;
-    const int64_t strips = round_up(inner, kStrip) / kStrip;
+    const int64_t strips = strips_of(inner);
     const int64_t last = strips * (from.part + 1) / from.parts;
     for (int64_t s = strips * from.part / from.parts; s < last; ++s) {
-        const int64_t first = s * kStrip, end = first + kStrip < inner ? first + kStrip : inner;
+        const int64_t first = s * kStrip, end = least(first + kStrip, inner);
         pack_rows(from, first, end, 2 * first, to);
         pack_rows(from, inner + first, inner + end, 2 * first + kStrip, to);
     }
@@ -189,36 +161,20 @@ void embed_from_head(const Matrix& head, int64_t token, float* out) {
         return;
     }
     const uint16_t* from = (const uint16_t*)head.data + panel * kPanel * head.padded_depth;
-    for (int64_t k = 0; k < head.depth; ++k) {
-        const uint32_t bits = (uint32_t)from[(k / 2 * kPanel + column) * 2 + k % 2] << 16;
-        std::memcpy(out + k, &bits, 4);
-    }
+    for (int64_t k = 0; k < head.depth; ++k)
+        out[k] = bf16_to_float(from[(k / 2 * kPanel + column) * 2 + k % 2]);
 }
 
 }  // namespace
 
-bool reserve_model(Model& model, const HeteroModel& sizes, const HeteroForm* forms) {
+bool reserve_model(Model& model, const HeteroModel& sizes, const Form* forms) {
     model.sizes = sizes;
-    const HeteroModel& s = sizes;
-    const int64_t qkv = model.all_heads() * s.dim;
-    const Form head = form_of(forms[kLayerForms * s.layers]);
-    // Quantized rows of a head are no embedding.
-    const bool is_quantized = head.format == Format::kInt8 || has_groups(head.format);
-    const bool keeps_rows = !s.tied_head || is_quantized;
-    const int64_t vectors = 4 * (4 * s.hidden + round_up(qkv, kPanel) + 2 * s.dim + 2 * kPanel);
-    const int64_t embedding = keeps_rows ? s.vocab * s.hidden * 4 : 0;  // pages unused cost nothing
-    int64_t bytes = embedding + s.hidden * 4 + 2 * kLine + matrix_bytes(head, s.vocab, s.hidden);
-    for (int64_t i = 0; i < s.layers; ++i)
-        bytes += layer_bytes(model, i, forms + kLayerForms * i) + vectors + 8 * kLine;
-    if (!model.arena.reserve(bytes)) return false;
-    model.layers.resize(s.layers);
-    for (int64_t i = 0; i < s.layers; ++i)
-        if (!take_layer(model, i, forms + kLayerForms * i)) return false;
+    model.layers.resize(sizes.layers);
+    take_model(model, forms);  // counts
+    if (!model.arena.reserve()) return false;
+    take_model(model, forms);
     model.sizes.sparse = nullptr;  // the caller's
-    model.final_norm = take_floats(model.arena, s.hidden);
-    if (!take_matrix(model.arena, model.head, head, s.vocab, s.hidden)) return false;
-    model.embedding = keeps_rows ? model.arena.take(embedding) : nullptr;
-    return !keeps_rows || model.embedding;
+    return true;
 }
 
 bool set_weight(Model& model, const WeightPlace& place, const GivenWeight& weight, int64_t part,

@@ -7,6 +7,7 @@
 #include "arena.h"
 #include "executor.h"
 #include "matmul.h"
+#include "numbers.h"
 
 namespace hetero {
 
@@ -30,20 +31,20 @@ struct Model {
     Matrix head;
     const float* final_norm;
     // Rows of the embedding, bf16 or float; null: they are read from the packed head (tied).
-    const void* embedding;
+    const void* embedding = nullptr;
     bool embedding_is_bf16;
     Arena arena;
 
     int64_t all_heads() const { return sizes.heads + 2 * sizes.kv_heads; }
     int64_t widest_inner() const {
         int64_t widest = 0;
-        for (const Layer& layer : layers) widest = layer.inner > widest ? layer.inner : widest;
+        for (const Layer& layer : layers) widest = most(widest, layer.inner);
         return widest;
     }
 };
 
 // Reserves memory for all weights; false if there is none. forms: see hetero_executor_new.
-bool reserve_model(Model& model, const HeteroModel& sizes, const HeteroForm* forms);
+bool reserve_model(Model& model, const HeteroModel& sizes, const Form* forms);
 
 // A weight as the caller has it, row-major: bf16, float or, if `quantized` is not null, integers.
 struct GivenWeight {

@@ -12,6 +12,7 @@
 #include "candidates.h"
 #include "mixture.h"
 #include "model.h"
+#include "numbers.h"
 #include "rows.h"
 #include "team.h"
 
@@ -51,8 +52,16 @@ struct Executor {
     std::vector<int> window_of;           // layer -> index into them
     std::vector<AttentionPlan*> plans;    // one for each window
     Team* team = nullptr;
-    Buffer x, attended, gate, queries, shared, shared_scales, privates, private_scales, tiles, best,
-        found, final_rows;
+    Buffer<float> x;                      // [tokens][hidden], the residual
+    Buffer<float> attended;               // [tokens][heads * dim]
+    Buffer<char> gate;                    // [tokens][padded inner], float or as products take it
+    Buffer<char> queries;                 // [tokens][heads * dim], as the cache
+    Buffer<char> shared, privates;        // products' inputs
+    Buffer<float> shared_scales, private_scales;
+    Buffer<float> tiles;                  // [threads][tile_size]
+    Buffer<float> final_rows;             // [samples][hidden]
+    Buffer<Best> best;                    // [threads][samples]
+    Buffer<Candidates> found;             // [threads][samples]
     Adapters adapters;
     Mixture mixture;
     std::vector<int> nodes;               // of each thread its pool, ascending from 0
@@ -67,7 +76,7 @@ struct Executor {
     }
 };
 
-// One step: sizes, and where its buffers begin.
+// One step.
 struct Run {
     Executor& e;
     const HeteroModel& m;
@@ -78,16 +87,7 @@ struct Run {
     int64_t shared_stride;                 // elements of a row in `shared`
     int64_t tile_size;                     // floats of a thread's tile
     int64_t panels;                        // of a tile
-    float* x = nullptr;                    // [tokens][hidden], the residual
-    float* attended = nullptr;             // [tokens][head_width]
-    char* gate = nullptr;                  // [tokens][padded inner], float or as products take it
-    char* queries = nullptr;               // [tokens][head_width], as the cache
-    char *shared = nullptr, *privates = nullptr;  // products' inputs
-    float *shared_scales = nullptr, *private_scales = nullptr;
-    float* tiles = nullptr;
-    float* final_rows = nullptr;           // [samples][hidden]
-    Best* best = nullptr;                  // [threads][samples]
-    Candidates* found = nullptr;           // [threads][samples], null if no candidates are wanted
+    Candidates* found = nullptr;           // null if no candidates are wanted
     Adapters* adapters = nullptr;          // null if no token of the step has one
     Mixture* mixture = nullptr;            // null if no layer has experts
 };
@@ -96,7 +96,7 @@ constexpr int64_t kPhases = 4;  // of a layer, that share units: qkv to down
 
 inline int64_t share(int64_t count, int thread, int threads) { return count * thread / threads; }
 
-inline float* tile_of(const Run& r, int thread) { return r.tiles + thread * r.tile_size; }
+inline float* tile_of(const Run& r, int thread) { return r.e.tiles + thread * r.tile_size; }
 
 // Prepares rows of `size` floats for a product; norm: weights of an RMS norm before it, or null.
 // All threads call it; unless every thread prepares a copy of its own, it contains a barrier.
@@ -104,9 +104,9 @@ inline float* tile_of(const Run& r, int thread) { return r.tiles + thread * r.ti
 inline Rows prepare(const Run& r, const float* from, int64_t from_stride, int64_t rows,
                     int64_t size, const float* norm, const Matrix& matrix, int thread) {
     const bool mine = rows * matrix.padded_depth <= kPrivateElements;
-    char* to = mine ? r.privates + thread * kPrivateBytes : r.shared;
-    float* scales = mine ? r.private_scales + thread * kPrivateRows : r.shared_scales;
-    const int64_t stride = row_stride(matrix), bytes = stride * element_bytes(matrix.format);
+    char* to = mine ? r.e.privates + thread * kPrivateBytes : r.e.shared;
+    float* scales = mine ? r.e.private_scales + thread * kPrivateRows : r.e.shared_scales;
+    const int64_t stride = row_stride(matrix), bytes = row_bytes(matrix);
     const int64_t first = mine ? 0 : share(rows, thread, r.threads);
     const int64_t last = mine ? rows : share(rows, thread + 1, r.threads);
     float* normed = tile_of(r, thread);
@@ -151,11 +151,10 @@ void product(const Run& r, const Matrix& matrix, const Rows& in, Range rows, int
     const int64_t together = rows.last - rows.first > kFewRows ? r.panels : 1;
     const int64_t stride = together * kPanel;
     for (int64_t row = rows.first; row < rows.last; row += kRowBlock) {
-        const int64_t count = rows.last - row < kRowBlock ? rows.last - row : kRowBlock;
+        const int64_t count = least(rows.last - row, kRowBlock);
         const Rows block = from_row(in, row, matrix.format);
         for (int64_t strip = first; strip < last;) {
-            const int64_t end = (strip / kPerPanel + together) * kPerPanel;
-            const int64_t strips = (end < last ? end : last) - strip;
+            const int64_t strips = least((strip / kPerPanel + together) * kPerPanel, last) - strip;
             if (wanted(row, count, strip, strips)) {
                 multiply_to_tile(r, matrix, block, count, strip, strips, tile, stride);
                 done(row, count, strip, strips, tile, stride);
@@ -213,8 +212,7 @@ template <typename Body>
 void split_units(Range units, int64_t blocks, Body body) {
     for (int64_t first = units.first; first < units.last;) {
         const int64_t at = first / blocks, from = first % blocks, left = units.last - first;
-        const int64_t whole = from ? 0 : left / blocks;
-        const int64_t some = left < blocks - from ? left : blocks - from;
+        const int64_t whole = from ? 0 : left / blocks, some = least(left, blocks - from);
         if (whole) body(at, at + whole, Range{0, blocks});
         else body(at, at + 1, Range{from, from + some});
         first += whole ? whole * blocks : some;
@@ -230,9 +228,9 @@ void share_product(const Run& r, int64_t phase, const Matrix& matrix, const Rows
     const int64_t unit = few ? finest : kPerPanel, units = (strips + unit - 1) / unit;
     const int64_t block = row_block(r, rows, units), blocks = (rows + block - 1) / block;
     const auto multiply_units = [&](int64_t first, int64_t last, Range some) {
-        const int64_t end = last * unit < strips ? last * unit : strips;
-        const Range own{some.first * block, some.last * block < rows ? some.last * block : rows};
-        product(r, matrix, in, own, first * unit, end, tile_of(r, thread), done, wanted);
+        const Range own{some.first * block, least(some.last * block, rows)};
+        product(r, matrix, in, own, first * unit, least(last * unit, strips), tile_of(r, thread),
+                done, wanted);
     };
     share_units(r, phase, units * blocks, thread, [&](int64_t first, int64_t last) {
         split_units({first, last}, blocks, multiply_units);

@@ -1,5 +1,4 @@
-// Row-wise parts of a decoder layer, see rows.h. Each kernel is a template over the vector width;
-// DEFINE_WIDTHS makes its three instances and the choice among them.
+// Row-wise parts of a decoder layer, see rows.h. Each kernel is a template over the vector width.
 
 #include "rows.h"
 
@@ -102,10 +101,7 @@ template <int N>
 INLINE void widen_lanes(const uint16_t* x, int64_t size, float* out) {
     int64_t i = 0;
     for (; i + N <= size; i += N) write<N>(out + i, read<N>((const Bf16*)(x + i)));
-    for (; i < size; ++i) {
-        const uint32_t bits = (uint32_t)x[i] << 16;
-        std::memcpy(out + i, &bits, sizeof bits);
-    }
+    for (; i < size; ++i) out[i] = bf16_to_float(x[i]);
 }
 
 template <int N>
@@ -164,58 +160,29 @@ INLINE void pick_noisy_lanes(const float* scores, int64_t size, int64_t first, c
 
 }  // namespace
 
-DEFINE_WIDTHS(rms_norm, (const float* x, const float* weight, float eps, int64_t size, float* out),
-              (x, weight, eps, size, out))
-DEFINE_WIDTHS(rotate, (float* head, const float* factors, int64_t rotary_dim),
-              (head, factors, rotary_dim))
-DEFINE_WIDTHS(gated, (const Block& in, int kind, float* out, int64_t out_stride),
-              (in, kind, out, out_stride))
-DEFINE_WIDTHS(add_block, (float* x, int64_t stride, const Block& y, const float* bias),
-              (x, stride, y, bias))
-DEFINE_WIDTHS(add_scaled, (float* x, const float* y, float scale, int64_t size),
-              (x, y, scale, size))
-DEFINE_WIDTHS(add, (float* x, const float* y, int64_t size), (x, y, size))
-DEFINE_WIDTHS(widen, (const uint16_t* x, int64_t size, float* out), (x, size, out))
-DEFINE_WIDTHS(narrow, (const float* x, int64_t size, uint16_t* out), (x, size, out))
-DEFINE_WIDTHS(forbid, (float* scores, int64_t size, int64_t first, const uint32_t* mask),
-              (scores, size, first, mask))
-DEFINE_WIDTHS(pick_greedy,
-              (const float* scores, int64_t size, int64_t first, float* best, int64_t* token),
-              (scores, size, first, best, token))
-DEFINE_WIDTHS(pick_noisy,
-              (const float* scores, int64_t size, int64_t first, const Noise& noise, float* best,
-               int64_t* token),
-              (scores, size, first, noise, best, token))
-
-void rms_norm(const float* x, const float* weight, float eps, int64_t size, float* out, Isa isa) {
-    CALL_WIDTH(rms_norm, (x, weight, eps, size, out));
-}
-
-void rotate(float* head, const float* factors, int64_t rotary_dim, Isa isa) {
-    CALL_WIDTH(rotate, (head, factors, rotary_dim));
-}
-
-void gated(const Block& in, int kind, float* out, int64_t out_stride, Isa isa) {
-    CALL_WIDTH(gated, (in, kind, out, out_stride));
-}
-
-void add_block(float* x, int64_t stride, const Block& y, const float* bias, Isa isa) {
-    CALL_WIDTH(add_block, (x, stride, y, bias));
-}
-
-void add_scaled(float* x, const float* y, float scale, int64_t size, Isa isa) {
-    CALL_WIDTH(add_scaled, (x, y, scale, size));
-}
-
-void add(float* x, const float* y, int64_t size, Isa isa) { CALL_WIDTH(add, (x, y, size)); }
-
-void widen(const uint16_t* x, int64_t size, float* out, Isa isa) {
-    CALL_WIDTH(widen, (x, size, out));
-}
-
-void narrow(const float* x, int64_t size, uint16_t* out, Isa isa) {
-    CALL_WIDTH(narrow, (x, size, out));
-}
+DEFINE_FOR_WIDTHS(rms_norm,
+                  (const float* x, const float* weight, float eps, int64_t size, float* out),
+                  (x, weight, eps, size, out))
+DEFINE_FOR_WIDTHS(rotate, (float* head, const float* factors, int64_t rotary_dim),
+                  (head, factors, rotary_dim))
+DEFINE_FOR_WIDTHS(gated, (const Block& in, int kind, float* out, int64_t out_stride),
+                  (in, kind, out, out_stride))
+DEFINE_FOR_WIDTHS(add_block, (float* x, int64_t stride, const Block& y, const float* bias),
+                  (x, stride, y, bias))
+DEFINE_FOR_WIDTHS(add_scaled, (float* x, const float* y, float scale, int64_t size),
+                  (x, y, scale, size))
+DEFINE_FOR_WIDTHS(add, (float* x, const float* y, int64_t size), (x, y, size))
+DEFINE_FOR_WIDTHS(widen, (const uint16_t* x, int64_t size, float* out), (x, size, out))
+DEFINE_FOR_WIDTHS(narrow, (const float* x, int64_t size, uint16_t* out), (x, size, out))
+DEFINE_FOR_WIDTHS(forbid, (float* scores, int64_t size, int64_t first, const uint32_t* mask),
+                  (scores, size, first, mask))
+DEFINE_FOR_WIDTHS(pick_greedy,
+                  (const float* scores, int64_t size, int64_t first, float* best, int64_t* token),
+                  (scores, size, first, best, token))
+DEFINE_FOR_WIDTHS(pick_noisy,
+                  (const float* scores, int64_t size, int64_t first, const Noise& noise,
+                   float* best, int64_t* token),
+                  (scores, size, first, noise, best, token))
 
 bool allows_any(const uint32_t* mask, int64_t first, int64_t size) {
     const int64_t end = first + size;
@@ -226,20 +193,6 @@ bool allows_any(const uint32_t* mask, int64_t first, int64_t size) {
         if (bits) return true;
     }
     return false;
-}
-
-void forbid(float* scores, int64_t size, int64_t first, const uint32_t* mask, Isa isa) {
-    CALL_WIDTH(forbid, (scores, size, first, mask));
-}
-
-void pick_greedy(const float* scores, int64_t size, int64_t first, float* best, int64_t* token,
-                 Isa isa) {
-    CALL_WIDTH(pick_greedy, (scores, size, first, best, token));
-}
-
-void pick_noisy(const float* scores, int64_t size, int64_t first, const Noise& noise, float* best,
-                int64_t* token, Isa isa) {
-    CALL_WIDTH(pick_noisy, (scores, size, first, noise, best, token));
 }
 
 }  // namespace hetero

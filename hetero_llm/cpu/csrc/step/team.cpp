@@ -5,7 +5,7 @@
 // every other. A thread spins on cache lines that one other thread writes, so no line is contended,
 // whatever the number of threads.
 //
-// A thread that waits at a barrier spins for its patience and then sleeps until the sender wakes it.
+// A thread that waits at a barrier spins for its patience, then sleeps until the sender wakes it.
 // It does not yield: on a core that others want, every yield hands them a whole time slice, while a
 // thread that slept gets its core back as soon as it is woken. A wait that outlasts the patience
 // halves it, since the sender has lost its core and will be late again; a shorter wait restores it
@@ -13,20 +13,13 @@
 
 #include "team.h"
 
-#include <linux/futex.h>
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
 #include <climits>
 #include <memory>
+#include <numeric>
 #include <vector>
 
+#include "threads.h"
 #include "waiting.h"
 
 namespace hetero {
@@ -56,11 +49,6 @@ struct alignas(128) Seat {
 std::atomic<uint32_t> forks{0};
 
 void count_fork() { forks.fetch_add(1, std::memory_order_relaxed); }
-
-void futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
-    static_assert(sizeof *word == sizeof(uint32_t));
-    syscall(SYS_futex, word, operation, value, nullptr, nullptr, 0);
-}
 
 }  // namespace
 
@@ -98,17 +86,12 @@ void Team::State::launch() {
     asleep.value.store(0, std::memory_order_relaxed);
     seats[0].barriers = 0;
     starts.resize(threads);
-    // Signals are handled by the program's other threads.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     int made = 1;
     for (; made < threads; ++made) {
         seats[made].barriers = 0;
         starts[made] = {this, made};
-        if (pthread_create(&seats[made].handle, nullptr, work, &starts[made]) != 0) break;
+        if (!start_thread(&seats[made].handle, work, &starts[made])) break;
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     // No thread reads these before the first run.
     threads = made;
     rounds = 0;
@@ -122,9 +105,7 @@ void Team::State::announce(Body body, void* context) {
     // A thread counts itself as asleep before the kernel looks at `runs`: either we see it here or
     // it sees the new run there.
     order.runs.fetch_add(1, std::memory_order_seq_cst);
-    if (asleep.value.load(std::memory_order_seq_cst) > 0) {
-        futex(&order.runs, FUTEX_WAKE_PRIVATE, INT_MAX);
-    }
+    if (asleep.value.load(std::memory_order_seq_cst) > 0) wake(order.runs, INT_MAX);
 }
 
 // Returns the number of the next run once it has started.
@@ -137,9 +118,7 @@ uint32_t Team::State::await(uint32_t seen) {
         pause_briefly();
     }
     asleep.value.fetch_add(1, std::memory_order_seq_cst);
-    while (order.runs.load(std::memory_order_acquire) == seen) {
-        futex(&order.runs, FUTEX_WAIT_PRIVATE, seen);
-    }
+    while (order.runs.load(std::memory_order_acquire) == seen) sleep_on(order.runs, seen);
     asleep.value.fetch_sub(1, std::memory_order_relaxed);
     return order.runs.load(std::memory_order_acquire);
 }
@@ -151,9 +130,7 @@ void Team::State::wait_for_all(int thread) {
         Word& theirs = signals[to * rounds + round];
         // Either the reader's `asleep` is seen here, or the reader sees the value before it sleeps.
         theirs.value.store(barrier, std::memory_order_seq_cst);
-        if (theirs.asleep.load(std::memory_order_seq_cst) != 0) {
-            futex(&theirs.value, FUTEX_WAKE_PRIVATE, 1);
-        }
+        if (theirs.asleep.load(std::memory_order_seq_cst) != 0) wake(theirs.value, 1);
         wait_for(signals[thread * rounds + round], barrier, seats[thread]);
     }
 }
@@ -173,7 +150,7 @@ void Team::State::wait_for(Word& signal, uint32_t barrier, Seat& seat) {
         signal.asleep.store(1, std::memory_order_seq_cst);
         uint32_t value = signal.value.load(std::memory_order_seq_cst);
         while (!reached(value)) {
-            futex(&signal.value, FUTEX_WAIT_PRIVATE, value);
+            sleep_on(signal.value, value);
             value = signal.value.load(std::memory_order_seq_cst);
         }
         signal.asleep.store(0, std::memory_order_relaxed);
@@ -186,15 +163,7 @@ void Team::State::wait_for(Word& signal, uint32_t barrier, Seat& seat) {
 void* Team::State::work(void* start) {
     const auto [state, thread] = *static_cast<Start*>(start);
     pthread_setname_np(pthread_self(), "hetero-cpu");
-    const int cpu = state->seats[thread].cpu;
-    if (cpu >= 0) {
-        // Fails only if the CPU was taken away meanwhile; then the system chooses.
-        cpu_set_t* set = CPU_ALLOC(cpu + 1);
-        CPU_ZERO_S(CPU_ALLOC_SIZE(cpu + 1), set);
-        CPU_SET_S(cpu, CPU_ALLOC_SIZE(cpu + 1), set);
-        pthread_setaffinity_np(pthread_self(), CPU_ALLOC_SIZE(cpu + 1), set);
-        CPU_FREE(set);
-    }
+    pin_thread(state->seats[thread].cpu);
     for (uint32_t seen = 0;;) {
         seen = state->await(seen);
         const Body body = state->order.body;
@@ -224,9 +193,12 @@ Team::~Team() {
 
 int Team::size() const { return state_->threads; }
 
-void Team::run(Body body, void* context) {
-    // A fork copies the memory but not the threads: the child makes its own.
+void Team::revive() {
     if (state_->born != forks.load(std::memory_order_relaxed)) state_->launch();
+}
+
+void Team::run_body(Body body, void* context) {
+    revive();
     state_->announce(body, context);
     body(context, 0);
     state_->wait_for_all(0);
@@ -253,43 +225,6 @@ void Team::delay(int thread, int64_t nanoseconds) {
     state_->seats[thread].delay_ns.store(nanoseconds, std::memory_order_relaxed);
 }
 
-namespace {
-
-// In each round every thread writes its number of the round and, behind a barrier, adds up the
-// numbers of all.
-struct SumCheck {
-    Team* team;
-    int64_t rounds;
-    std::vector<int64_t> written;
-    std::vector<int64_t> wrong;
-
-    static void body(void* context, int thread) {
-        SumCheck& check = *static_cast<SumCheck*>(context);
-        const int64_t threads = (int64_t)check.written.size();
-        int64_t wrong = 0;
-        for (int64_t round = 1; round <= check.rounds; ++round) {
-            check.written[thread] = round * (thread + 1);
-            check.team->barrier(thread);
-            int64_t sum = 0;
-            for (int64_t value : check.written) sum += value;
-            wrong += sum != round * threads * (threads + 1) / 2;
-            check.team->barrier(thread);
-        }
-        check.wrong[thread] = wrong;
-    }
-};
-
-struct Barriers {
-    Team* team;
-    int64_t count;
-
-    static void body(void* context, int thread) {
-        const Barriers& barriers = *static_cast<Barriers*>(context);
-        for (int64_t i = 0; i < barriers.count; ++i) barriers.team->barrier(thread);
-    }
-};
-
-}  // namespace
 }  // namespace hetero
 
 extern "C" {
@@ -299,34 +234,43 @@ void* hetero_team_new(int64_t threads, const int32_t* cpus, int64_t spin_us) {
     return new hetero::Team((int)threads, cpus, spin_us);
 }
 
-void hetero_team_free(void* team) { delete static_cast<hetero::Team*>(team); }
+void hetero_team_free(hetero::Team* team) { delete team; }
 
-int64_t hetero_team_size(void* team) { return static_cast<hetero::Team*>(team)->size(); }
+int64_t hetero_team_size(hetero::Team* team) { return team->size(); }
 
-int64_t hetero_team_slept(void* team) { return static_cast<hetero::Team*>(team)->slept_ns(); }
+int64_t hetero_team_slept(hetero::Team* team) { return team->slept_ns(); }
 
-void hetero_team_delay(void* team, int64_t thread, int64_t nanoseconds) {
-    static_cast<hetero::Team*>(team)->delay((int)thread, nanoseconds);
+void hetero_team_delay(hetero::Team* team, int64_t thread, int64_t nanoseconds) {
+    team->delay((int)thread, nanoseconds);
 }
 
-// One run of 2 * rounds barriers. Returns the number of wrong sums; a thread that did not take part
-// counts as one.
-int64_t hetero_team_check(void* handle, int64_t rounds) {
-    hetero::Team* team = static_cast<hetero::Team*>(handle);
-    const size_t threads = (size_t)team->size();
-    hetero::SumCheck check{team, rounds, std::vector<int64_t>(threads, 0),
-                           std::vector<int64_t>(threads, 1)};
-    team->run(hetero::SumCheck::body, &check);
-    int64_t wrong = 0;
-    for (int64_t count : check.wrong) wrong += count;
-    return wrong;
+// One run of 2 * rounds barriers. In each round every thread writes its number of the round and,
+// behind a barrier, adds up the numbers of all. Returns the number of wrong sums; a thread that did
+// not take part counts as one.
+int64_t hetero_team_check(hetero::Team* team, int64_t rounds) {
+    const int64_t threads = team->size();
+    std::vector<int64_t> written(threads, 0), wrong(threads, 1);
+    team->run([&](int thread) {
+        int64_t mistakes = 0;
+        for (int64_t round = 1; round <= rounds; ++round) {
+            written[thread] = round * (thread + 1);
+            team->barrier(thread);
+            const int64_t sum = std::accumulate(written.begin(), written.end(), (int64_t)0);
+            mistakes += sum != round * threads * (threads + 1) / 2;
+            team->barrier(thread);
+        }
+        wrong[thread] = mistakes;
+    });
+    return std::accumulate(wrong.begin(), wrong.end(), (int64_t)0);
 }
 
 // Nanoseconds that `runs` runs with `barriers` barriers each take.
-int64_t hetero_team_time(void* handle, int64_t runs, int64_t barriers) {
-    hetero::Barriers body{static_cast<hetero::Team*>(handle), barriers};
+int64_t hetero_team_time(hetero::Team* team, int64_t runs, int64_t barriers) {
     const int64_t begin = hetero::now_ns();
-    for (int64_t i = 0; i < runs; ++i) body.team->run(hetero::Barriers::body, &body);
+    for (int64_t i = 0; i < runs; ++i)
+        team->run([&](int thread) {
+            for (int64_t k = 0; k < barriers; ++k) team->barrier(thread);
+        });
     return hetero::now_ns() - begin;
 }
 

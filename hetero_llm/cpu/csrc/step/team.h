@@ -7,9 +7,7 @@
 
 namespace hetero {
 
-// What every thread of a team runs; `thread` counts from 0, which is the caller.
-using Body = void (*)(void* context, int thread);
-
+// Threads count from 0, which is the caller.
 class Team {
   public:
     // cpus: [threads] the logical CPU of each thread; cpus[0], the caller's, is ignored. Null
@@ -21,8 +19,14 @@ class Team {
     Team& operator=(const Team&) = delete;
 
     int size() const;
-    // Runs `body` on all threads and returns when all have returned. One caller at a time.
-    void run(Body body, void* context);
+    // Makes the threads again in a child of a fork, which has none: maybe fewer than before.
+    void revive();
+    // Revives the team, calls body(thread) on all threads and returns when all have returned. One
+    // caller at a time.
+    template <typename F>
+    void run(F body) {
+        run_body([](void* context, int thread) { (*static_cast<F*>(context))(thread); }, &body);
+    }
     // Inside run: returns when every thread has called it; what they wrote before is visible.
     // Spins a bounded time, then sleeps: on a core that other programs want, a thread that sleeps
     // is back as soon as it is woken.
@@ -34,6 +38,9 @@ class Team {
     void delay(int thread, int64_t nanoseconds);
 
   private:
+    using Body = void (*)(void* context, int thread);
+    void run_body(Body body, void* context);
+
     struct State;
     State* state_;
 };

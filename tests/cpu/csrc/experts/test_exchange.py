@@ -112,9 +112,8 @@ def test_biases(library: ctypes.CDLL, isa: int, dtype: torch.dtype) -> None:
     check(mixture, mailbox, 9)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_results_do_not_depend_on_threads(library: ctypes.CDLL, isa: int, name: str) -> None:
-    """To the bit, with more threads than there are strips as well."""
+def check_threads(library: ctypes.CDLL, isa: int, name: str) -> None:
+    """The same to the bit, with more threads than there are strips as well."""
     mixture = mixture_of(name, inner=640 if KINDS[name].group else 600)
     mailbox = mailbox_for(mixture, 20, K)
     for tokens in (1, 20):
@@ -125,6 +124,17 @@ def test_results_do_not_depend_on_threads(library: ctypes.CDLL, isa: int, name: 
         ]
         for other in answers[1:]:
             torch.testing.assert_close(other, answers[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_results_do_not_depend_on_threads(library: ctypes.CDLL, name: str) -> None:
+    check_threads(library, native.isa_level(library), name)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_blocks", "int4_128_points"])
+def test_they_do_so_on_no_instruction_set(library: ctypes.CDLL, isa: int, name: str) -> None:
+    """One kind of each way to read scales: strips are shared before kinds part."""
+    check_threads(library, isa, name)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT], ids=["bf16", "float"])

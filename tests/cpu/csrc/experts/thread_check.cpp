@@ -58,6 +58,8 @@ Setting setting_of(const Model& model, Mailbox& box) {
     s.weights = box.weights;
     s.x = (const char*)box.x;
     s.y = box.y;
+    s.request = box.request;
+    s.answer = box.answer;
     s.isa = best_isa();
     return s;
 }
@@ -123,8 +125,7 @@ int main() {
         Mailbox box;
         const int threads = round % 4 + 1;
         const bool ends_early = round % 3 == 2;
-        ExpertTeam team(setting_of(model, box), threads, nullptr, round % 2 ? 0 : 100, box.request,
-                        box.answer);
+        ExpertTeam team(setting_of(model, box), threads, nullptr, round % 2 ? 0 : 100);
         std::atomic<bool> done{false};
         std::thread waker([&] {
             while (!done.load()) {

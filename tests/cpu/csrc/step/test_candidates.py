@@ -194,7 +194,7 @@ def test_a_steps_candidates_are_those_of_its_logits(
         for temperature in (0.0, 0.8):
             heat = np.full(len(rows), temperature)
             samples = samples_of(rows, np.full(len(rows), CANDIDATES), heat)
-            tokens, found = served.executor.candidates(served.rows([part]), samples, 8)
+            tokens, found = served.candidates(served.rows([part]), samples, 8)
             check_candidates(scores_of(logits, samples), samples.temperatures, tokens, found)
 
 
@@ -234,5 +234,5 @@ def test_a_token_sampled_with_noise_is_the_first_candidate(draft: Path) -> None:
     noisy = samples_of(np.arange(40), np.full(40, NOISY), heat)
     sampled = served.executor.step(served.rows([part]), noisy)
     wanted = samples_of(np.arange(40), np.full(40, CANDIDATES), heat)
-    tokens, _ = served.executor.candidates(served.rows([part]), wanted, 1)
+    tokens, _ = served.candidates(served.rows([part]), wanted, 1)
     np.testing.assert_array_equal(tokens[:, 0], sampled)

@@ -4,6 +4,8 @@ rows; what int8 weights cost in perplexity."""
 from __future__ import annotations
 
 import ctypes
+import os
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +21,7 @@ from hetero_llm.cpu.executor import (
     CANDIDATES,
     GREEDY,
     NOISY,
+    Candidates,
     Executor,
     SampleMasks,
     StepInput,
@@ -129,6 +132,16 @@ class Served:
         rows = self.rows(parts)
         return self.executor.logits(rows, np.arange(len(rows.token_ids)))
 
+    def candidates(
+        self, rows: StepInput, samples: StepSamples, count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens and log-probabilities of `Candidates`."""
+        num_samples, tokens = len(samples.modes), np.zeros(0, np.int64)
+        found = Candidates.empty(num_samples, count)
+        step = self.executor.prepare(rows, samples, tokens, found)
+        self.executor.run(step, len(rows.token_ids), len(rows.request_slots), num_samples)
+        return found.tokens, found.log_probs
+
 
 @lru_cache(maxsize=2)
 def reference_model(folder: Path) -> transformers.PreTrainedModel:
@@ -206,6 +219,23 @@ def test_every_kind_of_rows(checkpoint: Path, weight_format: str, isa: int) -> N
 @pytest.mark.parametrize("threads", [1, 3, 16])
 def test_any_number_of_threads(checkpoint: Path, threads: int) -> None:
     check(checkpoint, Served(checkpoint, "float", BEST, threads), TOLERANCE["float"])
+
+
+def test_threads_that_the_system_refuses_are_not_missed(checkpoint: Path) -> None:
+    """A child of a fork makes threads of its own. If it may not, the caller computes all."""
+    served = Served(checkpoint, "float", BEST, 4, blocks=64)
+    tokens = text(8, 901)
+    served.logits([Part(0, 0, tokens[:900])])
+    last = Part(0, 900, tokens[900:])
+    expected = served.logits([last])  # its context is cut
+    child = os.fork()
+    if child == 0:
+        if os.geteuid() == 0:
+            os.setuid(65534)  # the limit does not hold for root
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        error = (served.logits([last]) - expected).abs().max()
+        os._exit(0 if error < TOLERANCE["float"] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("weight_format", ["float", "bf16"])
@@ -303,7 +333,7 @@ def test_masked_samples_are_those_of_the_masked_logits(
     sums = masked + noise
     best = np.take_along_axis(sums, noisy[:, None], 1)[:, 0]
     assert (sums.max(axis=1) - best).max() < 1e-5
-    tokens, log_probs = served.executor.candidates(inputs, samples(CANDIDATES), 4)
+    tokens, log_probs = served.candidates(inputs, samples(CANDIDATES), 4)
     scores = torch.from_numpy(sums).log_softmax(dim=-1)
     for row in range(count):
         known = min(4, int(unmasked[row].sum()))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_llm.core.errors import SamplingError
-from hetero_llm.server.errors import ApiError, invalid
-from hetero_llm.server.field_names import FieldNames
+from hetero_llm.server.errors import ApiError, FieldNames, invalid
 
 NAMES = FieldNames(
     {

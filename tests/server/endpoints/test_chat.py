@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from hetero_llm.server.endpoints.chat import MessageWords
 from hetero_llm.server.message_events import PlainParser
-from hetero_llm.server.message_words import MessageWords
 from hetero_llm.server.regions.formats import named_format
 from hetero_llm.server.regions.region_parser import RegionParser
 

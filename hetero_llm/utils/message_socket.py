@@ -1,4 +1,4 @@
-"""Whole messages over one end of a socket pair, without ever waiting.
+"""Whole messages over one end of a socket pair; all calls but `wait` and `drain` return at once.
 
 A socket pair, not a socket with a name: no other process can connect to it, it leaves no file
 behind, and each side notices the other's end at once, by the end of the stream.
@@ -6,7 +6,9 @@ behind, and each side notices the other's end at once, by the end of the stream.
 
 from __future__ import annotations
 
+import select
 import socket
+import time
 
 _HEADER = 4  # bytes of a message's length, little endian
 _READ = 1 << 18
@@ -25,6 +27,7 @@ class MessageSocket:
         self._socket = end
         self._received = bytearray()
         self._unsent = bytearray()
+        self._kept: list[bytes] = []  # that `wait` has received besides its own
         self.closed = False
 
     def fileno(self) -> int:
@@ -54,6 +57,19 @@ class MessageSocket:
                 return
             del self._unsent[:sent]
 
+    def drain(self, seconds: float | None = None) -> None:
+        """Waits until the kernel's buffer has taken all unsent bytes, or so many seconds; None: as
+        long as the other end is open."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(self, select.POLLOUT)
+        while self._unsent:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            poll.poll(None if left is None else left * 1e3)
+            self.flush()
+
     def receive(self) -> list[bytes]:
         """Returns the messages that have arrived whole, maybe none."""
         size = 0
@@ -71,7 +87,22 @@ class MessageSocket:
             size += len(data)
             if len(data) < _READ:
                 break
-        return self._split() if size else []
+        found = self._kept + self._split()
+        self._kept = []
+        return found
+
+    def wait(self) -> bytes | None:
+        """Waits for the next message; None: the other end has closed."""
+        poll = select.poll()
+        poll.register(self, select.POLLIN)
+        while True:
+            found = self.receive()
+            if found:
+                self._kept = found[1:]
+                return found[0]
+            if self.closed:
+                return None
+            poll.poll()
 
     def close(self) -> None:
         self.closed = True

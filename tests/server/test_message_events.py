@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetero_llm.core.outputs import CompletionOutput, Logprob
-from hetero_llm.server.message_events import Content, MessageEvent, PlainParser, Reasoning
-from hetero_llm.server.message_reader import MessageReader
+from hetero_llm.server.message_events import (
+    Content,
+    MessageEvent,
+    MessageReader,
+    PlainParser,
+    Reasoning,
+)
+from hetero_llm.server.regions.formats import named_format
+from hetero_llm.server.regions.region_parser import RegionParser
 from tests.server.scripted_parser import AGENT, ScriptedParser
 
 
@@ -56,7 +63,7 @@ def test_what_the_parser_held_back_comes_with_the_end() -> None:
 
 def test_a_parser_that_counts_is_believed() -> None:
     class Counting(ScriptedParser):
-        reasoning_tokens = 0
+        reasoning_tokens: int | None = 0
 
         def feed(self, text: str, token_ids: Sequence[int]) -> list[MessageEvent]:
             self.reasoning_tokens += 1  # as if one token of each delta were reasoning
@@ -66,6 +73,16 @@ def test_a_parser_that_counts_is_believed() -> None:
     for tokens in ((1, 2, 3), (4, 5), (6,)):
         reader.read(delta(*tokens))
     assert (reader.num_tokens, reader.reasoning_tokens) == (6, 3)
+
+
+def test_a_model_whose_markers_are_no_tokens_has_reasoning_divided_by_length() -> None:
+    """Its parser cannot count, and null is no number of tokens for the clients of two APIs."""
+    parser = RegionParser(named_format(None, "qwen3"))
+    assert parser.reasoning_tokens is None
+    reader = MessageReader(parser)
+    text = CompletionOutput(0, "<think>aaaaaa</think>bb", [1, 2, 3, 4], None, None, "stop", None)
+    assert [piece.event for piece in reader.read(text)] == [Reasoning("aaaaaa"), Content("bb")]
+    assert reader.reasoning_tokens == 3
 
 
 def test_a_token_costs_one_question_to_its_parser() -> None:
