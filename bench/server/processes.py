@@ -17,10 +17,11 @@ _PATIENCE = 300.0  # seconds until a server is ready
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A process that answers at `url`, and the seconds it took to be ready."""
+    """A process that answers at `url`, its id, and the seconds it took to be ready."""
 
     url: str
     port: int
+    pid: int
     ready: float
 
 
@@ -40,7 +41,7 @@ def serving(*words: str, cpus: Sequence[int] = ()) -> Iterator[Serving]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         url = f"http://{HOST}:{port}"
-        yield Serving(url, port, _wait_until_ready(process, url))
+        yield Serving(url, port, process.pid, _wait_until_ready(process, url))
     finally:
         process.terminate()
         process.wait(60)

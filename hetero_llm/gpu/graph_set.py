@@ -255,8 +255,8 @@ class StepGraphs:
     Attributes:
         captured: the graphs by kind and bucket.
         profile: (tokens, seconds) of verify graphs and of one decoded token, ascending; empty
-            without drafts. Measured without any context: attention over long contexts adds to it,
-            which the times of real steps show.
+            without a drafter. Measured without any context: attention over long contexts adds to
+            it, which the times of real steps show.
     """
 
     def __init__(
@@ -401,7 +401,7 @@ class StepGraphs:
         for key, body in self._bodies:
             self.captured.capture(key, body)
         self._bodies.clear()
-        if buckets.verify:
+        if buckets.verify == buckets.tokens:
             keys = [("decode", 1), *(("verify", b) for b in buckets.verify if b > 1)]
             seconds = replay_seconds(self.captured, keys)
             self.profile = [(n, s) for (_, n), s in zip(keys, seconds, strict=True)]

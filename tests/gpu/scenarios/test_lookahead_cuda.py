@@ -142,5 +142,3 @@ def test_the_budget_knows_what_every_captured_size_costs(monkeypatch: pytest.Mon
         assert times.predict(5) == times.predict(8), "padded to the same graph"
         outputs = generate(llm, ragged(), MIXED)
     assert regrets(outputs, MIXED).max() < TIES
-    with start() as llm:
-        assert runner_of(llm).profile == []

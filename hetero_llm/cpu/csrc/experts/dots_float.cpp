@@ -64,6 +64,14 @@ INLINE Floats<N> codes_at(Words<N> words, int shift, bool has_zeros) {
     return __builtin_convertvector(twice, Floats<N>) * 0.5f;
 }
 
+// A product that is rounded before anything is added to it. Compilers contract a product and a sum in
+// some tiles and not in others, and a token's result would depend on how many tokens are computed.
+template <int N>
+INLINE Floats<N> rounded(Floats<N> product) {
+    __asm__("" : "+v"(product));
+    return product;
+}
+
 template <int N, int W, int R>
 INLINE void finish(const DotCall& c, const Floats<N> (&sums)[W][R]) {
 #pragma GCC unroll 4
@@ -135,7 +143,9 @@ INLINE void plain_tile(const DotCall& c) {
             const float scale = has_scales(kKind) ? number_at(form.scale, c.scales[i], g) : 1.0f;
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r)
-                totals[i][r] = has_scales(kKind) ? totals[i][r] + sums[i][r] * scale : sums[i][r];
+                totals[i][r] = has_scales(kKind)
+                                   ? totals[i][r] + rounded<N>(sums[i][r] * scale)
+                                   : sums[i][r];
         }
     }
     finish<N, W, R>(c, totals);
@@ -186,9 +196,8 @@ INLINE void word_tile(const DotCall& c) {
             }
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
-                // Without a branch, around which GCC contracts products and sums in several ways.
-                totals[i][r] += sums[r] * scale;
-                totals[i][r] += shift * of_x[r];
+                totals[i][r] += rounded<N>(sums[r] * scale);
+                totals[i][r] += rounded<N>(shift * of_x[r]);
             }
         }
     }
