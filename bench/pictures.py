@@ -595,6 +595,7 @@ NOT_DRAWN = {
     "rooms/guided_decode.masks.before": "an earlier state, kept for comparison",
     "rooms/hybrid_experts.before.g": "beside the later run, in docs/benchmarks.md",
     "rooms/kernels_expert_team.fp8_rows.g": "a line of docs/history/log.md",
+    "rooms/never_slower.account.g": "one arm beside earlier runs, in docs/benchmarks.md",
     "rooms/never_slower.net_gain.g": "two of the drafts alone, cut off by a limit",
     "rooms/skinny_gemm.two_rows.g": "what launches of few rows were chosen by",
     "rooms/verify.before": "an earlier state, kept for comparison",

@@ -6,8 +6,8 @@ proposals yield fewer tokens a second than steps without them, idle time include
 steps and then tries again.
 
 Two rules begin a pause. By the first one proposals have lost on average, as estimated when they
-were made. By the second one they have lost more than they may: whatever was estimated, the account
-knows how many steps' worth of time the tokens that came have saved or cost (`_settle`). A loss
+were made. By the second one, where no step is launched ahead (on a CPU), they have lost more than
+they may: whatever was estimated, the account knows how many steps' worth of time the tokens that came have saved or cost (`_settle`). A loss
 beyond what was saved is paid back by a pause in which nothing is proposed, one hundredth of a step
 for each step. A new text brings a little to lose, so that it is looked up at once.
 """
@@ -156,7 +156,7 @@ class ProposalAccount:
                 self._observe_idle(report, work)
             self._num_settled = 0
             reports.clear()
-        if saved:
+        if saved and not self.launches_ahead:
             self._settle(saved)
 
     def _observe_idle(self, report: StepReport, work: float) -> None:
@@ -211,7 +211,9 @@ class ProposalAccount:
 
     def begin_text(self, num_running: int) -> None:
         """A prompt has begun: proposals may lose a little for it, divided among all that run. Where
-        that pays for a proposal a pause ends."""
+        that pays for a proposal a pause ends. Without effect where steps are launched ahead."""
+        if self.launches_ahead:
+            return
         self._saved = min(self._saved + _TO_LOSE / num_running, _TO_LOSE)
         idle = self.idle_of(num_running)
         plain = self.step_times.predict(num_running) + idle.plain

@@ -157,3 +157,14 @@ def test_a_rehearsal_decides_whether_a_pause_goes_on() -> None:
         report_plain(account)
     account.note_rehearsal(1.0, 1, 2e-5)
     assert not account.paused and not account.is_probing
+
+
+def test_an_engine_that_launches_ahead_pays_no_losses_back() -> None:
+    """There estimates alone decide: what a batch loses at its beginning it gains later."""
+    account = ProposalAccount()
+    account.set_step_times(PROFILE, True)
+    for _ in range(100):
+        report(account)
+    account.begin_text(1)
+    account.run_deferred()
+    assert not account.paused
