@@ -7,9 +7,10 @@ steps and then tries again.
 
 Two rules begin a pause. By the first one proposals have lost on average, as estimated when they
 were made. By the second one, where no step is launched ahead (on a CPU), they have lost more than
-they may: whatever was estimated, the account knows how many steps' worth of time the tokens that came have saved or cost (`_settle`). A loss
-beyond what was saved is paid back by a pause in which nothing is proposed, one hundredth of a step
-for each step. A new text brings a little to lose, so that it is looked up at once.
+they may: whatever was estimated, the account knows how many steps' worth of time the tokens that
+came have saved or cost (`_settle`). A loss beyond what was saved is paid back by a pause in which
+nothing is proposed, one hundredth of a step for each step. A new text brings a little to lose, so
+that it is looked up at once.
 """
 
 from __future__ import annotations
