@@ -64,8 +64,8 @@ def net_gain(gain: float, slowdown: float, num_sequences: int, accepting: float)
         gain: tokens a second of the step over those of one without drafts.
         slowdown: its seconds over those of one without, idle time included in both.
         num_sequences: of the step. Drafts of a single one delay no other.
-        accepting: how many of them will accept a node, as estimated. Where all do, nobody waits for
-            the others' drafts, however long the step takes.
+        accepting: how many of them will accept a node, as estimated. Where all do, no sequence
+            waits for the others' drafts, however long the step takes.
     """
     if num_sequences <= 1:
         return gain

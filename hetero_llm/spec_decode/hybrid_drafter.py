@@ -127,8 +127,8 @@ class HybridDrafter:
         self._propose([], self.states.follow([], [], None), 0)
         none = np.zeros(0, np.int64)
         self._step.learn(none, _CHUNK, 0)
-        nobody = self.states.follow([], [], None)
-        self._step.rehearse(nobody, _CHUNK, 1, self.account.idle_of(1), 0)
+        no_tokens = self.states.follow([], [], None)
+        self._step.rehearse(no_tokens, _CHUNK, 1, self.account.idle_of(1), 0)
         self.propose_next([], none.reshape(0, FIRST_END_ID), none, none, 1)
         self.account = ProposalAccount()
 

@@ -58,7 +58,7 @@ class MessageSocket:
             del self._unsent[:sent]
 
     def drain(self, seconds: float | None = None) -> None:
-        """Waits until the kernel's buffer has taken all unsent bytes, or so many seconds; None: as
+        """Waits until the kernel's buffer has taken all unsent bytes, at most for `seconds`; None: as
         long as the other end is open."""
         deadline = None if seconds is None else time.monotonic() + seconds
         poll = select.poll()
