@@ -30,8 +30,8 @@ def profile_executor(executor: Executor, cache: PagedKVCache) -> list[tuple[int,
     """Tokens and seconds of steps, ascending, each the minimum of some runs.
 
     Sizes take turns: what other programs do meanwhile then disturbs all of them, and each size that
-    runs often enough has a quiet moment. Reads and writes K and V of the cache's first blocks: to be
-    called before the first request.
+    runs often enough has a quiet moment. Reads and writes K and V of the cache's first blocks: to
+    be called before the first request.
     """
     room = min(_MEASURED[-1], cache.num_blocks * cache.shape.block_size)
     begun = perf_counter()

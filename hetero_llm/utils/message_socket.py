@@ -58,8 +58,8 @@ class MessageSocket:
             del self._unsent[:sent]
 
     def drain(self, seconds: float | None = None) -> None:
-        """Waits until the kernel's buffer has taken all unsent bytes, at most for `seconds`; None: as
-        long as the other end is open."""
+        """Waits until the kernel's buffer has taken all unsent bytes, at most for `seconds`; None:
+        as long as the other end is open."""
         deadline = None if seconds is None else time.monotonic() + seconds
         poll = select.poll()
         poll.register(self, select.POLLOUT)
