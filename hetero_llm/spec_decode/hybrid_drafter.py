@@ -299,7 +299,7 @@ class HybridDrafter:
     def _end_pause(self) -> None:
         """Takes in what sequences have got in a pause. A draft model is sent it, so that it has
         drafts by the next proposal; without one, and where the engine waits for a proposal anyway,
-        the pause goes on if drafts from the indexes would not have paid."""
+        the pause continues if drafts from the indexes would not have paid."""
         sequences = [each for each in self.states.sequences if each.request.may_draft]
         most = self._most_sequences
         if not sequences or (most is not None and len(sequences) > most):

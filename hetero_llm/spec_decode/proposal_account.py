@@ -195,7 +195,7 @@ class ProposalAccount:
 
     def note_rehearsal(self, saved: float, num_sequences: int, seconds: float) -> None:
         """Notes what drafts would have saved in the pause that ends: proposals begin again, or the
-        pause goes on.
+        pause continues.
 
         Args:
             saved: steps without drafts, for each step of the pause that was looked at.
