@@ -1,4 +1,5 @@
-"""Memory on a real GPU: offloaded weights, the size of the KV pool, and every way to run out."""
+"""Memory on a real GPU: offloaded weights, the size of the KV pool, and every way to run out. These
+tests need the GPU to themselves: `make test-gpu` runs them alone, after the others."""
 
 from __future__ import annotations
 
@@ -179,6 +180,25 @@ def test_the_cache_is_sized_from_free_memory() -> None:
         assert len(results(llm)) == 6
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         LLM("demo", device="cuda", gpu_memory_utilization=0.0001)
+
+
+def test_the_profile_knows_of_the_draft_model() -> None:
+    """Both caches fit into the share of the memory that may be used."""
+    given: dict[str, Any] = {
+        "num_gpu_blocks_override": None,
+        "gpu_memory_utilization": 0.2,
+        "max_num_seqs": 4,
+    }
+    with start(**given) as llm:
+        alone = num_blocks(llm)
+    with start(
+        **given, speculative_model=str(demo_folder("demo-draft")), num_speculative_tokens=5
+    ) as llm:
+        drafter: Any = llm.engine.scheduler.drafter
+        assert drafter.num_blocks == 4 * 32
+        # Two profile runs differ by more than this small model takes.
+        assert num_blocks(llm) < 1.01 * alone
+        assert results(llm)
 
 
 def test_an_fp8_pool_holds_twice_the_blocks() -> None:
