@@ -144,7 +144,8 @@ def _prefetch(pointers, LINES: tl.constexpr):
         )
 
 
-@triton.jit
+# The counts of a window lie at an address of their own alignment: one kernel serves all windows.
+@triton.jit(do_not_specialize_on_alignment=["count_ptr"])
 def _merge(
     out_ptr, sums_ptr, states_ptr, cut_ptr, count_ptr, sink_ptr, out_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
