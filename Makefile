@@ -54,11 +54,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not faults" -n $(TEST_WORKERS) --dist loadfile
 
-# On one GPU and 16 cores. Most of a first run is compiling kernels, so as many workers as cores; the
-# tests of memory need the GPU to themselves.
+# On one GPU and 16 cores. Most of a first run is compiling kernels, so almost as many workers as cores.
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest tests/gpu --ignore tests/gpu/test_memory_cuda.py -n $(GPU_TEST_WORKERS) --dist worksteal
-	$(BIN)/python -m pytest tests/gpu/test_memory_cuda.py
+	$(BIN)/python -m pytest tests/gpu -m "not alone" -n $(GPU_TEST_WORKERS) --dist worksteal
+	$(BIN)/python -m pytest tests/gpu -m alone
 
 # Real servers and draft workers that are killed, stopped, starved and lied to.
 test-faults: $(STAMP)
