@@ -203,8 +203,8 @@ class _Checks:
             if self._targets.targets[name].linear in whole:
                 reason = f"{called[name]} has an adapter of its own and one for all experts"
                 self._refuse(called[name], reason)
-        found = [self._stored(name, called[name], pairs[name]) for name in sorted(pairs)]
-        return found + banks
+        modules = [self._stored(name, called[name], pairs[name]) for name in sorted(pairs)]
+        return modules + banks
 
     def _banks(self, of_banks: Mapping[str, Mapping[str, StoredTensor]]) -> list[_Stored]:
         """Those of parameters with all experts' matrices, in the order of their names. A file does

@@ -94,7 +94,8 @@ class SlotLayout:
                 ):
                     begins.append(end)
                     end += -(-count * max(experts, 1) // _ALIGNMENT) * _ALIGNMENT
-                places[name] = LinearPlace(bounds, columns, piece, *begins, experts)
+                a, b, scales = begins
+                places[name] = LinearPlace(bounds, columns, piece, a, b, scales, experts)
             sizes.append(end - begin)
         return SlotLayout(rank, dtype, places, tuple(sizes))
 
