@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from hetero_llm.gpu.collectives import PeerCollectives
 from hetero_llm.gpu.kernels.activation import activation, gated_activation
 from hetero_llm.gpu.kernels.block_product import find_block_product
-from hetero_llm.gpu.kernels.experts import experts, serves
+from hetero_llm.gpu.kernels.expert_adapters import ExpertKernels
+from hetero_llm.gpu.kernels.experts import serves
 from hetero_llm.gpu.kernels.launch import INTERPRETED
 from hetero_llm.gpu.kernels.norm import (
     MAX_NORM_SIZE,
@@ -23,7 +24,6 @@ from hetero_llm.gpu.kernels.norm import (
     quantizes_norms,
 )
 from hetero_llm.gpu.kernels.quantize_rows import LARGEST, quantize_gated
-from hetero_llm.gpu.kernels.quantized_experts import quantized_experts
 from hetero_llm.gpu.kernels.quantized_gemm import prepare, prepares
 from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct, product_of
 from hetero_llm.gpu.kernels.routing import (
@@ -152,22 +152,14 @@ def _function_of(module: Experts) -> ExpertsFunction:
     alone; those that have no such order stay with torch."""
     quantized, activation, biases = module.quantized, module.activation.name, module.biases
     if not quantized:
-        return partial(experts, activation=activation, biases=biases)
+        return ExpertKernels(activation, biases)
     if not all(prepares(stack.matrix) for stack in quantized.values()):
         return module.function
     prepared = {}
     for name, stack in quantized.items():
         prepared[name] = prepare(stack.matrix)
         stack.release()
-    gate_up = prepared.get("gate_up", module.gate_up)
-    down = prepared.get("down", module.down)
-
-    def function(x: Tensor, ids: Tensor, weights: Tensor, *_: Tensor) -> Tensor:
-        return quantized_experts(
-            x, ids, weights, gate_up, down, activation=activation, biases=biases
-        )
-
-    return function
+    return ExpertKernels(activation, biases, prepared.get("gate_up"), prepared.get("down"))
 
 
 def quantize_where_rows_are_made(model: CausalLM) -> None:
