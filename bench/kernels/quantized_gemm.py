@@ -2,12 +2,13 @@
 
 Few rows: our kernels with the launch that `choose` names (`us`), up to 256 rows; from 65 on also
 the other way of a `QuantizedProduct` (`many_us`); fp8 with a scale for each row also by
-`fp8_linear` (`fp8_us`, rows made before). With `--tune` other launches are timed as well: `best_us` is the fastest, which belongs in the kernel's table. `share`: bytes of the prepared
-matrix, of x and of y, over the time, over the speed of a large copy in the same run. Weights are
-random and as many as keep L2 from holding them; all is timed in CUDA graphs. `step` adds up the
-layers of a model: what they would take in one step, and the share of the copy speed that all of it
-reaches. Many rows: `us` by the library, which quantizes rows (`bits` 8) or dequantizes the matrix
-(16), `few_us` by the kernels of few rows.
+`fp8_linear` (`fp8_us`, rows made before). With `--tune` other launches are timed as well: `best_us`
+is the fastest, which belongs in the kernel's table. `share`: bytes of the prepared matrix, of x and
+of y, over the time, over the speed of a large copy in the same run. Weights are random and as many
+as keep L2 from holding them; all is timed in CUDA graphs. `step` adds up the layers of a model:
+what they would take in one step, and the share of the copy speed that all of it reaches. Many rows:
+`us` by the library, which quantizes rows (`bits` 8) or dequantizes the matrix (16), `few_us` by the
+kernels of few rows.
 """
 
 from __future__ import annotations
