@@ -2,8 +2,8 @@
 
 To look has a price: the host has to know all tokens before the step is launched, so none is
 launched ahead, and then looks at the grammar of each sequence in turn; each drafted token has a
-mask of its own. The forced tokens have to pay for that. They do for one sequence; they may not for
-a batch, in which most of a step's time is the host's.
+mask of its own. The forced tokens have to pay for that. They do for one sequence; where few
+sequences of a large batch have any, they may not.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from bench.speculation.synthetic_drafter import SyntheticDrafter
 from hetero_llm import SamplingParams, StructuredOutputsParams
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.drafter import Drafter
-from hetero_llm.core.grammar import GrammarMatcher
+from hetero_llm.core.grammar import Grammar, GrammarMatcher
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.inputs.input_processor import InputProcessor, Prompt
@@ -364,3 +364,34 @@ def test_a_pause_of_forced_tokens_changes_no_token(checkpoint: Path, device: tor
     assert any(sampled > count for count, sampled in tried)
     assert others and all(sampled <= count for count, sampled in others)
     assert max(count for count, _ in tried) > 1
+
+
+def test_a_new_grammar_is_compiled_behind_the_launch(
+    checkpoint: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, params = guided_work()[0]
+    expected = run(start(checkpoint, device, ours=False)[0], [(ids, params)])
+    engine, _ = start(checkpoint, device, ours=True)
+    order: list[str] = []
+    make, launch = GrammarCompiler.prepare, engine.runner.launch
+
+    def prepare(compiler: GrammarCompiler, grammar: Grammar) -> None:
+        order.append("compile")
+        make(compiler, grammar)
+
+    def launched(step: SchedulerOutput) -> object:
+        result = launch(step)
+        order.append("launched")
+        return result
+
+    monkeypatch.setattr(GrammarCompiler, "prepare", prepare)
+    engine.runner.launch = launched  # type: ignore[method-assign]
+    request = engine.input_processor.make_request(
+        "0", Prompt(token_ids=ids), params, check_grammar=False
+    )
+    engine.add_request(request)
+    found = []
+    while engine.has_unfinished:
+        found += [list(one.outputs[0].token_ids) for one in engine.step() if one.finished]
+    assert found == [tokens for tokens, _ in expected["0"]]
+    assert order.count("compile") == 1 and order.index("compile") > order.index("launched")
