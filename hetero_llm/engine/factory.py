@@ -98,6 +98,7 @@ from hetero_llm.models.collectives import Rank
 from hetero_llm.models.sharding import check_ranks, sharded_config
 from hetero_llm.pooling.pooling_model import read_pooling_model
 from hetero_llm.scheduler.adapter_slots import AdapterSlots
+from hetero_llm.scheduler.forced_token_pace import PaceByShare, PaceByTimes
 from hetero_llm.scheduler.grammar_drafts import GrammarDrafts
 from hetero_llm.scheduler.kv_loads import KVLoadQueue
 from hetero_llm.scheduler.scheduler import Scheduler
@@ -483,7 +484,10 @@ def _grammar_drafts(
         most_tokens = inputs.scheduler.max_num_batched_tokens
     if inputs.grammars is None or most_tokens == 0:
         return None
-    return GrammarDrafts(partial(inputs.grammars.open_as, DraftMatcher), most_tokens=most_tokens)
+    waits_anyway = inputs.device.type == "cpu" or drafter is not None
+    pace = PaceByShare() if waits_anyway else PaceByTimes()
+    opened = partial(inputs.grammars.open_as, DraftMatcher)
+    return GrammarDrafts(opened, pace, most_tokens=most_tokens)
 
 
 def _load_device_draft(

@@ -291,12 +291,13 @@ class GpuModelRunner:
             adapted = self._adapters.prepare(step)
             launched = self._replay_verify(step, drafted_sizes(step), plain=True, adapted=adapted)
             if launched is not None:
+                self._start_masks(masks)
                 return self._completed(launched, masks, adapted)
         return self._launch(step, adapted)
 
     def _plan_masks(self, step: SchedulerOutput, *, plain: bool) -> StepMasks | None:
-        """Takes places for the masks of a step, hands them to the filler and lets them be written:
-        before the launch, in which a kernel may be compiled while another awaits the masks.
+        """Takes places for the masks of a step and hands them to the filler. `_start_masks` has to
+        follow.
 
         Args:
             plain: the kernels verify the step's draft trees, if it has any.
@@ -305,18 +306,23 @@ class GpuModelRunner:
         if plain or step.drafts is None:
             masks = self._masks.plan(step, self._sampler.is_masked_later)
         self.filler.mask_places = _NO_PLACES if masks is None else masks.places
+        return masks
+
+    def _start_masks(self, masks: StepMasks | None) -> None:
+        """Lets the masks of a step be written: behind the replay of its graphs, which the thread
+        that writes them would delay, and before anything else, in which a kernel may be compiled
+        while another awaits the masks."""
         if masks is not None:
             self._masks.start_fill(masks)
-        return masks
 
     def _completed(
         self, launched: LaunchedStep, masks: StepMasks | None, adapted: AdapterUse
     ) -> LaunchedStep:
-        """Lets the tokens of a launched step be shown to the grammars of its masks, and notes what
-        `finish` has to check."""
+        """Notes what `finish` has to check, and how the grammars of the step's masks get to see its
+        tokens."""
         if masks is not None:
             launched.masks = masks
-            self._masks.start_observe(masks, partial(_wait_for_tokens, launched))
+            self._masks.launched(masks, partial(_wait_for_tokens, launched))
         if adapted is AdapterUse.LOADING:
             launched.adapter_turn = self._adapters.turn
         return launched
@@ -362,6 +368,7 @@ class GpuModelRunner:
         kind = None
         if self.graphs is not None:
             kind = self.graphs.replay_step(step, num_tokens, plain=plain, adapted=adapted)
+        self._start_masks(masks)
         if kind == "decode":
             return self._completed(self._sent_results(step, num_tokens), masks, adapted)
         hidden, sampled_rows = self._device_step.hidden[:num_tokens], False
@@ -460,6 +467,7 @@ class GpuModelRunner:
         )
         masks = self._plan_masks(step, plain=plain)
         launched = self._replay_verify(step, sizes, plain=plain, adapted=adapted)
+        self._start_masks(masks)
         hidden = self._device_step.hidden
         if launched is None:
             verified = self._device_step.verified.part(sizes.num_groups, sizes.num_samples)
@@ -479,6 +487,7 @@ class GpuModelRunner:
         drafts, tables = step.drafts, self.filler.block_tables
         samples = drafts is None and not step.prompt_logprob_spans
         masks = self._plan_masks(step, plain=False)
+        self._start_masks(masks)
         rows = self._sharer.send(step, part, tables, samples=samples)
         if drafts is not None:
             sizes = drafted_sizes(rows.own)

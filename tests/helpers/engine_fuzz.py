@@ -157,7 +157,12 @@ class Reference:
             logits = _processed(raw.clone(), prompt, tokens, params, ends)
             _forbid(logits, bad_words, tokens)
             if params.structured_outputs is not None:
-                logits = self._constrained(logits, raw, tokens, params, ends)
+                ending = logits
+                if len(tokens) < params.min_tokens:
+                    without = replace(params, min_tokens=0)
+                    ending = _processed(raw.clone(), prompt, tokens, without, ends)
+                    _forbid(ending, bad_words, tokens)
+                logits = self._constrained(logits, ending, tokens, params, ends)
             if not params.greedy:
                 seed = torch.tensor([signed_seed(params.seed or 0)])
                 place = torch.tensor([len(prompt) + len(tokens)])
@@ -183,13 +188,13 @@ class Reference:
     def _constrained(
         self,
         logits: torch.Tensor,
-        raw: torch.Tensor,
+        ending: torch.Tensor,
         tokens: list[int],
         params: SamplingParams,
         ends: set[int],
     ) -> torch.Tensor:
         """The logits of tokens that lead to one of the choices, behind the token that they begin
-        after; min_tokens gives way where only end tokens are left."""
+        after; those of `ending`, without min_tokens, where only end tokens are left."""
         following = self._following(tokens, params.structured_outputs)
         if following is None:
             return logits
@@ -198,7 +203,7 @@ class Reference:
         if complete and not (early and set(allowed) - ends):
             allowed.append(EOS)
         if not set(allowed) - ends:
-            logits = _processed(raw.clone(), [], [], replace(params, min_tokens=0), ends)
+            logits = ending
         kept = torch.full_like(logits, float("-inf"))
         kept[allowed] = logits[allowed]
         return kept
