@@ -251,7 +251,8 @@ def fill_buffer(
         if tree:
             assert count == nodes[sequence] + 1 and count <= _MAX_TREE
             own[0] = token_ids[token]
-            own[1:count] = node_ids[node : node + count - 1]
+            for i in range(1, count):
+                own[i] = node_ids[node + i - 1]
             _measure_tree(parents[node : node + count - 1], up, bits, depths)
             node += count - 1
         for i in range(count):
