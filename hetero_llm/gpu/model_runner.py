@@ -20,7 +20,7 @@ look back, the torch sampler applies them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -145,6 +145,7 @@ class GpuModelRunner:
             one sample nothing.
         most_looks: see `kernels.sample.MaskPlaces`.
         sequence: which steps other ranks share.
+        dry: it can run no step; it is made for its `bodies`, without waiting for a compiler.
 
     Attributes:
         model, cache, layer_ready: see Args.
@@ -153,6 +154,7 @@ class GpuModelRunner:
             first step.
         filler: fills the input buffers.
         graphs: None: all steps run uncaptured.
+        bodies: of a dry runner: the steps that would be captured, for `compile_ahead`.
     """
 
     # large: the sizes of a step decide those of all parts.
@@ -174,6 +176,7 @@ class GpuModelRunner:
         link: StageLink = NO_LINK,
         most_looks: int = MOST_LOOKS,
         sequence: SequenceParallel | NoSequenceParallel = NO_SEQUENCE_PARALLEL,
+        dry: bool = False,
     ) -> None:
         check_supported(config)
         rank = model.config.rank
@@ -222,6 +225,7 @@ class GpuModelRunner:
             block_size=cache.shape.block_size,
             vocab_size=config.vocab_size,
             windows=self._context.windows,
+            compiles=not dry,
         )
         pin = device.type == "cuda"  # else Triton's interpreter: for tests
         self._copied = ResultRing(2 * max_samples, pin=pin)  # of uncaptured steps
@@ -250,12 +254,10 @@ class GpuModelRunner:
             max_samples=max_samples,
         )
         self._prompts: dict[int, AdmittedSequence] = {}  # of slots that want prompt_logprobs
-        none, no_ints = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        _read_verified(none, 0, no_ints, no_ints, none, none)  # compiles, as the next one
-        _drafted_sizes(no_ints, no_ints, no_ints, no_ints)
         self.graphs: StepGraphs | None = None
+        self.bodies: list[Callable[[], None]] = []
         if graphs:
-            self.graphs = StepGraphs(
+            steps = StepGraphs(
                 GraphSet(),
                 self._device_step,
                 self.filler,
@@ -266,6 +268,21 @@ class GpuModelRunner:
                 adapters=adapters is not None,
                 adapter_loads=self._adapters.overlaps_loads,
             )
+            if dry:
+                self.bodies = steps.bodies
+            else:
+                self.graphs = steps
+        if not dry:
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """What would take seconds in a request: tries libraries, compiles, captures."""
+        self._library.try_libraries()
+        none, no_ints = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        _read_verified(none, 0, no_ints, no_ints, none, none)  # compiles, as the next one
+        _drafted_sizes(no_ints, no_ints, no_ints, no_ints)
+        if self.graphs is not None:
+            self.graphs.capture()
 
     @property
     def profile(self) -> list[tuple[int, float]]:
