@@ -36,7 +36,7 @@ def test_odd_bytes_harm_nobody(tmp_path: Path) -> None:
     with server(tmp_path, *flags) as one:
         counts, faults = attack(one.url, seed=3, count=200, make=odd)
         assert not faults, "\n".join(faults)
-        assert counts["400"] > 80 and counts["200"] > 20 and counts["rounds beside"] > 5
+        assert counts["400"] > 80 and counts["200"] > 10 and counts["rounds beside"] > 0
         one.wait_until_idle()
         one.probe()
         assert " ERROR " not in one.log() and "Traceback" not in one.log()
