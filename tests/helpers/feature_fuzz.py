@@ -74,6 +74,8 @@ _FAMILIES = [
 ]
 _QUANTIZED: tuple[OnlineName, ...] = ("fp8", "fp8_block", "ifq", "ifq_nf4", "int4")
 _SLOTS = 6
+_OF_OTHERS = r"(?!.*project_).*"
+"""OPT's projections of embeddings take no adapters."""
 _OF_MIXTURES = r".*(attn|shared_expert).*"
 """transformers' experts and routers are no linear layers."""
 _REGEXES = ("[ab é]{2,6}", "(ab|ba)+c?", r"\d{1,3}(\.\d)?", "a*b", "(😀|中)+", "é?", "(a|b){3}")
@@ -116,7 +118,7 @@ class Worlds:
             reference = Reference(self._models[model], tie=tie)
             if quantized is not None:
                 quantize_reference(reference.model, quantized)
-            modules = _OF_MIXTURES if family in tiny_moe.FAMILIES else ".*"
+            modules = _OF_MIXTURES if family in tiny_moe.FAMILIES else _OF_OTHERS
             add_adapters(reference, self._folder / f"adapters of {name}", modules)
             self._references[name] = reference
         return self._models[model], self._references[name]
