@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.config.engine_config import EngineConfig, LoraConfig, SchedulerConfig
+from hetero_llm.config.pooling_config import PoolingConfig
 from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig
 from hetero_llm.core.drafter import CostAware
 from hetero_llm.core.errors import ConfigError, ModelLoadError
@@ -167,6 +168,8 @@ def build(
     device = resolve_device(config.load.device)
     model = read_pooling_model(model_folder(config.load, weights=False), config)
     if model is None:
+        if replace(config.pooling, runner="", convert="") != PoolingConfig():
+            logger.warning("pooler_config has no effect on a model that generates text")
         return build_engine(config, show_progress=show_progress, serving=serving)
     _check_no_adapters(config)
     if config.parallel.num_ranks > 1:

@@ -394,8 +394,8 @@ class InputProcessor:
         if prompt.token_ids is not None:
             token_ids = prompt.token_ids
             packed = _packed_plain_ids(token_ids, self._vocab_size)
-            if packed is None:
-                token_ids = self._plain_ids(token_ids)
+            # A copy: outputs hold it, and the user's list may be that of several prompts.
+            token_ids = self._plain_ids(token_ids) if packed is None else list(token_ids)
         else:
             assert prompt.text is not None
             if self._tokenizer is None:
