@@ -104,6 +104,7 @@ def speed_up(model: CausalLM, *, few_rows: int | None = None, agree: AgreeOnNumb
         elif isinstance(module, Linear) and module.weight.device.type == "cuda":
             module.product = linear
     speed_up_experts(model)
+    quantize_where_rows_are_made(model)
     products = [
         module.product
         for module in model.modules()
@@ -115,7 +116,6 @@ def speed_up(model: CausalLM, *, few_rows: int | None = None, agree: AgreeOnNumb
     elif products and products[0].matrix.device.type == "cuda":
         measure_switch_points(products, next(model.parameters()).dtype)
         agree_on_switch_points(products, agree)
-    quantize_where_rows_are_made(model)
 
 
 def speed_up_experts(model: CausalLM) -> None:
@@ -172,6 +172,7 @@ def quantize_where_rows_are_made(model: CausalLM) -> None:
             if isinstance(module.mlp, GatedMLP):
                 _quantize_in_norm(module.mlp_norm, module.mlp.gate_up_proj)
         elif isinstance(module, GatedMLP) and _may_quantize(module.down_proj):
+            cast(QuantizedProduct, module.down_proj.product).comes_quantized = True
             gate = module.activation
             gate.function = partial(
                 _gate_rows, name=cast(str, gate.name), linear=module.down_proj, plain=gate.function
@@ -181,7 +182,9 @@ def quantize_where_rows_are_made(model: CausalLM) -> None:
 def _quantize_in_norm(norm: nn.Module | None, linear: Linear) -> None:
     if not isinstance(norm, RMSNorm | GemmaRMSNorm) or not _may_quantize(linear):
         return
-    if quantizes_norms(cast(QuantizedProduct, linear.product).matrix):
+    product = cast(QuantizedProduct, linear.product)
+    if quantizes_norms(product.matrix):
+        product.comes_quantized = True
         norm.function = partial(
             _norm_rows, gemma=isinstance(norm, GemmaRMSNorm), linear=linear, plain=norm.function
         )
@@ -200,7 +203,12 @@ def _norm_rows(
     product = linear.product  # something else may stand in its place by now
     if not isinstance(product, QuantizedProduct) or not product.quantizes(x):
         return plain(x, residual, weight, eps)
-    rows, total = quantized_rms_norm(x, residual, weight, eps, matrix=product.matrix, gemma=gemma)
+    rows, total = quantized_rms_norm(
+        *(x, residual, weight, eps),
+        matrix=product.matrix,
+        gemma=gemma,
+        parts=product.parts(x),
+    )
     return cast(Tensor, rows), total
 
 
@@ -211,7 +219,8 @@ def _gate_rows(
     product = linear.product
     if not isinstance(product, QuantizedProduct) or not product.quantizes(gate_up):
         return plain(gate_up)
-    return cast(Tensor, quantize_gated(gate_up, name, product.matrix))
+    parts = product.parts(gate_up)
+    return cast(Tensor, quantize_gated(gate_up, name, product.matrix, parts=parts))
 
 
 class Summing(Protocol):
@@ -307,7 +316,10 @@ def _norm_of_sum(
     """`plain` of the sum over all ranks, in one launch where there is one."""
     linear = _quantizing(plain)
     product = None if linear is None else linear.product
-    quantizes = isinstance(product, QuantizedProduct) and product.quantizes(x)
+    # Two parts are left to the product's own pass: it takes less than a launch for the sum.
+    quantizes = (
+        isinstance(product, QuantizedProduct) and product.quantizes(x) and product.parts(x) == 1
+    )
     if quantizes or not collectives.norms(x):
         return plain(collectives.all_reduce(x), residual, weight, eps)
     return collectives.sum_norm(x, residual, weight, eps, gemma=gemma)
