@@ -268,7 +268,7 @@ class Scheduler:
         preemptions = self.stats.num_preemptions
         budget = self._schedule_running(sequences, num_scheduled_tokens)
         assert budget is not None
-        drafts, proposed = None, False
+        drafts, proposed, looked = None, False, False
         if preemptions == self.stats.num_preemptions:
             budget = self._schedule_loading(sequences, num_scheduled_tokens, budget)
             budget = self._schedule_waiting(sequences, num_scheduled_tokens, budget)
@@ -277,7 +277,7 @@ class Scheduler:
             if drafter is not None and drafter.idle:
                 drafter = None
             if (drafter is not None or self._forces_tokens) and not waits:
-                proposed = drafter is not None
+                proposed, looked = drafter is not None, self._forces_tokens
                 drafts = choose_drafts(
                     drafter,
                     self._grammar_drafts if self._num_guided else NoGrammarDrafts(),
@@ -295,6 +295,7 @@ class Scheduler:
             return self.schedule()
         step = self._begin_step(sequences, num_scheduled_tokens, drafts)
         self._in_flight[-1].proposed = proposed
+        self._in_flight[-1].looked = looked
         return step
 
     def schedule_ahead(self) -> SchedulerOutput | None:
@@ -468,9 +469,9 @@ class Scheduler:
     def observe_step(
         self, step: SchedulerOutput, seconds: float, idle_seconds: float, *, num_sampled: int
     ) -> None:
-        """Reports a finished step's duration to the load queue, and to the drafter if the step had
-        no prompt chunks: each for which it proposed, and some of the others, since a pause is to
-        cost nothing.
+        """Reports a finished step's duration to the load queue, and to what chooses drafts if the
+        step had no prompt chunks: each that was drafted for, and some of the others, since a pause
+        is to cost nothing.
 
         Args:
             idle_seconds: how long the device had waited for its launch.
@@ -480,9 +481,15 @@ class Scheduler:
         flight = self._in_flight[0]
         assert flight.step is step, "a step is reported before its update"
         drafter = self.drafter
-        if drafter is None or step.has_chunks:
+        if step.has_chunks:
             return
-        if flight.proposed or not self.stats.num_steps % _STEPS_A_REPORT:
+        wanted = flight.proposed or not self.stats.num_steps % _STEPS_A_REPORT
+        if drafter is None:
+            if wanted or self._num_guided:
+                self._grammar_drafts.observe_step(
+                    len(flight.sequences), seconds + idle_seconds, num_sampled, looked=flight.looked
+                )
+        elif wanted:
             count, num_tokens = len(flight.sequences), len(step.token_ids)
             if step.drafts is not None:
                 num_tokens += len(step.drafts.token_ids)
@@ -495,7 +502,7 @@ class Scheduler:
         prompts."""
         self.blocks.launched()
         if self._num_guided:
-            self._grammar_drafts.step_without_drafts()
+            self._grammar_drafts.launched(len(self._running))
         new_prompts, self._new_prompts = self._new_prompts, []
         if new_prompts and isinstance(self.drafter, PromptObserver):
             self.drafter.prompts_started(new_prompts)
