@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -50,6 +51,8 @@ _LOOK_SECONDS = 0.1  # between two looks of the watch
 _EXPLAIN_SECONDS = 2.0  # in which the watch finds what has ended a collective
 _STOP_SECONDS = 2.0  # that ranks have to end by themselves
 _NO_BLOCKS = np.zeros(0, np.int64)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +247,32 @@ class RankProcesses:
             self.check()
             self._failed.wait(_LOOK_SECONDS)
             self._receive()
+
+    def run_watched(self, act: Callable[[], T]) -> T:
+        """The result of `act`, which waits for the ranks where no failure of theirs ends it: torch
+        waits ten minutes for a rank that does not join a group. It runs in a thread, which is left
+        behind when a rank fails.
+
+        Raises:
+            HeteroLLMError: a rank has failed.
+        """
+        results: list[T | BaseException] = []
+        ended = threading.Event()
+
+        def run() -> None:
+            try:
+                results.append(act())
+            except BaseException as error:
+                results.append(error)
+            ended.set()
+
+        threading.Thread(target=run, name="hetero-llm-join", daemon=True).start()
+        while not ended.wait(_LOOK_SECONDS):
+            self.check()
+        (result,) = results
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def joined(self, leave: Callable[[], None], abort: Callable[[], None]) -> None:
         """This process has joined the group of all ranks.

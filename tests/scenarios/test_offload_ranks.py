@@ -71,7 +71,7 @@ def start(
     def begin(fault: str = "", **given: Any) -> Engine:
         monkeypatch.setenv("OFFLOAD_RANK_FAULT", fault)
         share = traffic.share_for(HOST_BLOCKS * BLOCK_BYTES)
-        config = config_of(folder, cpu_prefill_memory_utilization=share, **OFFLOAD, **given)
+        config = config_of(folder, cpu_prefill_memory_utilization=share, **{**OFFLOAD, **given})
         platform = HostPlatform(fake.path, lambda: compute, PolledGates)
         engine = build_engine(config, show_progress=False, platform=platform).engine
         started.append(engine)
@@ -102,6 +102,19 @@ def test_tokens_are_those_of_one_process(start: Any, plain: Engine) -> None:
     assert metrics["spec_decode_num_accepted_tokens"] > 10
     # Bytes of both ranks: an aborted load may have brought some of its own.
     assert metrics["kv_offload_bytes_d2h"] == metrics["kv_offload_stored_blocks"] * BLOCK_BYTES
+
+
+def test_all_is_stored_and_copied_at_once(start: Any, plain: Engine) -> None:
+    """Blocks are written through while memory is still being locked, and loads are not lazy."""
+    engine = start(
+        apc_offload_write_policy="write_through", apc_offload_not_lazy=True,
+        apc_offload_background_pin=True,
+    )  # fmt: skip
+    assert sum(compare(engine, plain, seed) for seed in (2, 3)) > 150
+    traffic.check_over(engine)
+    metrics = engine.metrics()
+    assert metrics["kv_offload_loads"] > 0 and metrics["kv_offload_stores"] > 3
+    assert not metrics["kv_offload_failed_loads"] and not metrics["kv_offload_broken"]
 
 
 def test_what_fails_in_another_rank_changes_no_token(start: Any, plain: Engine) -> None:

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -309,6 +310,8 @@ def join_ranks(
     Raises:
         HeteroLLMError: a rank has failed.
     """
+    import torch
+
     if isinstance(processes, NoRanks):
         return EngineRanks(processes, ALONE_SHARE)
     settings = RankSettings(
@@ -329,9 +332,13 @@ def join_ranks(
         reason = f"an argument cannot be sent to other processes: {error}"
         raise ConfigError(*config.parallel.asked_by, reason) from error
     processes.wait_for(IMPORTED)
-    share = join_group(
-        Rank(0, processes.size), processes.store, device,
-        row_bytes=row_bytes, parallel=config.parallel,
+    if device.type == "cuda":  # of this thread
+        torch.cuda.set_device(0)
+    share = processes.run_watched(
+        partial(
+            *(join_group, Rank(0, processes.size), processes.store, device),
+            row_bytes=row_bytes, parallel=config.parallel,
+        )
     )  # fmt: skip
     processes.joined(share.leave, share.abort)
     return EngineRanks(processes, share)
