@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetero_llm.bridge.ipc.shared_memory import allocate_shared
 from hetero_llm.core.errors import ConfigError, HeteroLLMError, RankDeadError, RingError
@@ -36,6 +37,7 @@ from hetero_llm.distributed.step_channel import StepWriter
 from hetero_llm.distributed.step_codec import (
     FINISH_MESSAGE,
     StepMessage,
+    moves_to_bytes,
     step_to_bytes,
     transfer_to_bytes,
     value_to_bytes,
@@ -113,6 +115,9 @@ class NoRanks:
     def compile_grammar(self, grammar: Grammar) -> None:
         pass
 
+    def move_kv(self, moves: NDArray[np.int64]) -> None:
+        pass
+
     def why(self, error: BaseException) -> BaseException:
         return error
 
@@ -146,6 +151,7 @@ class _Holder:
             popen.wait()
 
 
+# large: start, steps, watch and end of the same processes.
 class RankProcesses:
     """Ranks 1 to size - 1 of one engine. One thread at a time.
 
@@ -305,6 +311,14 @@ class RankProcesses:
     def compile_grammar(self, grammar: Grammar) -> None:
         """Lets the ranks compile a grammar beside their steps."""
         self._announce(value_to_bytes(StepMessage.GRAMMAR, grammar))
+
+    def move_kv(self, moves: NDArray[np.int64]) -> None:
+        """Lets the stages before the last one move KV of accepted draft nodes.
+
+        Args:
+            moves: [2, M] KV slots to read and to write.
+        """
+        self._announce(moves_to_bytes(moves))
 
     def open_adapter(self, request: LoRARequest) -> None:
         """Lets the ranks read an adapter, as this process has read it."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -56,6 +57,13 @@ def write_stacks(name: str) -> None:
     for child in psutil.Process().children():
         if "rank_process" in " ".join(child.cmdline()):
             child.send_signal(signal.SIGUSR1)
+
+
+def pytest_sessionstart() -> None:
+    """Compiles the lookahead cache, which takes half a minute, beside the first tests."""
+    if torch.cuda.device_count() >= 2:
+        code = "from tests.two_gpus.engines import compile_drafts; compile_drafts()"
+        subprocess.Popen([sys.executable, "-c", code])
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,9 @@ import pytest
 import torch
 
 from hetero_llm import LLM, EngineDeadError, LoRARequest, SamplingParams
+from hetero_llm.config.args import resolve_engine_args
+from hetero_llm.config.engine_config import EngineConfig
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from tests.scenarios.test_tensor_parallel import adapters_of
 
 MODEL: dict[str, Any] = {
@@ -35,10 +38,7 @@ SMALL: dict[str, Any] = {
     "device": "cuda", "dtype": "float32", "max_num_batched_tokens": 64, "max_num_seqs": 8,
     "num_gpu_blocks_override": 400, "max_model_len": 2304, "gpu_memory_utilization": 0.3,
 }  # fmt: skip
-DRAFTS: dict[str, Any] = {
-    "speculative_model": "[ngram]", "num_speculative_tokens": 5, "ngram_prompt_lookup_max": 4,
-}  # fmt: skip
-"""Prompt lookup: the lookahead cache compiles for half a minute at its first start."""
+DRAFTS: dict[str, Any] = {"use_lookahead": True, "num_speculative_tokens": 5}
 ADAPTERS: dict[str, Any] = {"max_loras": 2, "max_lora_rank": 8, "enable_lora": True}
 DEATH_SECONDS = 5.0
 
@@ -58,6 +58,14 @@ class Expected:
     mixed: list[list[int]]
     adapted: list[list[int]]
     adapters: list[LoRARequest | None]
+
+
+def compile_drafts() -> None:
+    """Compiles what drafts with `DRAFTS` run, for all processes behind this one."""
+    speculation = EngineConfig.from_args(resolve_engine_args({"model": "-", **DRAFTS})).speculation
+    assert speculation is not None and speculation.lookahead is not None
+    wanted = replace(speculation.lookahead, max_seq_len=64, eos_token_id=(2,))
+    HybridDrafter(wanted, width=64, capacity=1 << 14)
 
 
 def expected_on_one_gpu(folder: Path) -> Expected:

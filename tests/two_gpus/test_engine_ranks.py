@@ -12,57 +12,57 @@ from hetero_llm import LLM
 from tests.two_gpus.engines import DRAFTS, SMALL, Expected, check_death, run, run_long, run_mixed
 
 
-class TestGraphs:
+@pytest.fixture(scope="class")
+def graphs(folder: Path, expected: Expected) -> Iterator[LLM]:
     """Steps in graphs, those with drafts and those of up to 2,048 prompt tokens included."""
+    options = {**SMALL, "max_num_batched_tokens": 2176}
+    with LLM(str(folder), **options, **DRAFTS, tensor_parallel_size=2) as llm:
+        yield llm
 
-    @pytest.fixture(scope="class")
-    def llm(self, folder: Path, expected: Expected) -> Iterator[LLM]:
-        options = {**SMALL, "max_num_batched_tokens": 2176}
-        with LLM(str(folder), **options, **DRAFTS, tensor_parallel_size=2) as llm:
-            yield llm
 
-    def test_tokens_of_one_gpu(self, llm: LLM, expected: Expected) -> None:
-        assert run(llm) == expected.requests
-        assert run(llm) == expected.requests, "with cached prefixes"
-        assert llm.metrics()["spec_decode_num_accepted_tokens"] > 0
+class TestGraphs:
+    def test_tokens_of_one_gpu(self, graphs: LLM, expected: Expected) -> None:
+        assert run(graphs) == expected.requests
+        assert run(graphs) == expected.requests, "with cached prefixes"
+        assert graphs.metrics()["spec_decode_num_accepted_tokens"] > 0
 
-    def test_prompts_whose_steps_are_captured(self, llm: LLM, expected: Expected) -> None:
-        assert run_long(llm) == expected.long
+    def test_prompts_whose_steps_are_captured(self, graphs: LLM, expected: Expected) -> None:
+        assert run_long(graphs) == expected.long
 
-    def test_many_steps(self, llm: LLM, expected: Expected) -> None:
-        assert run_mixed(llm) == expected.mixed
+    def test_many_steps(self, graphs: LLM, expected: Expected) -> None:
+        assert run_mixed(graphs) == expected.mixed
 
-    def test_a_killed_rank_ends_the_engine(self, llm: LLM) -> None:
-        check_death(llm, signal.SIGKILL)
+    def test_a_killed_rank_ends_the_engine(self, graphs: LLM) -> None:
+        check_death(graphs, signal.SIGKILL)
+
+
+@pytest.fixture(scope="class")
+def nccl(folder: Path, expected: Expected) -> Iterator[LLM]:
+    """Where GPUs do not map each other's memory."""
+    options = {"disable_custom_all_reduce": True, "tensor_parallel_size": 2}
+    with LLM(str(folder), **SMALL, **options) as llm:
+        yield llm
 
 
 class TestNccl:
-    """Where GPUs do not map each other's memory."""
+    def test_tokens_of_one_gpu(self, nccl: LLM, expected: Expected) -> None:
+        assert run(nccl) == expected.requests
 
-    @pytest.fixture(scope="class")
-    def llm(self, folder: Path, expected: Expected) -> Iterator[LLM]:
-        options = {"disable_custom_all_reduce": True, "tensor_parallel_size": 2}
-        with LLM(str(folder), **SMALL, **options) as llm:
-            yield llm
+    def test_a_stopped_rank_ends_the_engine(self, nccl: LLM) -> None:
+        check_death(nccl, signal.SIGSTOP)
 
-    def test_tokens_of_one_gpu(self, llm: LLM, expected: Expected) -> None:
-        assert run(llm) == expected.requests
 
-    def test_a_stopped_rank_ends_the_engine(self, llm: LLM) -> None:
-        check_death(llm, signal.SIGSTOP)
+@pytest.fixture(scope="class")
+def eager(folder: Path, expected: Expected) -> Iterator[LLM]:
+    """Without graphs, some weights in host memory."""
+    options = {"enforce_eager": True, "cpu_offload_gb": 0.001, "tensor_parallel_size": 2}
+    with LLM(str(folder), **SMALL, **options) as llm:
+        yield llm
 
 
 class TestEagerSteps:
-    """Without graphs, some weights in host memory."""
+    def test_tokens_of_one_gpu(self, eager: LLM, expected: Expected) -> None:
+        assert run(eager) == expected.requests
 
-    @pytest.fixture(scope="class")
-    def llm(self, folder: Path, expected: Expected) -> Iterator[LLM]:
-        options = {"enforce_eager": True, "cpu_offload_gb": 0.001, "tensor_parallel_size": 2}
-        with LLM(str(folder), **SMALL, **options) as llm:
-            yield llm
-
-    def test_tokens_of_one_gpu(self, llm: LLM, expected: Expected) -> None:
-        assert run(llm) == expected.requests
-
-    def test_a_stopped_rank_ends_the_engine(self, llm: LLM) -> None:
-        check_death(llm, signal.SIGSTOP)
+    def test_a_stopped_rank_ends_the_engine(self, eager: LLM) -> None:
+        check_death(eager, signal.SIGSTOP)

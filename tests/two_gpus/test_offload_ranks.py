@@ -94,39 +94,39 @@ def serve_turns(llm: LLM, folder: Path) -> None:
     traffic.check_over(llm.engine)
 
 
-class TestGraphs:
+@pytest.fixture(scope="class")
+def graphs(folder: Path) -> Iterator[LLM]:
     """Steps in graphs, those with drafts and those that wait for loads included."""
+    with start(folder, **DRAFTS) as llm:
+        yield llm
 
-    @pytest.fixture(scope="class")
-    def llm(self, folder: Path) -> Iterator[LLM]:
-        with start(folder, **DRAFTS) as llm:
-            yield llm
 
-    def test_random_traffic(self, llm: LLM, folder: Path) -> None:
-        assert judge(llm.engine, folder) > 300
-        traffic.check_over(llm.engine)
-        metrics = llm.metrics()
+class TestGraphs:
+    def test_random_traffic(self, graphs: LLM, folder: Path) -> None:
+        assert judge(graphs.engine, folder) > 300
+        traffic.check_over(graphs.engine)
+        metrics = graphs.metrics()
         for name in ("kv_offload_loads", "kv_offload_stores", "kv_offload_host_evictions"):
             assert metrics[name] > 0, name
         assert not metrics["kv_offload_failed_loads"] and not metrics["kv_offload_broken"]
 
-    def test_steps_that_wait(self, llm: LLM, folder: Path) -> None:
-        serve_turns(llm, folder)
-        assert llm.metrics()["spec_decode_num_accepted_tokens"] > 20
+    def test_steps_that_wait(self, graphs: LLM, folder: Path) -> None:
+        serve_turns(graphs, folder)
+        assert graphs.metrics()["spec_decode_num_accepted_tokens"] > 20
 
-    def test_failing_copies_change_no_token(self, llm: LLM, folder: Path) -> None:
+    def test_failing_copies_change_no_token(self, graphs: LLM, folder: Path) -> None:
         """Some loads bring other blocks on both ranks and are reported as failed, as are stores."""
-        tier = traffic.tier_of(llm.engine)
-        copier = traffic.spoil(llm.engine, 1, 0.3)
-        judge(llm.engine, folder)
-        traffic.check_over(llm.engine)
+        tier = traffic.tier_of(graphs.engine)
+        copier = traffic.spoil(graphs.engine, 1, 0.3)
+        judge(graphs.engine, folder)
+        traffic.check_over(graphs.engine)
         tier.copier = tier.copier.inner
         assert copier.spoiled["loads"] > 3 and copier.spoiled["stores"] > 3
-        assert llm.metrics()["kv_offload_failed_loads"] > 0
+        assert graphs.metrics()["kv_offload_failed_loads"] > 0
 
-    def test_wrong_bytes_in_one_rank_are_seen(self, llm: LLM, folder: Path) -> None:
+    def test_wrong_bytes_in_one_rank_are_seen(self, graphs: LLM, folder: Path) -> None:
         """The negative control: loads of rank 0 bring other blocks than those asked for."""
-        copier = traffic.tier_of(llm.engine).copier
+        copier = traffic.tier_of(graphs.engine).copier
         assert isinstance(copier, RanksCopier)
         load = copier.own.load
 
@@ -136,9 +136,9 @@ class TestGraphs:
 
         copier.own.load = wrong  # type: ignore[method-assign]
         with pytest.raises(traffic.WrongTokens):
-            judge(llm.engine, folder)
+            judge(graphs.engine, folder)
 
-    def test_the_death_of_a_rank_beside_loads_ends_the_engine(self, llm: LLM) -> None:
+    def test_the_death_of_a_rank_beside_loads_ends_the_engine(self, graphs: LLM) -> None:
         rng = np.random.default_rng(41)
         prompts = rng.integers(3, VOCAB_SIZE, (6, 300)).tolist()
         params = replace(traffic.GREEDY, max_tokens=4)
@@ -156,7 +156,7 @@ class TestGraphs:
         try:
             with pytest.raises(EngineDeadError, match=r"rank 1|did not come to it"):
                 while True:
-                    generate(llm, prompts, [params] * len(prompts))
+                    generate(graphs, prompts, [params] * len(prompts))
             assert time.monotonic() - begun[0] < DEATH_SECONDS
         finally:
             timer.join()
