@@ -60,7 +60,7 @@ class Scheduler:
     """Owns every request from `add_request` until it is finished.
 
     A step is in flight from `schedule` to `update`; `schedule_ahead` makes more meanwhile: one, or
-    where the layers are cut into stages one for each further stage.
+    where the layers are cut into stages one for each stage.
     Steps run in the order they were made, so blocks freed while a step in flight still writes to
     them can be allocated at once: their next owner writes later. Such a stray write goes to a
     position of its own sequence that no `update` will confirm. A block enters the prefix cache only

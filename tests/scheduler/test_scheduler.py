@@ -337,9 +337,11 @@ class TestStages:
             pass
         assert scheduler.stats.num_steps_ahead >= scheduler.stats.num_steps // 2
 
-    def test_chunks_of_one_prompt_run_behind_each_other(self) -> None:
+    @pytest.mark.parametrize("num_stages", [2, 3])
+    def test_chunks_of_one_prompt_run_behind_each_other(self, num_stages: int) -> None:
+        """Two stages have one ready that none works on yet."""
         scheduler, _, runner = make_scheduler(
-            num_stages=3, max_num_batched_tokens=8, max_num_seqs=4
+            num_stages=num_stages, max_num_batched_tokens=8, max_num_seqs=4
         )
         request = make_request("a", list(range(1, 25)), _params("greedy", 3))
         scheduler.add_request(request)
