@@ -120,9 +120,10 @@ class SchedulerConfig:
 
     @property
     def num_in_flight(self) -> int:
-        """The most steps that are launched and not finished: one for each stage; one stage has the
-        next step ready behind the one that runs. Runners have buffers for `MAX_IN_FLIGHT`."""
-        return min(max(2, self.num_stages), MAX_IN_FLIGHT)
+        """The most steps that are launched and not finished: one for each stage, and one that is
+        ready behind them: else the first stage waits while the host finishes a step and makes the
+        next one. Runners have buffers for `MAX_IN_FLIGHT`."""
+        return min(self.num_stages + 1, MAX_IN_FLIGHT)
 
     def __post_init__(self) -> None:
         if self.max_num_seqs > self.max_num_batched_tokens:

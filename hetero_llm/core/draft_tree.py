@@ -80,4 +80,37 @@ def join_trees(trees: Iterable[DraftTree | None]) -> DraftBatch:
     )
 
 
+def accepted_nodes(
+    drafts: DraftBatch, token_ids: list[int], num_tokens: list[int]
+) -> list[list[int]]:
+    """The nodes of each sequence's draft whose tokens it got, in order of their depth.
+
+    Args:
+        drafts: of S sequences.
+        token_ids: that the sequences got, one after the other; behind those of the accepted nodes
+            there is one more.
+        num_tokens: [S] of each sequence.
+    """
+    found: list[list[int]] = []
+    counts, ids, parents = (
+        drafts.counts.tolist(),
+        drafts.token_ids.tolist(),
+        drafts.parents.tolist(),
+    )
+    first_node = first_token = 0
+    for count, size in zip(counts, num_tokens, strict=True):
+        path: list[int] = []
+        reached = -1
+        for token in token_ids[first_token : first_token + size - 1] if count else ():
+            reached = next(
+                node
+                for node in range(reached + 1, count)
+                if parents[first_node + node] == reached and ids[first_node + node] == token
+            )
+            path.append(reached)
+        found.append(path)
+        first_node, first_token = first_node + count, first_token + size
+    return found
+
+
 _EMPTY = chain(np.zeros(0, np.int32))

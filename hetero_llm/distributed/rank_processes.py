@@ -20,8 +20,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetero_llm.bridge.ipc.shared_memory import allocate_shared
 from hetero_llm.core.errors import ConfigError, HeteroLLMError, RankDeadError, RingError
@@ -35,6 +37,7 @@ from hetero_llm.distributed.step_channel import StepWriter
 from hetero_llm.distributed.step_codec import (
     FINISH_MESSAGE,
     StepMessage,
+    moves_to_bytes,
     step_to_bytes,
     transfer_to_bytes,
     value_to_bytes,
@@ -50,6 +53,8 @@ _LOOK_SECONDS = 0.1  # between two looks of the watch
 _EXPLAIN_SECONDS = 2.0  # in which the watch finds what has ended a collective
 _STOP_SECONDS = 2.0  # that ranks have to end by themselves
 _NO_BLOCKS = np.zeros(0, np.int64)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,9 @@ class NoRanks:
     def compile_grammar(self, grammar: Grammar) -> None:
         pass
 
+    def move_kv(self, moves: NDArray[np.int64]) -> None:
+        pass
+
     def why(self, error: BaseException) -> BaseException:
         return error
 
@@ -143,6 +151,7 @@ class _Holder:
             popen.wait()
 
 
+# large: start, steps, watch and end of the same processes.
 class RankProcesses:
     """Ranks 1 to size - 1 of one engine. One thread at a time.
 
@@ -245,6 +254,32 @@ class RankProcesses:
             self._failed.wait(_LOOK_SECONDS)
             self._receive()
 
+    def run_watched(self, act: Callable[[], T]) -> T:
+        """The result of `act`, which waits for the ranks where no failure of theirs ends it: torch
+        waits ten minutes for a rank that does not join a group. It runs in a thread, which is left
+        behind when a rank fails.
+
+        Raises:
+            HeteroLLMError: a rank has failed.
+        """
+        results: list[T | BaseException] = []
+        ended = threading.Event()
+
+        def run() -> None:
+            try:
+                results.append(act())
+            except BaseException as error:
+                results.append(error)
+            ended.set()
+
+        threading.Thread(target=run, name="hetero-llm-join", daemon=True).start()
+        while not ended.wait(_LOOK_SECONDS):
+            self.check()
+        (result,) = results
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
     def joined(self, leave: Callable[[], None], abort: Callable[[], None]) -> None:
         """This process has joined the group of all ranks.
 
@@ -276,6 +311,14 @@ class RankProcesses:
     def compile_grammar(self, grammar: Grammar) -> None:
         """Lets the ranks compile a grammar beside their steps."""
         self._announce(value_to_bytes(StepMessage.GRAMMAR, grammar))
+
+    def move_kv(self, moves: NDArray[np.int64]) -> None:
+        """Lets the stages before the last one move KV of accepted draft nodes.
+
+        Args:
+            moves: [2, M] KV slots to read and to write.
+        """
+        self._announce(moves_to_bytes(moves))
 
     def open_adapter(self, request: LoRARequest) -> None:
         """Lets the ranks read an adapter, as this process has read it."""

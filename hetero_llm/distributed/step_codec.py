@@ -11,7 +11,8 @@
            the extras, padded to whole words
 
 A load or store of KV (`TransferOrder`) is such a row, too: kind, blocks N; then in eight bytes each
-transfer id, step, seconds, N host blocks and N blocks of the device.
+transfer id, step, seconds, N host blocks and N blocks of the device. Moves of KV are kind, moves M,
+and then in eight bytes each M KV slots to read and M to write.
 
 A step of a batch that only decodes has no extras: nothing of it is looked at one by one. What else
 a step may have, admitted sequences above all, is in the extras in a plain form (`plain_form`).
@@ -26,6 +27,7 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.grammar import Grammar
@@ -56,6 +58,8 @@ class StepMessage(IntEnum):
     """Begin the store of KV that follows."""
     ABORT_LOAD = 8
     """Abort the load of the `TransferOrder` that follows, which has no blocks."""
+    MOVE_KV = 9
+    """Move the KV of tokens, in the stages before the last one."""
 
 
 _LAUNCH = int(StepMessage.LAUNCH)
@@ -185,6 +189,18 @@ def transfer_from_words(words: np.ndarray) -> TransferOrder:
     blocks = np.frombuffer(data, np.int64, 2 * count, _TRANSFER.size)
     compute = None if math.isnan(seconds) else seconds
     return TransferOrder(transfer_id, blocks[:count], blocks[count:], after_step, compute)
+
+
+def moves_to_bytes(moves: NDArray[np.int64]) -> bytes:
+    """The message MOVE_KV. `moves`: [2, M] KV slots to read and to write."""
+    return _HEAD.pack(StepMessage.MOVE_KV, moves.shape[1], 0, 0, 0, -1, 0, 0) + moves.tobytes()
+
+
+def moves_from_words(words: np.ndarray) -> NDArray[np.int64]:
+    """The moves of such a message, given as in `step_from_words`."""
+    count = int(words[1])
+    data = words[_HEAD_WORDS:].tobytes()
+    return np.frombuffer(data, np.int64, 2 * count).reshape(2, count)
 
 
 def message_kind(words: np.ndarray) -> int:

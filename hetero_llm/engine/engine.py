@@ -247,6 +247,9 @@ class Engine:
             seconds, num_sampled = now - begun + min(idle, 0.0), len(output.token_ids)
             self.scheduler.observe_step(step, seconds, max(idle, 0.0), num_sampled=num_sampled)
             touched = self.scheduler.update(step, output)
+            moves = self.scheduler.take_kv_moves()
+            if moves.size:
+                self._ranks.move_kv(moves)
             clock.lap("update")
             if self.asynchronous and not self._pending:
                 self._launch(self.scheduler.schedule())

@@ -350,7 +350,7 @@ def _join(
     events = inputs.events
     host = open_host_memory(
         config.offload, inputs.platform, shape, inputs.scheduler,
-        events=events.log, own=ranks.host_share(),
+        events=events.log, own=ranks.host_share(own_config.num_layers, model_config.num_layers),
     )  # fmt: skip
     built = build_runner(
         RunnerInputs(
@@ -400,7 +400,7 @@ def _join(
         ranks.parallel(
             runner,
             adapters,
-            on_torch=on_torch,
+            defers=on_torch and tier is None,
             timed_out=never if host is None else host.gave_up,
         ),
         OutputProcessor(tokenizer, scheduler.stop_sequence),

@@ -106,19 +106,23 @@ class DeviceStep:
     def verify(
         self, buffer: StepBuffer, attention: Attend, *, adapted: AdapterUse, verified: VerifiedTrees
     ) -> None:
-        """Model, head, sampling, verification and results of a step with draft trees.
+        """Model, head, sampling, verification and results of a step with draft trees; of a stage
+        before the last one `model`.
 
         Args:
             adapted: see `run_model`.
             verified: the part of `self.verified` for the buffer's layout.
         """
+        if not self.samples:
+            self.model(buffer, attention, adapted=adapted)
+            return
         hidden = self.run_model(buffer, attention, adapted=adapted)
         self.hidden[: buffer.layout.tokens].copy_(hidden)  # for sampling by depth
         self.verify_trees(buffer.inputs, hidden, verified)
         send_results(verified.packed, self._turns[1:], ring=self._results)
 
     def model(self, buffer: StepBuffer, attention: Attend, *, adapted: AdapterUse) -> None:
-        """The model of any step without draft trees, into `hidden`; `adapted`: see `run_model`."""
+        """The model of any step, into `hidden`; `adapted`: see `run_model`."""
         hidden = self.run_model(buffer, attention, adapted=adapted)
         self.hidden[: buffer.layout.tokens].copy_(hidden)
 

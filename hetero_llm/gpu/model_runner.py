@@ -180,7 +180,6 @@ class GpuModelRunner:
     ) -> None:
         check_supported(config)
         rank = model.config.rank
-        assert rank.stages == 1 or not most_drafted_tokens, "stages verify no draft trees"
         self._is_first, self._is_last, self._link = rank.is_first, rank.is_last, link
         device, dtype = cache.data.device, next(model.parameters()).dtype
         columns = -(-max_model_len // cache.shape.block_size)
@@ -286,8 +285,11 @@ class GpuModelRunner:
 
     @property
     def profile(self) -> list[tuple[int, float]]:
-        """See `StepGraphs`; empty without graphs."""
-        return [] if self.graphs is None else self.graphs.profile
+        """See `StepGraphs`, but for all stages, which take about as long each; empty without
+        graphs."""
+        profile = [] if self.graphs is None else self.graphs.profile
+        stages = self.model.config.rank.stages
+        return [(tokens, stages * seconds) for tokens, seconds in profile]
 
     # -- a step -----------------------------------------------------------------------------
 
@@ -352,6 +354,8 @@ class GpuModelRunner:
             step.drafts is not None
             and self.graphs is not None
             and self.typical is None
+            and self._is_first
+            and self._is_last
             and not step.admitted
             and not step.adapter_loads
             and not step.prompt_logprob_spans
@@ -373,13 +377,13 @@ class GpuModelRunner:
         part = self._sharer.split(step)
         if part is not None:
             return self._launch_shared(step, part, adapted=adapted)
-        if step.drafts is not None:
-            return self._launch_drafted(step, step.drafts, adapted=adapted)
         num_tokens = int(step.num_scheduled_tokens.sum())
         if not self._is_first:
             self._link.receive(self._device_step.stage_input[:num_tokens])
         if not self._is_last:
             return self._launch_for_next_stage(step, num_tokens, adapted=adapted)
+        if step.drafts is not None:
+            return self._launch_drafted(step, step.drafts, adapted=adapted)
         plain = not step.prompt_logprob_spans and self._sampler.is_plain(step.request_slots)
         masks = self._plan_masks(step, plain=plain)
         kind = None
@@ -398,9 +402,7 @@ class GpuModelRunner:
             launched = self._copy_results(step, self._device_step.tokens[:num_samples])
         else:
             launched = self._sample_by_torch(step, hidden, sampled_rows=sampled_rows)
-        if step.kv_loads:
-            assert self.layer_ready is not None
-            launched.results.turn = self.layer_ready.turn
+        self._note_loads(launched)
         return self._completed(launched, masks, adapted)
 
     def finish(self, pending: LaunchedStep) -> ModelRunnerOutput:
@@ -436,19 +438,31 @@ class GpuModelRunner:
         self, step: SchedulerOutput, num_tokens: int, *, adapted: AdapterUse
     ) -> LaunchedStep:
         """Runs this stage's layers and sends what they leave to the next stage; its step has no
-        results."""
+        results. Draft trees are verified by the last stage."""
         self.filler.mask_places = _NO_PLACES
-        kind = None
-        if self.graphs is not None:
-            kind = self.graphs.replay_step(step, num_tokens, plain=True, adapted=adapted)
-        if kind is None:
-            hidden, _ = self._run_uncaptured(step, num_tokens, plain=False, adapted=adapted)
-        else:  # a copy: the next step may overwrite it before this one is sent
+        sizes = None if step.drafts is None else drafted_sizes(step)
+        replayed: object = None
+        if self.graphs is not None and sizes is None:
+            replayed = self.graphs.replay_step(step, num_tokens, plain=True, adapted=adapted)
+        elif self.graphs is not None and sizes is not None:
+            replayed = self.graphs.replay_verify(step, sizes, plain=True, adapted=adapted)
+        if replayed is not None:  # a copy: the next step may overwrite it before this one is sent
             hidden = self._device_step.hidden[:num_tokens].clone()
+        elif sizes is None:
+            hidden, _ = self._run_uncaptured(step, num_tokens, plain=False, adapted=adapted)
+        else:
+            verified = self._device_step.verified.part(sizes.num_groups, sizes.num_samples)
+            hidden = self._verify_uncaptured(step, verified, plain=False, adapted=adapted)
         self._link.send(hidden)
-        return self._completed(
-            self._copy_results(step, self._device_step.tokens[:0]), None, adapted
-        )
+        launched = self._copy_results(step, self._device_step.tokens[:0])
+        self._note_loads(launched)
+        return self._completed(launched, None, adapted)
+
+    def _note_loads(self, launched: LaunchedStep) -> None:
+        """Notes for `finish` whose waits for loads may have timed out."""
+        if launched.results.step.kv_loads:
+            assert self.layer_ready is not None
+            launched.results.turn = self.layer_ready.turn
 
     def _apply_changes(self, step: SchedulerOutput) -> None:
         """Admitted sequences, block tables on the host, copies of blocks."""
@@ -492,7 +506,10 @@ class GpuModelRunner:
             launched = self._copy_results(step, verified.packed)
             launched.num_groups = sizes.num_groups
         if not plain:
-            launched.drafted = self._drafted_step(step, drafts, hidden[: sizes.num_tokens])
+            hidden = hidden[: sizes.num_tokens]
+            if not self._is_first:  # chunks may run before this step is finished
+                hidden = hidden.clone()
+            launched.drafted = self._drafted_step(step, drafts, hidden)
         return self._completed(launched, masks, adapted)
 
     def _launch_shared(
@@ -543,8 +560,7 @@ class GpuModelRunner:
         """Prepares sampling by depth in `finish`.
 
         Args:
-            hidden: [T, hidden], which stays as it is until then: no step is launched ahead of the
-                results of one with drafts.
+            hidden: [T, hidden], which stays as it is until then.
         """
         trees = tree_tokens(step, drafts)
         size, places = self.cache.shape.block_size, trees.kv_indices

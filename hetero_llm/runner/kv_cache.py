@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hetero_llm.runner.upload import upload
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheShape:
@@ -109,7 +111,7 @@ class PagedKVCache:
         if self.shape.dtype.itemsize == 1:  # few operators support 8-bit floats
             data = data.view(torch.uint8)
         source, target = (
-            torch.from_numpy(slots.astype(np.int64)).to(data.device) for slots in (sources, targets)
+            upload(slots.astype(np.int64), data.device) for slots in (sources, targets)
         )
         kept = data[source // size, :, :, source % size]  # [M, layers, 2, kv_heads, head_dim]
         data[target // size, :, :, target % size] = kept

@@ -175,7 +175,7 @@ class TorchModelRunner:
         hidden = part.gather_hidden(self._forward(own, token_ids, own_trees.positions, attend))
         if not self.model.config.rank.is_last:
             self.link.send(hidden)
-            return PendingStep(step, None, [])
+            return self._note_loads(PendingStep(step, None, []))
         if step.drafts is not None:
             return drafted_step(
                 self.model,
@@ -188,7 +188,11 @@ class TorchModelRunner:
         pending = sample_step(
             self.model, hidden, step, self._sampler, self._last_tokens, self._prompts
         )
-        if step.kv_loads and isinstance(self.layer_ready, TimedLayerReadyFlags):
+        return self._note_loads(pending)
+
+    def _note_loads(self, pending: PendingStep) -> PendingStep:
+        """The step with what `finish` needs to see whether its waits for loads timed out."""
+        if pending.step.kv_loads and isinstance(self.layer_ready, TimedLayerReadyFlags):
             pending.turn = self.layer_ready.turn
             if self._device.type == "cuda":
                 pending.over = torch.cuda.Event()

@@ -68,6 +68,8 @@ def verify(
     nodes = _NodeSampler(drafted, sampler, typical)
     paths = verify_trees(step, drafted.trees, nodes)
     compact_kv(step, paths, drafted.slot_mapping, cache.move_tokens)
+    if cache.data.is_cuda:  # a store of these blocks waits for the step's launch, not for the moves
+        torch.cuda.current_stream(cache.data.device).synchronize()
     if last_tokens is not None:
         slots = step.request_slots.tolist()
         last = [(s, t[-1]) for s, t in zip(slots, nodes.token_ids, strict=True) if t]

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.draft_tree import DraftBatch
@@ -42,6 +43,7 @@ from hetero_llm.scheduler.draft_admission import allocate_nodes, choose_drafts
 from hetero_llm.scheduler.grammar_drafts import GrammarDrafts, NoGrammarDrafts
 from hetero_llm.scheduler.kv_loads import KVLoadQueue, NoKVLoads
 from hetero_llm.scheduler.request_slots import RequestSlots
+from hetero_llm.scheduler.stage_moves import NO_MOVES, moves_of_accepted
 from hetero_llm.scheduler.stats import SchedulerStats
 from hetero_llm.scheduler.steady_batch import (
     SteadyBatch,
@@ -58,7 +60,7 @@ class Scheduler:
     """Owns every request from `add_request` until it is finished.
 
     A step is in flight from `schedule` to `update`; `schedule_ahead` makes more meanwhile: one, or
-    where the layers are cut into stages one for each further stage.
+    where the layers are cut into stages one for each stage.
     Steps run in the order they were made, so blocks freed while a step in flight still writes to
     them can be allocated at once: their next owner writes later. Such a stray write goes to a
     position of its own sequence that no `update` will confirm. A block enters the prefix cache only
@@ -69,7 +71,9 @@ class Scheduler:
     With stages a sequence that samples in a step in flight waits for that token, and the others run
     in the next step: so the stages work on different sequences, or on different chunks of a prompt,
     at the same time, and every step has its input tokens from the host. Of decoding sequences a
-    step takes its share, those first that have waited longest.
+    step takes its share, those first that have waited longest. Where there may be drafts it takes
+    all of them, and beside it run chunks alone: the drafter learns from a step before it proposes
+    for the next one. What closes gaps in the KV of accepted nodes is computed by `update`.
 
     Args:
         config: limits of a step.
@@ -124,6 +128,7 @@ class Scheduler:
         self._num_guided = 0  # running sequences with a grammar that may have drafts
         self._num_synchronous = 0  # running sequences of requests that allow no step ahead
         self._steady: SteadyBatch | None = None  # from `prepare_next` to `schedule_next`
+        self._kv_moves = NO_MOVES  # of the step updated last
         self._failed: list[Sequence] = []  # ended since the last `take_failed`
 
     @property
@@ -272,20 +277,7 @@ class Scheduler:
         if preemptions == self.stats.num_preemptions:
             budget = self._schedule_loading(sequences, num_scheduled_tokens, budget)
             budget = self._schedule_waiting(sequences, num_scheduled_tokens, budget)
-            waits = self.loads.any_joined
-            drafter = self.drafter
-            if drafter is not None and drafter.idle:
-                drafter = None
-            if (drafter is not None or self._forces_tokens) and not waits:
-                proposed, looked = drafter is not None, self._forces_tokens
-                drafts = choose_drafts(
-                    drafter,
-                    self._grammar_drafts if self._num_guided else NoGrammarDrafts(),
-                    sequences,
-                    num_scheduled_tokens,
-                    self.blocks,
-                    budget,
-                )
+            drafts, proposed, looked = self._choose_drafts(sequences, num_scheduled_tokens, budget)
         if not sequences:
             if not self._running or self.loads:
                 return None
@@ -294,9 +286,32 @@ class Scheduler:
             self._preempt(self._running[-1])
             return self.schedule()
         step = self._begin_step(sequences, num_scheduled_tokens, drafts)
-        self._in_flight[-1].proposed = proposed
-        self._in_flight[-1].looked = looked
+        self._in_flight[-1].proposed, self._in_flight[-1].looked = proposed, looked
         return step
+
+    def _choose_drafts(
+        self, sequences: list[Sequence], num_scheduled_tokens: list[int], budget: int
+    ) -> tuple[DraftBatch | None, bool, bool]:
+        """Drafts of a step with these sequences, whether the drafter was asked, and whether
+        forced tokens were looked for."""
+        drafter, forces = self._active_drafter, self._forces_tokens
+        if (drafter is None and not forces) or self.loads.any_joined:
+            return None, False, False
+        drafts = choose_drafts(
+            drafter,
+            self._grammar_drafts if self._num_guided else NoGrammarDrafts(),
+            sequences,
+            num_scheduled_tokens,
+            self.blocks,
+            budget,
+        )
+        return drafts, drafter is not None, forces
+
+    @property
+    def _active_drafter(self) -> Drafter | None:
+        """The drafter, if it expects to propose something."""
+        drafter = self.drafter
+        return None if drafter is None or drafter.idle else drafter
 
     def schedule_ahead(self) -> SchedulerOutput | None:
         """Makes the step after those in flight, whose sampled tokens have not reached the host.
@@ -309,18 +324,21 @@ class Scheduler:
         Returns:
             None if the step in flight has to be updated first: there is nothing to run without its
             tokens, a request needs every token on the host (`Request.synchronous`; with stages all
-            have it), there are or may be drafts, or blocks ran out. No sequence is preempted on
-            incomplete knowledge: the blocks of one that the step in flight ends may be enough, and
-            the preempted sequence would lose the token that it is sampling.
+            have it), there are or may be drafts (without stages), or blocks ran out. No sequence is
+            preempted on incomplete knowledge: the blocks of one that the step in flight ends may be
+            enough, and the preempted sequence would lose the token that it is sampling.
         """
         assert self._in_flight and self.may_run_ahead, "too many steps, or none to be ahead of"
-        if self._in_flight[0].step.drafts is not None:
+        staged = self.num_stages > 1
+        if not staged and (
+            self._in_flight[0].step.drafts is not None
+            or self._forces_tokens
+            or self._active_drafter is not None
+        ):
+            return None
+        if self._may_move_in_free_blocks:
             return None
         if self._num_synchronous and self._has_unknown_inputs:
-            return None
-        if self._forces_tokens:
-            return None
-        if self.drafter is not None and not self.drafter.idle:
             return None
         first = self._waiting.first
         if (
@@ -337,11 +355,27 @@ class Scheduler:
         if budget is None:
             return None
         budget = self._schedule_loading(sequences, num_scheduled_tokens, budget)
-        self._schedule_waiting(sequences, num_scheduled_tokens, budget)
+        budget = self._schedule_waiting(sequences, num_scheduled_tokens, budget)
         if not sequences:
             return None
+        drafts, proposed, looked = None, False, False
+        if staged:
+            drafts, proposed, looked = self._choose_drafts(sequences, num_scheduled_tokens, budget)
         self.stats.num_steps_ahead += 1
-        return self._begin_step(sequences, num_scheduled_tokens)
+        step = self._begin_step(sequences, num_scheduled_tokens, drafts)
+        self._in_flight[-1].proposed, self._in_flight[-1].looked = proposed, looked
+        return step
+
+    @property
+    def _may_move_in_free_blocks(self) -> bool:
+        """Whether a step in flight has drafts of a sequence that has left its blocks: where drafts
+        are verified when the step finishes, their KV is moved then."""
+        return any(
+            sequence.epoch != epoch
+            for flight in self._in_flight
+            if flight.step.drafts is not None
+            for sequence, epoch in zip(flight.sequences, flight.epochs, strict=True)
+        )
 
     @property
     def _has_unknown_inputs(self) -> bool:
@@ -399,6 +433,8 @@ class Scheduler:
         assert flight.step is step, "steps are updated in the order they were scheduled"
         if step.kv_loads:
             self._collect_transfers(step.kv_loads, timed_out=output.kv_loads_timed_out)
+        if self.num_stages > 1 and step.drafts is not None:
+            self._kv_moves = moves_of_accepted(flight, step.drafts, output, self.blocks)
         touched = self.take_failed()
         complete_groups: list[Request] = []
         generated_before, end = self.stats.generation_tokens, 0
@@ -460,6 +496,12 @@ class Scheduler:
         self.stats.step_tokens.observe(flight.num_prompt_tokens + num_generated)
         return touched
 
+    def take_kv_moves(self) -> NDArray[np.int64]:
+        """What the stages before the last one have to move in their KV since the last `update`,
+        before anything else uses its blocks: see `moves_of_accepted`. Empty without stages."""
+        moves, self._kv_moves = self._kv_moves, NO_MOVES
+        return moves
+
     def take_failed(self) -> list[Sequence]:
         """Sequences that ended because their adapter could not be loaded any more; each once, here
         or in the result of `update`."""
@@ -510,7 +552,9 @@ class Scheduler:
     def run_deferred(self) -> None:
         """Does the work that no step waits for; to be called while the device works."""
         self._caching.cache_blocks()
-        begun = self.loads.begin_deferred(self._give_up)
+        begun = 0
+        if not (self.loads and self._may_move_in_free_blocks):
+            begun = self.loads.begin_deferred(self._give_up)
         if self._in_flight:
             allocate_ahead(self._in_flight[-1], self.blocks)
         self.observe_tokens()
@@ -525,7 +569,7 @@ class Scheduler:
         as the last call before its results; `schedule_next` then has to follow."""
         self._steady = None
         drafter = self._array_drafter
-        if len(self._in_flight) != 1 or drafter is None or drafter.idle:
+        if len(self._in_flight) != 1 or drafter is None or drafter.idle or self.num_stages > 1:
             return
         if self._waiting or self.loads or self._admitted or self._num_synchronous:
             return
@@ -574,7 +618,10 @@ class Scheduler:
         most_single = len(running)  # sequences with one token
         if staged:
             running = sorted(running, key=_last_step)
-            most_single = -(-most_single // self.num_stages)
+            if self._active_drafter is None:
+                most_single = -(-most_single // self.num_stages)
+            elif any(flight.proposed for flight in self._in_flight):
+                most_single = 0
         num_single = 0
         num_writable = blocks.num_writable
         index = 0

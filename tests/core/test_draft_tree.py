@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hetero_llm.core.draft_tree import MAX_NODES, DraftTree, chain, join_trees
+from hetero_llm.core.draft_tree import MAX_NODES, DraftTree, accepted_nodes, chain, join_trees
 
 
 def tree(token_ids: list[int], parents: list[int]) -> DraftTree:
@@ -60,3 +60,12 @@ def test_trees_as_one_batch() -> None:
     for batch in (join_trees([None]), none):
         assert len(batch.token_ids) == len(batch.parents) == 0
         assert batch.counts.dtype == batch.token_ids.dtype == batch.parents.dtype == np.int32
+
+
+def test_accepted_nodes() -> None:
+    """Of siblings with one token the first; a sequence without a draft, one that accepts nothing,
+    and one that failed at its root."""
+    tree = DraftTree(np.array([5, 6, 6, 7, 8], np.int32), np.array([-1, -1, -1, 1, 2], np.int32))
+    batch = join_trees([tree, None, tree, tree])
+    assert accepted_nodes(batch, [6, 7, 9, 1, 2, 7], [3, 2, 1, 0]) == [[1, 3], [], [], []]
+    assert accepted_nodes(batch, [5, 6, 6, 8, 3, 7], [2, 0, 0, 1]) == [[0], [], [], []]

@@ -1,5 +1,5 @@
-"""One process of a group, for tests: `python -m tests.distributed.group_member RANK SIZE STORE
-DEVICE`.
+"""One process of a group on CPUs, for tests: `python -m tests.distributed.group_member RANK SIZE
+STORE`.
 
 Each process makes the same random parts of all ranks, exchanges its own, and compares.
 """
@@ -19,27 +19,24 @@ from hetero_llm.models.collectives import Rank
 SHAPES = ((1, 8), (5, 64), (3, 200_000), (1001, 129), (0, 8))
 
 
-def check(rank: Rank, store: int, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(rank.index)
-        device = torch.device("cuda", rank.index)
-    with process_group(rank, store, device, timeout=60.0):
-        collectives, agreement = GroupCollectives(rank), GroupAgreement(rank.size)
-        assert collectives.rank == rank
-        for seed, shape in enumerate(SHAPES):
-            for dtype in (torch.float32, torch.bfloat16):
-                made = torch.Generator().manual_seed(seed)
-                parts = torch.randn(rank.size, *shape, generator=made).to(device, dtype)
-                total = parts[0].float()
-                for part in parts[1:]:
-                    total = total + part.float()
-                own = parts[rank.index]
-                assert torch.equal(collectives.all_reduce(own), total.to(dtype)), shape
-                wide = collectives.gather_columns(own)
-                assert torch.equal(wide, torch.cat(list(parts), 1)), shape
-        check_within(rank, device)
-        assert agreement.least(10 - rank.index) == 10 - (rank.size - 1)
-        assert agreement.of_first([rank.index, 5 + rank.index]) == [0, 5]
+def check_joined(rank: Rank, device: torch.device) -> None:
+    """Exchanges of a process that has joined the group."""
+    collectives, agreement = GroupCollectives(rank), GroupAgreement(rank.size)
+    assert collectives.rank == rank
+    for seed, shape in enumerate(SHAPES):
+        for dtype in (torch.float32, torch.bfloat16):
+            made = torch.Generator().manual_seed(seed)
+            parts = torch.randn(rank.size, *shape, generator=made).to(device, dtype)
+            total = parts[0].float()
+            for part in parts[1:]:
+                total = total + part.float()
+            own = parts[rank.index]
+            assert torch.equal(collectives.all_reduce(own), total.to(dtype)), shape
+            wide = collectives.gather_columns(own)
+            assert torch.equal(wide, torch.cat(list(parts), 1)), shape
+    check_within(rank, device)
+    assert agreement.least(10 - rank.index) == 10 - (rank.size - 1)
+    assert agreement.of_first([rank.index, 5 + rank.index]) == [0, 5]
 
 
 def check_within(rank: Rank, device: torch.device) -> None:
@@ -57,4 +54,6 @@ def check_within(rank: Rank, device: torch.device) -> None:
 
 if __name__ == "__main__":
     number, size, descriptor = map(int, sys.argv[1:4])
-    check(Rank(number, size), descriptor, torch.device(sys.argv[4]))
+    rank, cpu = Rank(number, size), torch.device("cpu")
+    with process_group(rank, descriptor, cpu, timeout=60.0):
+        check_joined(rank, cpu)

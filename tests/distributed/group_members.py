@@ -13,17 +13,13 @@ ROOT = Path(__file__).parents[2]
 _SECONDS = 100.0
 
 
-def check_exchanges(size: int, device: str) -> None:
-    """Every process of a group of `size` finds the sums and gathers that it expects.
-
-    Args:
-        device: "cpu", or "cuda" for one GPU each.
-    """
+def check_exchanges(size: int) -> None:
+    """Every process of a group of `size` finds the sums and gathers that it expects."""
     store = create_store()
     module = [sys.executable, "-m", "tests.distributed.group_member"]
     children = [
         subprocess.Popen(
-            [*module, str(rank), str(size), str(store), device],
+            [*module, str(rank), str(size), str(store)],
             pass_fds=[store], cwd=ROOT, stderr=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )

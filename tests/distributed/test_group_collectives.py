@@ -17,7 +17,7 @@ from tests.distributed.group_members import check_exchanges
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_exchanges_of_all_sizes(size: int) -> None:
-    check_exchanges(size, "cpu")
+    check_exchanges(size)
 
 
 def test_a_process_with_a_group_of_its_own_is_refused() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -119,6 +120,20 @@ def test_a_start_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="cannot be started: no memory"):
         RankProcesses(2, RankProgram((sys.executable, "-c", ""), {}), lambda: None)
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_what_waits_for_a_rank_ends_with_it() -> None:
+    """As a group of torch does, for ten minutes, which a rank never joins."""
+    never = threading.Event()
+    with ranks(2, WAIT_FOR_THE_END) as processes:
+        processes.wait_for("up")
+        assert processes.run_watched(lambda: 7) == 7
+        with pytest.raises(ZeroDivisionError):
+            processes.run_watched(lambda: 1 // 0)
+        os.kill(processes.pids[0], signal.SIGKILL)
+        with pytest.raises(RankDeadError, match="SIGKILL"):
+            processes.run_watched(never.wait)
+    never.set()
 
 
 def test_a_killed_rank_is_the_failure_of_all() -> None:

@@ -19,6 +19,8 @@ from hetero_llm.distributed.step_codec import (
     FINISH_MESSAGE,
     StepMessage,
     message_kind,
+    moves_from_words,
+    moves_to_bytes,
     step_from_words,
     step_to_bytes,
     transfer_from_words,
@@ -129,3 +131,10 @@ def test_orders_of_copies(
     assert read.host_blocks.dtype == read.blocks.dtype == np.int64
     assert (read.transfer_id, read.after_step) == (transfer_id, after_step)
     assert read.compute == compute
+
+
+def test_moves_of_kv() -> None:
+    moves = np.array([[7, 1 << 40, 9], [1, 2, 3]], np.int64)
+    words = np.frombuffer(moves_to_bytes(moves), np.int32)
+    assert message_kind(words) == StepMessage.MOVE_KV
+    assert np.array_equal(moves_from_words(words), moves)

@@ -1,17 +1,21 @@
 """Two stages of a model by runners without graphs, in Triton's interpreter or on a GPU.
 
-They sample what a runner samples that has all layers."""
+They sample what a runner samples that has all layers, and verify draft trees."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from hetero_llm.core.draft_tree import DraftBatch
+from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.gpu.fused import speed_up
 from hetero_llm.gpu.model_runner import GpuModelRunner
 from hetero_llm.models.collectives import NO_LINK, OneRank, Rank, StageLink
@@ -48,7 +52,7 @@ def runner_of(folder: Path, rank: Rank, link: StageLink, device: torch.device) -
     return GpuModelRunner(
         model, own, PagedKVCache(shape, BLOCKS, device),
         max_num_seqs=SLOTS, max_model_len=MAX_LEN, max_num_batched_tokens=64, graphs=False,
-        link=link,
+        most_drafted_tokens=64, link=link,
     )  # fmt: skip
 
 
@@ -76,3 +80,44 @@ def test_tokens_of_all_layers(
     found = [end.finish(end.launch(step)) for step in (first, known)]
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert found[0].logprobs == expected[0].logprobs
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3], ids=["by the kernels", "by depth"])
+def test_drafts(tmp_path: Path, penalty: float, device: torch.device) -> None:
+    """A tree whose accepted nodes leave gaps, beside a sequence without one; the step behind it
+    reads what was moved in the first stage. Sampling by depth comes behind another step."""
+    folder = make_tiny_checkpoint(tmp_path, "llama", "heads_of_16", layers=2)
+    first = steps(None)[0]
+    greedy = SamplingParams(temperature=0.0, repetition_penalty=penalty)
+    admitted = dataclasses.replace(first.admitted[0], params=greedy), *first.admitted[1:]
+    first = dataclasses.replace(first, admitted=admitted)
+    whole = runner_of(folder, Rank(0, 1), NO_LINK, device)
+    tokens = [whole.finish(whole.launch(first)).token_ids[0]]
+    for start in range(20, 24):
+        step = step_of([(0, start, tokens[-1:], 1)])
+        tokens += whole.finish(whole.launch(step)).token_ids
+
+    link = Queue()
+    begin, end = (runner_of(folder, Rank(0, 1, stage, 2), link, device) for stage in (0, 1))
+    for stage in (begin, end):
+        stage.finish(stage.launch(first))
+    wrong = (tokens[1] + 1) % 90
+    nodes = [wrong, tokens[1], wrong, tokens[2]]
+    drafts = DraftBatch(*(np.array(x, np.int32) for x in ([4, 0], nodes, [-1, -1, 0, 1])))
+    drafted = step_of([(0, 20, [tokens[0], *nodes], 1), (1, 5, [9], 1)])
+    drafted = dataclasses.replace(
+        drafted, token_ids=np.array([tokens[0], 9], np.int32), drafts=drafts
+    )
+    chunk = step_of([(2, 10, [4, 5, 6], 0)])
+    for step in (drafted, chunk):
+        begin.finish(begin.launch(step))
+    pending = [end.launch(step) for step in (drafted, chunk)]
+    found = end.finish(pending[0])
+    end.finish(pending[1])
+    assert found.num_tokens == [3, 1] and found.token_ids[:3] == tokens[1:4]
+    table = first.block_table_writes[2, :3] * 16  # of slot 0
+    places = [int(table[at // 16]) + at % 16 for at in (22, 24, 21, 22)]
+    begin.cache.move_tokens(*np.array(places).reshape(2, 2))
+    behind = step_of([(0, 23, tokens[3:4], 1)])
+    begin.finish(begin.launch(behind))
+    assert end.finish(end.launch(behind)).token_ids == tokens[4:5]

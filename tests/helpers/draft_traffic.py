@@ -6,9 +6,10 @@ Requests arrive while others run, some are aborted, and memory is too short for 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -252,6 +253,9 @@ def without_ends(item: Item) -> Item:
 class Bench:
     """Serves one traffic by one engine with any drafter, after a run without drafts.
 
+    Args:
+        ranks: arguments of the engine with drafts alone; there is one with ranks at a time.
+
     Attributes:
         plain: outputs of an engine without a drafter, no request aborted.
         record: the same if only the length ended sequences.
@@ -264,6 +268,7 @@ class Bench:
         kinds: dict[str, SamplingParams],
         *,
         seed: int = 0,
+        ranks: Mapping[str, Any] = MappingProxyType({}),
         **engine_args: Any,
     ) -> None:
         self.batch = batch
@@ -278,7 +283,7 @@ class Bench:
             for completion in last.outputs
         }
         self.switch = Switch()
-        self.engine = build(folder, batch, self.switch, **engine_args)
+        self.engine = build(folder, batch, self.switch, **engine_args, **ranks)
 
     def serve(self, drafter: Drafter | None) -> tuple[list[str], Counter[str]]:
         """Requests that differ, and all that was counted meanwhile."""

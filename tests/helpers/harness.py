@@ -16,7 +16,13 @@ from hetero_llm.core.lora import AdapterRef
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.core.step import LAST_SAMPLED, ModelRunnerOutput, SampleLogprobs, SchedulerOutput
+from hetero_llm.core.step import (
+    LAST_SAMPLED,
+    AdmittedSequence,
+    ModelRunnerOutput,
+    SampleLogprobs,
+    SchedulerOutput,
+)
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.prefix_cache import PrefixCache, hash_root, token_bytes
 from hetero_llm.scheduler.adapter_slots import AdapterSlots
@@ -238,6 +244,60 @@ class FakeRunner:
         return SampleLogprobs(-1.0 - token / 100, 1, best)
 
 
+class FirstStage:
+    """The memory of a stage before the last one, as that of a `FakeRunner`: a step takes effect at
+    its launch, and which draft nodes are accepted is only known from moves.
+
+    Attributes:
+        num_moved: tokens moved so far.
+    """
+
+    def __init__(self, like: FakeRunner) -> None:
+        self._memory = np.full_like(like.memory, -1)
+        self._tables = np.full_like(like.tables, -1)
+        self._size = like.block_size
+        self._states: dict[int, AdmittedSequence] = {}
+        self.num_moved = 0
+
+    def launch(self, step: SchedulerOutput) -> None:
+        """Checks that the KV of each sequence is that of its tokens, and writes the step's."""
+        for state in step.admitted:
+            self._states[state.request_slot] = state
+        slots, columns, blocks = step.block_table_writes
+        self._tables[slots, columns] = blocks
+        for source, destination in step.block_copies.T:
+            self._memory[destination] = self._memory[source]
+        inputs, parents = tokens_of(step)
+        first = 0
+        for slot, start, count in zip(
+            step.request_slots.tolist(),
+            step.num_computed_tokens.tolist(),
+            step.num_scheduled_tokens.tolist(),
+        ):
+            known = list(self._states[slot].token_ids[:start])
+            hashes = list(accumulate(known, absorb, initial=begin(0)))
+            found = [self._memory[self._place(slot, index)].tolist() for index in range(start)]
+            assert found == [list(pair) for pair in zip(known, hashes[1:])], "KV of other tokens"
+            own: list[int] = []  # hashes behind the step's tokens
+            for index, token in enumerate(inputs[first : first + count]):
+                parent = parents[first + index]
+                if parent >= 0:
+                    before = own[parent]
+                else:
+                    before = own[-1] if own else hashes[-1]
+                own.append(absorb(before, token))
+                self._memory[self._place(slot, start + index)] = token, own[-1]
+            first += count
+
+    def move(self, moves: np.ndarray) -> None:
+        memory = self._memory.reshape(-1, 2)
+        memory[moves[1]] = memory[moves[0]]
+        self.num_moved += moves.shape[1]
+
+    def _place(self, slot: int, index: int) -> tuple[int, int]:
+        return self._tables[slot, index // self._size], index % self._size
+
+
 def make_scheduler(
     *,
     num_blocks: int = 64,
@@ -347,6 +407,7 @@ class StagesStepper:
     """Steps a scheduler as an engine does whose layers are cut into stages, without an engine.
 
     Attributes:
+        first: another stage; `runner` is the last one.
         steps: in flight, oldest first.
         most: of them at any time so far.
     """
@@ -354,6 +415,7 @@ class StagesStepper:
     def __init__(self, scheduler: Scheduler, runner: FakeRunner) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self.first = FirstStage(runner)
         self.steps: deque[tuple[SchedulerOutput, int]] = deque()
         self.most = 0
 
@@ -370,10 +432,12 @@ class StagesStepper:
         self._scheduler.run_deferred()
         step, number = self.steps.popleft()
         self._scheduler.update(step, self._runner.finish(number))
+        self.first.move(self._scheduler.take_kv_moves())
         return True
 
     def _launch(self, step: SchedulerOutput | None) -> bool:
         if step is not None:
+            self.first.launch(step)
             self.steps.append((step, self._runner.launch(step)))
             self._scheduler.step_launched()
         return step is not None

@@ -199,31 +199,32 @@ class FaultyCopier:
     layer-ready flag and is reported as failed; a spoiled store is reported as failed.
 
     Attributes:
+        inner: the copier that copies.
         spoiled: how many loads and stores.
     """
 
     def __init__(self, inner: Copier, seed: int, share: float) -> None:
-        self._inner = inner
+        self.inner = inner
         self._rng = np.random.default_rng(seed)
         self._share = share
         self._bad: set[int] = set()
         self.spoiled = {"loads": 0, "stores": 0}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
     def load(self, order: TransferOrder) -> None:
         if self._spoils(order.transfer_id, "loads"):
-            others = (order.host_blocks + 1) % self._inner.num_host_blocks
+            others = (order.host_blocks + 1) % self.inner.num_host_blocks
             order = replace(order, host_blocks=others)
-        self._inner.load(order)
+        self.inner.load(order)
 
     def store(self, order: TransferOrder) -> None:
         self._spoils(order.transfer_id, "stores")
-        self._inner.store(order)
+        self.inner.store(order)
 
     def poll(self) -> list[Done]:
-        ended = self._inner.poll()
+        ended = self.inner.poll()
         return [replace(done, ok=done.ok and done.transfer_id not in self._bad) for done in ended]
 
     def _spoils(self, transfer_id: int, kind: str) -> bool:

@@ -1,5 +1,8 @@
 """Prefix offload of a model that two processes run: each has its part of every block in its own
-host memory, on a driver that is played there. Tokens are those of one process without offload."""
+host memory, on a driver that is played there. Tokens are those of one process without offload.
+
+The processes share layers, are stages with layers of their own, or share the tokens of long
+prompts, and each has all of every block then."""
 
 from __future__ import annotations
 
@@ -30,6 +33,9 @@ OFFLOAD: dict[str, Any] = {
     "apc_offload_gpu_evictor_limit": 4, "tensor_parallel_size": 2, "num_gpu_blocks_override": 40,
 }  # fmt: skip
 
+STAGES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+SHARED_TOKENS = {"tensor_parallel_size": 1, "sequence_parallel_size": 2}
+DRAFTS = {"use_lookahead": True, "num_speculative_tokens": 4}
 HOST_BLOCKS = 60
 BLOCK_BYTES = 2 * 3 * 2 * 16 * 16 * 4  # K and V, layers, KV heads, their size, tokens, float32
 
@@ -70,8 +76,9 @@ def start(
 
     def begin(fault: str = "", **given: Any) -> Engine:
         monkeypatch.setenv("OFFLOAD_RANK_FAULT", fault)
-        share = traffic.share_for(HOST_BLOCKS * BLOCK_BYTES)
-        config = config_of(folder, cpu_prefill_memory_utilization=share, **OFFLOAD, **given)
+        copies = given.get("sequence_parallel_size", 1)
+        share = traffic.share_for(copies * HOST_BLOCKS * BLOCK_BYTES)
+        config = config_of(folder, cpu_prefill_memory_utilization=share, **{**OFFLOAD, **given})
         platform = HostPlatform(fake.path, lambda: compute, PolledGates)
         engine = build_engine(config, show_progress=False, platform=platform).engine
         started.append(engine)
@@ -90,9 +97,10 @@ def compare(engine: Engine, plain: Engine, seed: int, count: int = 16) -> int:
     return traffic.check_same(jobs, traffic.serve(engine, jobs), expected)
 
 
-def test_tokens_are_those_of_one_process(start: Any, plain: Engine) -> None:
+@pytest.mark.parametrize("ranks", [{}, STAGES, SHARED_TOKENS], ids=["layers", "stages", "tokens"])
+def test_tokens_are_those_of_one_process(start: Any, plain: Engine, ranks: dict[str, Any]) -> None:
     """With drafts of the lookahead cache; the same traffic again, so that some are accepted."""
-    engine = start(use_lookahead=True, num_speculative_tokens=4)
+    engine = start(**DRAFTS, **ranks)
     assert sum(compare(engine, plain, seed) for seed in (2, 2, 3)) > 250
     traffic.check_over(engine)
     metrics = engine.metrics()
@@ -101,13 +109,30 @@ def test_tokens_are_those_of_one_process(start: Any, plain: Engine) -> None:
     assert metrics["kv_offload_host_evictions"] > 0
     assert metrics["spec_decode_num_accepted_tokens"] > 10
     # Bytes of both ranks: an aborted load may have brought some of its own.
-    assert metrics["kv_offload_bytes_d2h"] == metrics["kv_offload_stored_blocks"] * BLOCK_BYTES
+    stored = metrics["kv_offload_stored_blocks"] * BLOCK_BYTES
+    assert metrics["kv_offload_bytes_d2h"] == stored * ranks.get("sequence_parallel_size", 1)
 
 
-def test_what_fails_in_another_rank_changes_no_token(start: Any, plain: Engine) -> None:
+def test_all_is_stored_and_copied_at_once(start: Any, plain: Engine) -> None:
+    """Blocks are written through while memory is still being locked, and loads are not lazy."""
+    engine = start(
+        apc_offload_write_policy="write_through", apc_offload_not_lazy=True,
+        apc_offload_background_pin=True,
+    )  # fmt: skip
+    assert sum(compare(engine, plain, seed) for seed in (2, 3)) > 150
+    traffic.check_over(engine)
+    metrics = engine.metrics()
+    assert metrics["kv_offload_loads"] > 0 and metrics["kv_offload_stores"] > 3
+    assert not metrics["kv_offload_failed_loads"] and not metrics["kv_offload_broken"]
+
+
+@pytest.mark.parametrize("ranks", [{}, STAGES], ids=["layers", "stages"])
+def test_what_fails_in_another_rank_changes_no_token(
+    start: Any, plain: Engine, ranks: dict[str, Any]
+) -> None:
     """Copies of rank 1 fail, and its steps do not wait for loads but say that they gave them up:
     rank 0 drops the tokens of such steps."""
-    engine = start("failures")
+    engine = start("failures", **ranks)
     assert sum(compare(engine, plain, seed) for seed in (4, 5)) > 120
     traffic.check_over(engine)
     metrics = engine.metrics()

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -28,6 +29,9 @@ from hetero_llm import (
     SamplingError,
 )
 from hetero_llm.core.errors import RankDeadError
+from hetero_llm.distributed.rank_processes import RankProcesses
+from tests.helpers.draft_traffic import EVERYTHING, VOCAB, Bench, make_draft, make_model
+from tests.helpers.drafters import Siblings
 from tests.models.tiny import make_tiny_checkpoint
 from tests.scenarios.test_tensor_parallel import (
     ADAPTERS,
@@ -104,6 +108,67 @@ class TestTwoStages:
             llm.generate("x", params)
 
 
+@pytest.fixture(scope="class")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """Two stages that verify draft trees, for requests of every kind."""
+    kinds = {kind: params for kind, params in EVERYTHING.items() if kind != "processor"}
+    model = make_model(tmp_path_factory.mktemp("drafts") / "llama")
+    bench = Bench(
+        model, 7, kinds, cpu_backend="torch", batch_invariant=True,
+        ranks={"pipeline_parallel_size": 2},
+    )  # fmt: skip
+    yield bench
+    bench.engine.shut_down()
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens' KV the first stage has moved, each time."""
+    moved: list[int] = []
+    move_kv = RankProcesses.move_kv
+
+    def counted(self: RankProcesses, moves: np.ndarray) -> None:
+        moved.append(moves.shape[1])
+        move_kv(self, moves)
+
+    monkeypatch.setattr(RankProcesses, "move_kv", counted)
+    return moved
+
+
+class TestDrafts:
+    def test_tokens_of_one_process_without_drafts(self, bench: Bench, moves: list[int]) -> None:
+        different, counts = bench.serve(Siblings(bench.record, VOCAB))
+        assert different == []
+        assert counts["num_steps_ahead"] > 0, "chunks run beside drafts"
+        assert counts["num_accepted_tokens"] > 50 and sum(moves) > 20
+        bench.engine.scheduler.check_integrity()
+
+    def test_gaps_in_the_first_stage_are_seen(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The negative control: it leaves the KV of accepted nodes where it is."""
+        monkeypatch.setattr(RankProcesses, "move_kv", lambda self, moves: None)
+        different, _ = bench.serve(Siblings(bench.record, VOCAB))
+        assert different
+
+
+def test_the_lookahead_cache_with_a_draft_worker(
+    folder: Path, expected: list[RequestOutput], tmp_path: Path
+) -> None:
+    drafts = {
+        "use_lookahead": True, "num_speculative_tokens": 5, "cpu_draft_worker": True,
+        "speculative_model": str(make_draft(folder, tmp_path / "draft")), "draft_threads": 1,
+    }  # fmt: skip
+    with LLM(
+        str(folder), **TIGHT, **drafts, num_gpu_blocks_override=40, pipeline_parallel_size=2
+    ) as llm:
+        for _ in range(2):
+            check_same(run(llm), expected)
+        metrics = llm.metrics()
+        assert metrics["num_preemptions"] > 0
+        assert metrics["spec_decode_num_accepted_tokens"] > 20
+
+
 def step_to_the_end(engine: LLMEngine, chosen: list[int]) -> list[RequestOutput]:
     """The outputs of these `REQUESTS`, beside two more that are aborted meanwhile."""
     for number in chosen:
@@ -160,12 +225,10 @@ def test_steps_with_aborts_and_then_a_dead_rank(
     ("given", "message"),
     [
         ({"pipeline_parallel_size": 4}, r"^pipeline_parallel_size=4: the model has 3 layers"),
-        ({"use_lookahead": True}, r"^pipeline_parallel_size=2: .* with drafts yet"),
         (
             {"enable_prompt_adapter": True, "max_prompt_adapter_token": 8},
             r"^enable_prompt_adapter=True: .*pipeline_parallel_size",
         ),
-        ({"enable_prefix_cache_offload": True}, r"^enable_prefix_cache_offload=.*pipeline_para"),
         (
             {"quantization_param_path": "scales.json", "kv_cache_dtype": "fp8"},
             r"^quantization_param_path='scales.json': .*pipeline_parallel_size",

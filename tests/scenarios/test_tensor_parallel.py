@@ -30,6 +30,8 @@ from hetero_llm import (
     SamplingError,
     SamplingParams,
 )
+from hetero_llm.core.errors import RankDeadError
+from hetero_llm.engine.builders import build_ranks
 from hetero_llm.models.read_config import load_model_config
 from tests.helpers.adapters import write_adapter
 from tests.helpers.prompt_adapters import write_prompt_adapter
@@ -213,6 +215,12 @@ def test_prompt_adapters(folder: Path, tmp_path: Path) -> None:
     assert len(set(map(tuple, expected))) == len(expected) // 2
     with LLM(str(folder), **options, tensor_parallel_size=2) as llm:
         assert with_virtual_tokens(llm, folders) == expected
+
+
+def test_the_death_of_a_rank_that_joins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_ranks, "MODULE", "tests.helpers.dying_rank")
+    with pytest.raises(RankDeadError, match=r"^rank 1 \(process \d+\) was ended by signal 9"):
+        LLM(str(folder), **TIGHT, tensor_parallel_size=2)
 
 
 def test_a_repeated_kv_head_step_by_step_with_an_abort(

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_llm.core.errors import ConfigError, PromptError, SamplingError
-from hetero_llm.core.request import FinishReason
+from hetero_llm.core.request import FinishReason, Request
 from hetero_llm.core.sampling_params import SamplingParams
+from tests.helpers.drafters import Siblings
 from tests.helpers.harness import (
     EOS,
     VOCAB,
@@ -266,6 +267,56 @@ def test_random_traffic_leaks_nothing(
                 assert s.output_ids == expected
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    traffic=REQUESTS,
+    num_blocks=st.integers(18, 40),
+    budget=st.integers(8, 80),
+    num_stages=st.sampled_from((2, 3)),
+    seed=st.integers(0, 99),
+)
+def test_stages_verify_drafts(
+    traffic: list, num_blocks: int, budget: int, num_stages: int, seed: int
+) -> None:
+    """The first stage, which runs ahead and gets moves alone, has the KV of all tokens."""
+    record: dict[tuple[str, int], list[int]] = {}
+    scheduler, blocks, runner = make_scheduler(
+        num_stages=num_stages, num_blocks=num_blocks, block_size=4, max_num_seqs=6,
+        max_num_batched_tokens=budget, max_model_len=72, drafter=Siblings(record, VOCAB, seed=seed),
+    )  # fmt: skip
+    arrivals: dict[int, list[Request]] = {}
+    aborts: dict[int, list[str]] = {}
+    whole = []
+    for number, (length, first, sampling, max_tokens, at, abort_after) in enumerate(traffic):
+        prompt = [(first * 5 + i * i) % VOCAB for i in range(length)]
+        params = _params(sampling, max_tokens)
+        request = make_request(str(number), prompt, params, 72)
+        arrivals.setdefault(at, []).append(request)
+        if abort_after is not None:
+            aborts.setdefault(at + abort_after, []).append(request.request_id)
+        if params.use_beam_search:
+            continue
+        for index in range(params.width):
+            record[str(number), index] = expected_output(prompt, params, index)
+        if abort_after is None:
+            whole.append(request)
+    stepper = StagesStepper(scheduler, runner)
+    for now in range(4000):
+        for request in arrivals.pop(now, ()):
+            scheduler.add_request(request)
+        for request_id in aborts.pop(now, ()):
+            scheduler.abort(request_id)
+        stepped = stepper.step()
+        scheduler.check_integrity()
+        if not stepped and not scheduler.num_unfinished and not arrivals:
+            break
+    assert not scheduler.num_unfinished and blocks.num_free == blocks.num_blocks
+    assert stepper.first.num_moved <= runner.num_moved
+    for request in whole:
+        for sequence in request.sequences:
+            assert sequence.output_ids == record[request.request_id, sequence.index]
+
+
 class TestStages:
     """Sequences of different steps in flight are different ones, and all get their turn."""
 
@@ -286,9 +337,11 @@ class TestStages:
             pass
         assert scheduler.stats.num_steps_ahead >= scheduler.stats.num_steps // 2
 
-    def test_chunks_of_one_prompt_run_behind_each_other(self) -> None:
+    @pytest.mark.parametrize("num_stages", [2, 3])
+    def test_chunks_of_one_prompt_run_behind_each_other(self, num_stages: int) -> None:
+        """Two stages have one ready that none works on yet."""
         scheduler, _, runner = make_scheduler(
-            num_stages=3, max_num_batched_tokens=8, max_num_seqs=4
+            num_stages=num_stages, max_num_batched_tokens=8, max_num_seqs=4
         )
         request = make_request("a", list(range(1, 25)), _params("greedy", 3))
         scheduler.add_request(request)

@@ -22,8 +22,10 @@ from hetero_llm.gpu.collectives import (
 from hetero_llm.gpu.kernels.collectives import sum_reference
 from hetero_llm.gpu.kernels.norm import add_rms_norm
 from hetero_llm.gpu.peer_memory import MAKERS, GroupExchange
+from hetero_llm.models.collectives import Rank
 from hetero_llm.runner.sequence_parallel import gather_rows
 from hetero_llm.runner.split_step import RowPlaces
+from tests.distributed.group_member import check_joined
 
 HIDDEN = 4096
 KINDS = (
@@ -181,6 +183,11 @@ def gather_many_rows(
     assert wrong.item() == 0 and not collectives.gave_up
     print(f"{launches} gathers; of 16384 rows {moved / max(seconds, 1e-9) / 1e9:.0f} GB/s a rank")
     finish(collectives, exchange)
+
+
+def through_nccl(rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """What serves where peers are missing."""
+    check_joined(Rank(rank, group.size()), device)
 
 
 def captured_step(

@@ -1,11 +1,13 @@
-"""Starts two processes, one a GPU, with a gloo group over a file, and runs a function in each."""
+"""Two processes, one a GPU, in one group, that run functions one after another."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,29 +24,44 @@ _END_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Started:
-    """Processes by rank, each with the file that its output goes to."""
+    """Processes by rank, each with the file that its output goes to.
+
+    Attributes:
+        folder: of the outputs, and of a file for each function that a rank has run.
+    """
 
     processes: list[subprocess.Popen[bytes]]
     outputs: list[Path]
+    folder: Path
 
-    def finish(self, seconds: float) -> None:
-        """Waits for all that still run; one that fails ends the others.
+    @property
+    def live(self) -> bool:
+        return all(process.poll() is None for process in self.processes)
+
+    def send(self, number: int, act: Callable[..., None], *arguments: str) -> None:
+        """Lets both run `act(rank, group, device, *arguments)` of a module."""
+        line = json.dumps([number, f"{act.__module__}:{act.__name__}", *arguments]) + "\n"
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(line.encode())
+            process.stdin.flush()
+
+    def wait(self, number: int, seconds: float) -> None:
+        """Waits until both have run function `number`.
 
         Raises:
-            AssertionError: One failed, or they took longer. The text has the ends of all outputs.
+            AssertionError: one failed, or they took longer. The text has the ends of all outputs.
         """
         limit = time.monotonic() + seconds
-        try:
-            waiting = list(self.processes)
-            while waiting and time.monotonic() < limit:
-                if any(process.poll() for process in waiting):
-                    limit = min(limit, time.monotonic() + _END_SECONDS)
-                waiting = [process for process in waiting if process.poll() is None]
-                time.sleep(0.05)
-        finally:
+        marks = [self.folder / f"done{number}-{rank}" for rank in range(SIZE)]
+        while not all(mark.exists() for mark in marks) and time.monotonic() < limit:
+            if not self.live:
+                limit = min(limit, time.monotonic() + _END_SECONDS)
+            time.sleep(0.01)
+        if not all(mark.exists() for mark in marks):
             self.kill()
-        codes = [process.wait() for process in self.processes]
-        assert not any(codes), f"exit codes {codes}\n{self.text()}"
+            codes = [process.wait() for process in self.processes]
+            raise AssertionError(f"exit codes {codes}\n{self.text()}")
 
     def kill(self) -> None:
         for process in self.processes:
@@ -56,9 +73,8 @@ class Started:
         return "\n".join(f"rank {rank}:\n{end}" for rank, end in enumerate(ends))
 
 
-def start(act: Callable[..., None], folder: Path, *arguments: str) -> Started:
-    """Runs `act(rank, group, device, *arguments)` of a module in a process for each rank."""
-    folder.mkdir(parents=True, exist_ok=True)
+def start(folder: Path) -> Started:
+    """Starts both processes."""
     environment = {
         **os.environ,
         "GLOO_SOCKET_IFNAME": "lo",
@@ -66,32 +82,67 @@ def start(act: Callable[..., None], folder: Path, *arguments: str) -> Started:
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "NCCL_NVLS_ENABLE": "0",
     }
+    folder = Path(tempfile.mkdtemp(dir=folder))
     outputs = [folder / f"rank{rank}.log" for rank in range(SIZE)]
-    name = f"{act.__module__}:{act.__name__}"
     processes = []
     for rank, output in enumerate(outputs):
-        command = [sys.executable, "-m", "tests.two_gpus.ranks", name, str(rank), str(folder)]
+        command = [sys.executable, "-m", "tests.two_gpus.ranks", str(rank), str(folder)]
         with output.open("wb") as file:
             processes.append(
                 subprocess.Popen(
-                    [*command, *arguments], env=environment, stdout=file, stderr=subprocess.STDOUT
+                    command, env=environment, stdin=subprocess.PIPE, stdout=file,
+                    stderr=subprocess.STDOUT,
                 )
-            )
-    return Started(processes, outputs)
+            )  # fmt: skip
+    return Started(processes, outputs, folder)
+
+
+class Pair:
+    """Two processes for all functions; new ones where the last two have ended.
+
+    Attributes:
+        started: the present ones.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+        self.started = start(folder)
+
+    def send(self, act: Callable[..., None], *arguments: str) -> int:
+        """See `Started.send`; returns the number for `Started.wait`."""
+        if not self.started.live:
+            self.started = start(self._folder)
+        self._count += 1
+        self.started.send(self._count, act, *arguments)
+        return self._count
+
+    def run(self, act: Callable[..., None], *arguments: str, seconds: float = 120.0) -> None:
+        """Runs a function in both and prints the ends of their outputs.
+
+        Raises:
+            AssertionError: see `Started.wait`.
+        """
+        self.started.wait(self.send(act, *arguments), seconds)
+        print(self.started.text())
 
 
 def main() -> None:
-    name, rank, folder, *arguments = sys.argv[1:]
-    module, function = name.split(":")
-    device = torch.device("cuda", int(rank) % torch.cuda.device_count())
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    store = dist.FileStore(str(Path(folder) / "store"), SIZE)
-    seconds = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=SIZE, timeout=seconds)
+    store = dist.FileStore(str(folder / "store"), SIZE)
+    limit = timedelta(seconds=60)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=SIZE, timeout=limit
+    )
     group = dist.group.WORLD
     assert group is not None
-    getattr(importlib.import_module(module), function)(int(rank), group, device, *arguments)
-    dist.destroy_process_group()
+    for line in sys.stdin:
+        number, name, *arguments = json.loads(line)
+        module, function = name.split(":")
+        getattr(importlib.import_module(module), function)(rank, group, device, *arguments)
+        (folder / f"done{number}-{rank}").touch()
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ whole on all ranks, or not used.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from hetero_llm.bridge.kv_offload.copier import NUM_FLAGS, NativeCopier
@@ -22,6 +23,7 @@ from hetero_llm.core.null_objects import do_nothing
 from hetero_llm.core.transfer_order import TransferOrder
 
 _NAP_S = 0.001
+_KEPT_STEPS = 16  # older ones have ended
 
 
 class OtherRanks(Protocol):
@@ -62,6 +64,8 @@ class RanksCopier:
         reports: of all ranks.
         most_loads: layer-ready flags of each rank.
         patience_s: seconds that `gave_up` waits for the other ranks.
+        bytes_of_all: bytes of KV on all ranks for each byte on rank 0, whose layers or heads may be
+            others, and more.
     """
 
     def __init__(
@@ -72,7 +76,9 @@ class RanksCopier:
         *,
         most_loads: int = NUM_FLAGS,
         patience_s: float = 60.0,
+        bytes_of_all: float,
     ) -> None:
+        self._bytes_of_all = bytes_of_all
         self.own = own
         self._ranks = ranks
         self._reports = reports
@@ -162,12 +168,11 @@ class RanksCopier:
         return not all([steps.pop(0) for steps in self._steps[1:]])
 
     def metrics(self) -> dict[str, float]:
-        """See `Copier.metrics`. Bytes are those of all ranks, which copy as many; times and rates
-        are those of rank 0."""
+        """See `Copier.metrics`. Bytes are those of all ranks; times and rates those of rank 0."""
         values = self.own.metrics()
         for name in ("kv_offload_bytes_h2d", "kv_offload_bytes_d2h"):
             if name in values:
-                values[name] *= self._reports.ranks
+                values[name] *= self._bytes_of_all
         if not self._closed and self._reports.is_broken():
             values["kv_offload_broken"] = 1.0
         return values
@@ -215,21 +220,26 @@ class RankCopies:
         self._grow = grow
         self._num_rows = -1
         self._last_step = 0
+        # The copier counts moves of KV as steps, too.
+        self._last_event = self._last_moves = 0
+        self._events: deque[int] = deque([0], _KEPT_STEPS)  # of the last steps
         self.observe()
 
     def load(self, order: TransferOrder) -> None:
         """Begins this rank's part of a load."""
-        self._prepare(order)
-        self._copier.load(order)
+        self._copier.load(self._prepared(order))
 
     def store(self, order: TransferOrder) -> None:
         """Begins this rank's part of a store."""
-        self._prepare(order)
-        self._copier.store(order)
+        self._copier.store(self._prepared(order))
 
-    def _prepare(self, order: TransferOrder) -> None:
+    def _prepared(self, order: TransferOrder) -> TransferOrder:
+        """The order as the copier counts: it begins behind all moves before it, too."""
         assert order.after_step <= self._last_step + 1, "the ranks count steps differently"
         self._copier.poll()  # frees the flags of loads that have ended
+        ago = self._last_step - order.after_step
+        event = self._last_event + 1 if ago < 0 else self._events[max(-1 - ago, -len(self._events))]
+        return replace(order, after_step=max(event, self._last_moves))
 
     def abort(self, transfer_id: int) -> None:
         """See `Copier.abort`; the load may have ended here."""
@@ -238,7 +248,15 @@ class RankCopies:
     def step_launched(self) -> None:
         """All device work of one more step is on the current stream."""
         self._last_step += 1
-        self._copier.step_launched(self._last_step)
+        self._last_event += 1
+        self._events.append(self._last_event)
+        self._copier.step_launched(self._last_event)
+
+    def kv_moved(self) -> None:
+        """Moves of KV are on the current stream; transfers ordered later begin behind them."""
+        self._last_event += 1
+        self._last_moves = self._last_event
+        self._copier.step_launched(self._last_event)
 
     def step_finished(self, *, timed_out: bool) -> None:
         """Called after a step that waited for loads; `timed_out`: it has given one up."""
@@ -263,7 +281,7 @@ def _refuse(*_: object) -> None:
 class NoRankCopies:
     """In the place of `RankCopies` where nothing is offloaded."""
 
-    step_launched = observe = close = staticmethod(do_nothing)
+    step_launched = kv_moved = observe = close = staticmethod(do_nothing)
     load = store = abort = staticmethod(_refuse)
 
     def step_finished(self, *, timed_out: bool) -> None:

@@ -44,6 +44,8 @@ _PINNING_THREADS = 16
 _CALIBRATED_BLOCKS = 64  # host blocks that the calibration of the copier uses
 _NAP_S = 0.05
 _RESERVED_STEPS = 8
+_ANY_ROWS = 1 << 62
+"""Blocks of the pool of a rank that takes as many as rank 0 has."""
 
 
 class LoadFlags(Protocol):
@@ -89,23 +91,23 @@ class HostShare:
 
     Attributes:
         share: of the rank.
+        rank: its number among all ranks, whatever they share.
         others: what rank 0 announces its copies to; None in the other ranks, and where there is
             one rank.
         board: descriptor of the memory of the ranks' `ReportBoard`; -1 with one rank.
+        bytes_of_all: bytes of KV on all ranks for each byte on this one; of rank 0.
     """
 
     share: RankShare = ALONE_SHARE
+    rank: int = 0
     others: OtherRanks | None = None
     board: int = -1
+    bytes_of_all: float = 1.0
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return self.share.agreement.size
-
-    @property
-    def rank(self) -> int:
-        return self.share.collectives.rank.index
 
 
 @dataclass(slots=True)
@@ -148,7 +150,9 @@ class HostMemory:
         joined: Copier = copier
         if self.board is not None:
             assert self.own.others is not None
-            joined = ranks = RanksCopier(copier, self.own.others, self.board)
+            joined = ranks = RanksCopier(
+                copier, self.own.others, self.board, bytes_of_all=self.own.bytes_of_all
+            )
             self.gave_up = ranks.gave_up
         return PinnedHostTier(index, joined, rule, free_memory=self._free)
 
@@ -164,7 +168,8 @@ class HostMemory:
         """Text for the start-up table."""
         size = self.own.size
         how = f"copied by {self.method}" + (f", divided between {size} ranks" if size > 1 else "")
-        return pool_words(self.pool.num_rows * self.pool.row_bytes * size, how)
+        own_bytes = self.pool.num_rows * self.pool.row_bytes
+        return pool_words(int(own_bytes * self.own.bytes_of_all), how)
 
     def _open_copier(self, cache: PagedKVCache) -> NativeCopier | None:
         """Opens and calibrates the copier. Without one, here or in another rank: None with a
@@ -234,16 +239,17 @@ def open_host_memory(
     if config is None or platform is None:
         return None
     own = own or HostShare()
-    agreement, board, num_rows = own.share.agreement, None, 0
+    agreement, board, num_rows = own.share.agreement, None, _ANY_ROWS
     try:
         if own.rank == 0:
-            num_rows = _num_rows(config, shape.block_bytes * own.size, scheduler)
+            row_bytes = int(shape.block_bytes * own.bytes_of_all)
+            num_rows = _num_rows(config, row_bytes, scheduler)
             if own.size > 1:  # before another rank knows the number of rows
                 board = ReportBoard(own.board, own.size)
-        num_rows = agreement.of_first([num_rows])[0]
+        num_rows = agreement.least(num_rows)
     except CopierError as error:
         logger.warning("serving without prefix cache offload: %s", error)
-        agreement.of_first([0])
+        agreement.least(0)
         return None
     if not num_rows:
         return None

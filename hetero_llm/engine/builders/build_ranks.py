@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,30 +108,41 @@ class EngineRanks:
     processes: RankProcesses | NoRanks
     share: RankShare
 
-    def host_share(self) -> HostShare:
-        """Rank 0's share of what all ranks keep in host memory."""
+    def host_share(self, own_layers: int, all_layers: int) -> HostShare:
+        """Rank 0's share of what all ranks keep in host memory.
+
+        Args:
+            own_layers, all_layers: of rank 0, and of all stages.
+        """
         if isinstance(self.processes, NoRanks):
             return HostShare()
-        return HostShare(self.share, self.processes, self.processes.shared)
+        of_stage = self.processes.size // self.share.collectives.rank.stages
+        return HostShare(
+            self.share,
+            others=self.processes,
+            board=self.processes.shared,
+            bytes_of_all=of_stage * all_layers / own_layers,
+        )
 
     def parallel(
         self,
         runner: ModelRunner[Any],
         store: AdapterStore | None = None,
         *,
-        on_torch: bool = False,
+        defers: bool = False,
         timed_out: Callable[[], bool] = never,
     ) -> ModelRunner[Any]:
         """The runner that the engine calls: that of rank 0, or one that announces steps, too.
 
         Args:
             store: of the adapters that steps load.
-            on_torch: `runner.launch` computes, rather than let a device compute.
+            defers: where there are stages, `runner` launches a step when that is finished. For
+                runners that compute in `launch`.
             timed_out: see `ParallelRunner`.
         """
         if isinstance(self.processes, NoRanks):
             return runner
-        if on_torch and self.share.collectives.rank.stages > 1:
+        if defers and self.share.collectives.rank.stages > 1:
             from hetero_llm.lora.rank_adapters import NoRankAdapters, RankAdapters
 
             resources = NoRankAdapters() if store is None else RankAdapters(store)
@@ -197,22 +209,18 @@ def _check_stages(config: EngineConfig) -> None:
     """Raises ConfigError: an argument cannot be combined with stages."""
     stages = config.parallel.pipeline_parallel_size
     field = "pipeline_parallel_size"
-    if config.speculation is not None:
-        reason = "cannot be combined with drafts yet (use_lookahead, speculative_model, ...)"
-        raise ConfigError(field, stages, f"{reason}: leave one of them out")
-    _refuse_host_memory(config, field)
+    _refuse_host_weights(config, field)
     path = config.cache.scales_path
     if path is not None:
         reason = f"cannot be combined with {field} ({stages}) yet: leave one of them out"
         raise ConfigError("quantization_param_path", path, reason)
 
 
-def _refuse_host_memory(config: EngineConfig, field: str) -> None:
-    """Raises ConfigError: ranks keep something in host memory that `field` does not go with."""
+def _refuse_host_weights(config: EngineConfig, field: str) -> None:
+    """Raises ConfigError: something comes from host memory that `field` does not go with."""
     size = getattr(config.parallel, field)
     reason = f"cannot be combined with {field} ({size}) yet: leave one of them out"
     refused: tuple[tuple[str, Any, bool], ...] = (
-        ("enable_prefix_cache_offload", True, config.offload is not None),
         ("enable_prompt_adapter", True, config.prompt_adapters.enabled),
         ("cpu_offload_gb", config.load.cpu_offload_gb, bool(config.load.cpu_offload_gb)),
     )
@@ -224,7 +232,7 @@ def _refuse_host_memory(config: EngineConfig, field: str) -> None:
 def _check_sequence_parallel(config: EngineConfig, device: torch.device) -> None:
     """Raises ConfigError: ranks that share tokens do not do so with another argument."""
     size, tokens = config.parallel.sequence_parallel_size, config.max_num_batched_tokens
-    _refuse_host_memory(config, "sequence_parallel_size")
+    _refuse_host_weights(config, "sequence_parallel_size")
     from hetero_llm.runner.sequence_parallel import LEAST_TOKENS
 
     least = LEAST_TOKENS[device.type]
@@ -309,6 +317,8 @@ def join_ranks(
     Raises:
         HeteroLLMError: a rank has failed.
     """
+    import torch
+
     if isinstance(processes, NoRanks):
         return EngineRanks(processes, ALONE_SHARE)
     settings = RankSettings(
@@ -329,10 +339,18 @@ def join_ranks(
         reason = f"an argument cannot be sent to other processes: {error}"
         raise ConfigError(*config.parallel.asked_by, reason) from error
     processes.wait_for(IMPORTED)
-    share = join_group(
-        Rank(0, processes.size), processes.store, device,
-        row_bytes=row_bytes, parallel=config.parallel,
-    )  # fmt: skip
+    if device.type == "cuda":  # of this thread
+        torch.cuda.set_device(0)
+    share = processes.run_watched(
+        partial(
+            join_group,
+            Rank(0, processes.size),
+            processes.store,
+            device,
+            row_bytes=row_bytes,
+            parallel=config.parallel,
+        )
+    )
     processes.joined(share.leave, share.abort)
     return EngineRanks(processes, share)
 

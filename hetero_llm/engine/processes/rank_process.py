@@ -23,6 +23,7 @@ from hetero_llm.bridge.ipc.broadcast import ChannelClosedError
 from hetero_llm.bridge.kv_offload.rank_copies import NoRankCopies, RankCopies
 from hetero_llm.core.errors import HeteroLLMError, RankDeadError
 from hetero_llm.core.model_runner import ModelRunner
+from hetero_llm.core.null_objects import do_nothing
 from hetero_llm.distributed.control_socket import ControlSocket, RankFailed, RankReached
 from hetero_llm.distributed.parallel_runner import GAVE_UP
 from hetero_llm.distributed.rank_processes import RankArguments
@@ -31,6 +32,7 @@ from hetero_llm.distributed.step_channel import StepReader
 from hetero_llm.distributed.step_codec import (
     StepMessage,
     message_kind,
+    moves_from_words,
     step_from_words,
     transfer_from_words,
     value_from_words,
@@ -51,6 +53,8 @@ from hetero_llm.engine.processes import child_process
 from hetero_llm.utils.gc_control import collect_if_due, prompt_wakeups
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from hetero_llm.lora.rank_adapters import NoRankAdapters, RankAdapters
     from hetero_llm.structured_output.compiler import GrammarCompiler
 
@@ -74,6 +78,8 @@ class RankLoop:
         adapters: in the host memory of this rank.
         gave_up: see `RankShare`.
         copies: between this rank's part of the KV cache and host memory; None: there are none.
+        move_kv: moves the KV of accepted draft nodes, given KV slots to read and to write; a stage
+            that verifies drafts has moved its own.
     """
 
     def __init__(
@@ -83,8 +89,11 @@ class RankLoop:
         grammars: GrammarCompiler | None,
         adapters: RankAdapters | NoRankAdapters,
         gave_up: Callable[[], bool],
+        *,
         copies: RankCopies | None = None,
+        move_kv: Callable[[np.ndarray, np.ndarray], None] = do_nothing,
     ) -> None:
+        self._move_kv = move_kv
         self._adapters = adapters
         self._gave_up = gave_up
         self._steps = steps
@@ -137,6 +146,9 @@ class RankLoop:
             self._copies.store(transfer_from_words(words))
         elif kind == StepMessage.ABORT_LOAD:
             self._copies.abort(transfer_from_words(words).transfer_id)
+        elif kind == StepMessage.MOVE_KV:
+            self._move_kv(*moves_from_words(words))
+            self._copies.kv_moved()
         elif self._grammars is not None:
             assert kind == StepMessage.GRAMMAR, kind
             arguments = (value_from_words(words),)
@@ -187,7 +199,7 @@ def _run(
         rank, arguments.store, device,
         row_bytes=settings.row_bytes, parallel=settings.config.parallel,
     )  # fmt: skip
-    loop = _build(settings, share, control, steps)
+    loop = _build(settings, share, control, steps, number=arguments.rank)
     child_process.freeze_objects()
     steps.set_spin(_SPIN_US[settings.device])
     share.serves()
@@ -195,9 +207,15 @@ def _run(
 
 
 def _build(
-    settings: RankSettings, share: RankShare, control: ControlSocket, steps: StepReader
+    settings: RankSettings,
+    share: RankShare,
+    control: ControlSocket,
+    steps: StepReader,
+    *,
+    number: int,
 ) -> RankLoop:
-    """Builds the rank's runner, and what its steps need, as the engine builds those of rank 0."""
+    """Builds the runner of rank `number`, and what its steps need, as the engine builds those of
+    rank 0."""
     import dataclasses
 
     import torch
@@ -224,9 +242,9 @@ def _build(
     rank = share.collectives.rank
     own_config = sharded_config(model_config, rank)
     host = open_host_memory(
-        config.offload, host_platform(config, device, rank.index),
+        config.offload, host_platform(config, device, number),
         cache_shape(config, own_config, dtype, device), settings.scheduler,
-        own=HostShare(share, board=settings.board),
+        own=HostShare(share, number, board=settings.board),
     )  # fmt: skip
     made = build_runner(
         RunnerInputs(
@@ -240,14 +258,23 @@ def _build(
     runner = made.runner
     copies = None if host is None else host.join_rank(made.cache)
     grammars = None
-    if share.collectives.rank.is_last:  # the other stages do not sample
+    samples = share.collectives.rank.is_last
+    if samples:
         tokenizer = open_tokenizer(config, folder)
         grammars = open_grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
     if grammars is not None:
         runner.set_open_matcher(grammars.open)
         grammars.warm_up_beside()
     served_adapters = NoRankAdapters() if adapters is None else RankAdapters(adapters.store)
-    return RankLoop(steps, runner, grammars, served_adapters, share.gave_up, copies)
+    return RankLoop(
+        steps,
+        runner,
+        grammars,
+        served_adapters,
+        share.gave_up,
+        copies=copies,
+        move_kv=do_nothing if samples else made.cache.move_tokens,
+    )
 
 
 if __name__ == "__main__":

@@ -53,8 +53,9 @@ class World:
         self.broken = False
         self.waits = 0
         self.copier = RanksCopier(
-            self.models[0], self, self, most_loads=places, patience_s=patience_s
-        )
+            self.models[0], self, self,
+            most_loads=places, patience_s=patience_s, bytes_of_all=RANKS,
+        )  # fmt: skip
 
     # the other ranks
     def load_blocks(self, order: TransferOrder) -> None:
@@ -162,6 +163,24 @@ def test_a_load_waits_for_the_step_of_each_rank() -> None:
     assert world.drain() == []
     assert world.copier.seconds_left([1]) == 0.0, "rank 0 has its part"
     world.models[2].finish_step()
+    assert [done.transfer_id for done in world.drain()] == [1]
+
+
+def test_transfers_wait_for_moves_of_kv_before_them() -> None:
+    """Which a rank makes on its stream behind a step, be the transfer ordered after an older
+    one."""
+    world = World(0)
+    for number in (1, 2):
+        world.step(number)
+    for model in world.models:
+        model.finish_step()
+    world.others[0].kv_moved()
+    world.copier.store(TransferOrder(1, blocks(0), blocks(0), 1))
+    for model in (world.models[0], *world.models[2:], world.models[1]):
+        assert world.drain() == []
+        model.finish_step()
+    assert world.drain() == [], "rank 1 has a move behind its second step"
+    world.models[1].finish_step()
     assert [done.transfer_id for done in world.drain()] == [1]
 
 

@@ -26,12 +26,13 @@ from hetero_llm.engine.builders.build_host_tier import (
     open_host_memory,
 )
 from hetero_llm.engine.resolve import limit_steps
-from hetero_llm.models.collectives import ONE_RANK, Rank
+from hetero_llm.models.collectives import Rank
 from hetero_llm.runner.kv_cache import KVCacheShape
 from tests.helpers.offload_traffic import share_for
 from tests.helpers.polled_gates import PolledGates
 
 SHAPE = KVCacheShape(2, 2, 16, 16, torch.float32)
+ANY = 1 << 62
 
 
 class Agreement:
@@ -40,17 +41,15 @@ class Agreement:
     size = 2
 
     def __init__(self, of_rank_0: int, others_have_it: bool) -> None:
-        self._of_rank_0 = of_rank_0
-        self._others = others_have_it
+        self._answers = [of_rank_0 or ANY, int(others_have_it)]
         self.said: list[int] = []
 
     def least(self, value: int) -> int:
         self.said.append(value)
-        return min(value, int(self._others))
+        return min(value, self._answers[len(self.said) - 1])
 
     def of_first(self, values: Sequence[int]) -> list[int]:
-        self.said += values
-        return [self._of_rank_0 or values[0]]
+        raise AssertionError("stages agree, too")
 
 
 class Pool:
@@ -104,7 +103,7 @@ def open_one(rank: int, board: int, agreement: Agreement, num_bytes: int) -> Hos
     platform = HostPlatform("none", lambda: 0, PolledGates)
     return open_host_memory(
         config.offload, platform, SHAPE, limit_steps(config, 64, "cpu", serving=False),
-        own=HostShare(RankShare(collectives, agreement), board=board),
+        own=HostShare(RankShare(collectives, agreement), rank, board=board, bytes_of_all=2.0),
     )  # fmt: skip
 
 
@@ -116,7 +115,7 @@ def test_the_share_of_memory_is_that_of_all_ranks(board: int, pools: list[Pool])
     assert first is not None and agreement.said == [50, 1]
     other = Agreement(50, True)
     second = open_one(1, board, other, 100 * SHAPE.block_bytes)
-    assert second is not None and other.said == [0, 1]
+    assert second is not None and other.said == [ANY, 1]
     for memory, pool in zip((first, second), pools, strict=True):
         assert (pool.num_rows, pool.row_bytes) == (50, SHAPE.block_bytes)
         assert memory.board is not None and memory.board.ranks == 2
@@ -160,7 +159,7 @@ def test_one_rank_agrees_with_itself(pools: list[Pool]) -> None:
     limits = limit_steps(config, 64, "cpu", serving=False)
     made = open_host_memory(config.offload, platform, SHAPE, limits)
     assert made is not None and made.board is None and pools[0].num_rows == 100
-    assert HostShare().rank == ONE_RANK.rank.index == 0
+    assert HostShare().rank == 0
     assert open_host_memory(None, platform, SHAPE, limits) is None
     assert open_host_memory(config.offload, None, SHAPE, limits) is None
 

@@ -20,6 +20,7 @@ from hetero_llm.distributed.step_channel import StepReader, StepWriter
 from hetero_llm.distributed.step_codec import (
     FINISH_MESSAGE,
     StepMessage,
+    moves_to_bytes,
     step_to_bytes,
     transfer_to_bytes,
     value_to_bytes,
@@ -132,6 +133,24 @@ def test_adapters_are_read_before_their_step_and_kept_until_it_has_ended(
     reader.close()
 
 
+@pytest.mark.parametrize("verifies", [False, True])
+def test_kv_of_accepted_drafts_is_moved_by_stages_that_verify_none(
+    writer: StepWriter, verifies: bool
+) -> None:
+    reader = StepReader(str(os.dup(writer.channel.fd)), 1)
+    moved: list[list[int]] = []
+
+    def move(*moves: np.ndarray) -> None:
+        moved.extend(one.tolist() for one in moves)
+
+    more = {} if verifies else {"move_kv": move}
+    loop = RankLoop(reader, Runner(), None, NoRankAdapters(), lambda: False, **more)  # type: ignore[arg-type]
+    writer.write(moves_to_bytes(np.array([[5, 6], [3, 4]])), never)
+    loop.run_once(0)
+    assert moved == ([] if verifies else [[5, 6], [3, 4]])
+    reader.close()
+
+
 def test_a_collective_that_gave_up_ends_the_rank(writer: StepWriter) -> None:
     reader = StepReader(str(os.dup(writer.channel.fd)), 1)
     loop = RankLoop(reader, Runner(), None, NoRankAdapters(), lambda: True)
@@ -181,7 +200,7 @@ def test_copies_between_the_steps_of_rank_0(writer: StepWriter) -> None:
     reader = StepReader(str(os.dup(writer.channel.fd)), 1)
     runner = Runner()
     copies = Copies(runner.calls)
-    loop = RankLoop(reader, runner, None, NoRankAdapters(), lambda: False, copies)  # type: ignore[arg-type]
+    loop = RankLoop(reader, runner, None, NoRankAdapters(), lambda: False, copies=copies)  # type: ignore[arg-type]
     host_blocks, blocks = np.array([5, 6]), np.array([1, 2])
     none = np.zeros(0, np.int64)
     loop.run_once(0)

@@ -98,20 +98,24 @@ def regrets(
         (completion,) = output.outputs
         texts = tuple(output.prompt_token_ids), tuple(completion.token_ids)
         noise = (0.0, None) if wanted.greedy else (wanted.temperature, wanted.seed)
-        parts.append(_regrets_of(*texts, *noise, folder))
+        parts.append(regrets_of(*texts, *noise, folder))
     return torch.cat(parts)
 
 
 @functools.cache
-def _regrets_of(
+def regrets_of(
     prompt: tuple[int, ...],
     tokens: tuple[int, ...],
     temperature: float,
     seed: int | None,
     folder: Path,
 ) -> torch.Tensor:
-    """Of one output. Kept, since most engines generate the same tokens and the reference is slow;
-    a folder's weights do not change."""
+    """`regrets` of one output, which may be unfinished. Kept, since most engines generate the same
+    tokens and the reference is slow; a folder's weights do not change.
+
+    Args:
+        temperature, seed: of its request; 0.0 and None: greedy.
+    """
     scores = reference_logits([*prompt, *tokens], folder)[len(prompt) - 1 : -1]
     drawn = torch.tensor(tokens)
     if temperature:
