@@ -587,6 +587,7 @@ NOT_DRAWN = {
     "rooms/kernels_quantized_gemm.tuning": "what launches were chosen by, in the kernel's `choose`",
     "rooms/kernels_quantized_gemm.large": "as `.tuning`, of 128 rows",
     "rooms/kernels_quantized_gemm.fp4": "as `.tuning`, of fp4",
+    "rooms/kernels_fp8_gemm": "as `.tuning`, of fp8 rows; a table: docs/benchmarks.md",
     "rooms/kernels_quantized_stack.tuning": "what launches of 8 bits were chosen by",
     "rooms/kernels_lora_row.tuning": "what launches with an adapter of one row were chosen by",
     "rooms/kernels_lora.many": "what ways of adding adapters to many rows were chosen by",

@@ -3,6 +3,7 @@ several files `tests/a/test_b_<aspect>.py`. What tests no single module is a sce
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -44,3 +45,20 @@ def test_every_test_mirrors_a_module_or_is_a_scenario() -> None:
 def test_the_engine_is_a_folder_that_a_newcomer_can_read() -> None:
     """At most 25 files; what grows beyond gets a room of its own beneath."""
     assert len(list((ROOT / "hetero_llm" / "engine").glob("*.py"))) <= 25
+
+
+def test_the_tests_that_the_outside_look_names_are_there() -> None:
+    """A name without a file is of the file named before it; most files are below tests/."""
+    missing = []
+    for line in (ROOT / "docs" / "history" / "outside_look.md").read_text().splitlines():
+        text = ""
+        for name in re.findall(r"`([^` ]+)`", line) if line.startswith("|") else ():
+            file, _, test = name.partition("::")
+            if file.endswith(".py"):
+                paths = [path for path in (ROOT / "tests" / file, ROOT / file) if path.exists()]
+                text = paths[0].read_text() if paths else ""
+                if not paths:
+                    missing.append(name)
+            if test and not re.search(rf"(def|class) {test.rpartition('::')[2]}\b", text):
+                missing.append(name)
+    assert missing == []

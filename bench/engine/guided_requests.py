@@ -1,19 +1,20 @@
 """Requests that follow a JSON schema: their first token, and the extraction of fifty fields.
 
-    python -m bench.engine.guided_requests --model FOLDER --device cuda --parts fields
+    python -m bench.engine.guided_requests --model FOLDER --device cuda --parts fields --batches 1,8
     python -m bench.engine.guided_requests --shape llama-3.1-8b --device cuda --parts first,pieces
 
-One request at a time, greedy, no detokenization, prompts that share nothing. The model is a folder
-with its tokenizer (a scale-up of the demo model, or "demo"), or a shape with random weights and the
-made-up vocabulary of `guided_decode`. Parts:
+Greedy, no detokenization, prompts that share nothing, one request at a time but for "fields". The
+model is a folder with its tokenizer (a scale-up of the demo model, or "demo"), or a shape with
+random weights and the made-up vocabulary of `guided_decode`. Parts:
 
 - first: ms until `AsyncLLMEngine` has the first token of a prompt of `--prompt` tokens: without a
   schema, with one of 10 KB that the engine has seen, and with one that it has not. The three take
   turns; differences are medians over the rounds of a round's difference.
 - fields: through `LLM.generate`, tokens a second behind the first one of an object with fifty
   fields of short strings, numbers, dates and enumerations, whose names are forced: without a schema
-  and without drafts ("plain", as many tokens), with the schema and without drafts, and with drafts
-  forced tokens, which are the default. Medians of the rounds, and of a round's ratio to "plain".
+  and without drafts ("plain", as many tokens), with the schema and without drafts, and with forced
+  tokens as drafts, which is the default. `--batches`: requests at once; a batch that is slower with
+  drafts stops to draft. Medians of the rounds, and of a round's ratio to "plain".
 - pieces: what makes up "first", without a model, in ms of the calling thread's CPU time. "request":
   the server's process makes a request; a new schema is read, checked and written as a grammar.
   "message": the request is encoded for the engine's process and decoded there. A first token waits
@@ -43,6 +44,7 @@ from bench.common import (
     machine_of,
     median_ratio,
     names_of,
+    numbers,
     print_table,
     settings_of,
     write_results,
@@ -198,7 +200,8 @@ def pieces(folder: Path, vocab: int, prompts: Prompts, length: int, rounds: int)
     ]
 
 
-def fields(llm: LLM, prompts: Prompts, length: int, rounds: int) -> Rows:
+def fields(llm: LLM, prompts: Prompts, length: int, rounds: int, *, batch: int) -> dict[str, Any]:
+    """The row of one batch; tokens and steps are those of a request."""
     ends = {"ignore_eos": False, "structured_outputs": guided(schema())}
     params = {
         "drafts": greedy(MOST_TOKENS, **ends),
@@ -207,42 +210,48 @@ def fields(llm: LLM, prompts: Prompts, length: int, rounds: int) -> Rows:
     found: dict[str, list[float]] = {"plain": [], **{arm: [] for arm in params}}
     tokens, steps = [], []
     for turn in range(rounds + 1):
-        prompt = prompts.one(length)
+        asked = [prompts.one(length) for _ in range(batch)]
         before = llm.metrics()
         rates = {}
         for arm in ("drafts", "no drafts"):
-            number, rates[arm] = _rate(llm, prompt, params[arm])
+            counts, rates[arm] = _rate(llm, asked, [params[arm]] * batch)
             if arm == "drafts":
-                after = llm.metrics()
+                after, number = llm.metrics(), sum(counts)
                 name = "spec_decode_num_accepted_tokens"
                 steps.append(number / max(1, number - after[name] + before[name]))
-                tokens.append(number)
-        plain = greedy(tokens[-1], num_speculative_tokens=0)
-        _, rates["plain"] = _rate(llm, prompt, plain)
+                tokens.append(number / batch)
+                plain = [greedy(count, num_speculative_tokens=0) for count in counts]
+        _, rates["plain"] = _rate(llm, asked, plain)
         if turn:
             for arm, rate in rates.items():
                 found[arm].append(rate)
-    row: dict[str, Any] = {"tokens": median(tokens[1:]), "tokens/step": median(steps[1:])}
+    row: dict[str, Any] = {"batch": batch, "tokens": median(tokens[1:])}
+    row["tokens/step"] = median(steps[1:])
     row |= {f"{arm} tok/s": median(values) for arm, values in found.items()}
     row |= {f"{arm}/plain": median_ratio(found[arm], found["plain"]) for arm in params}
-    return [row]
+    row["drafts/no drafts"] = median_ratio(found["drafts"], found["no drafts"])
+    return row
 
 
-def _rate(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[int, float]:
-    """Tokens of the answer, and tokens a second behind the first."""
+def _rate(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams]
+) -> tuple[list[int], float]:
+    """Tokens of each answer, and of all answers together tokens a second behind the first ones."""
 
-    def took(wanted: SamplingParams) -> tuple[float, Any]:
+    def took(wanted: list[SamplingParams]) -> tuple[float, list[Any]]:
         begin = time.perf_counter()
-        (output,) = llm.generate(prompt_token_ids=[prompt], sampling_params=wanted, use_tqdm=False)
-        return time.perf_counter() - begin, output.outputs[0]
+        outputs = llm.generate(prompt_token_ids=prompts, sampling_params=wanted, use_tqdm=False)
+        return time.perf_counter() - begin, [output.outputs[0] for output in outputs]
 
-    one = greedy(1, structured_outputs=params.structured_outputs, num_speculative_tokens=0)
-    short, _ = took(one)
-    whole, output = took(params)
-    number = len(output.token_ids)
-    if params.structured_outputs is not None:
-        assert output.finish_reason == "stop", f"{number} tokens do not hold the object"
-    return number, (number - 1) / (whole - short)
+    constraint = params[0].structured_outputs
+    one = greedy(1, structured_outputs=constraint, num_speculative_tokens=0)
+    short, _ = took([one] * len(prompts))
+    whole, outputs = took(params)
+    numbers = [len(output.token_ids) for output in outputs]
+    if constraint is not None:
+        ended = all(output.finish_reason == "stop" for output in outputs)
+        assert ended, f"{max(numbers)} tokens do not hold the object"
+    return numbers, (sum(numbers) - len(numbers)) / (whole - short)
 
 
 def arguments_of(args: argparse.Namespace, place: Path) -> tuple[dict[str, Any], int]:
@@ -251,7 +260,8 @@ def arguments_of(args: argparse.Namespace, place: Path) -> tuple[dict[str, Any],
     Args:
         place: an empty folder for a shape's files.
     """
-    more = {"device": args.device, "max_num_seqs": 4, "enable_prefix_caching": False}
+    seqs = max(4, *args.batches)
+    more = {"device": args.device, "max_num_seqs": seqs, "enable_prefix_caching": False}
     more |= {"max_model_len": args.prompt + MOST_TOKENS + 16, "disable_log_stats": True}
     if args.device == "cpu":
         more["cpu_threads"] = args.threads
@@ -271,6 +281,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="of the native executor")
     parser.add_argument("--prompt", type=int, default=512, help="tokens")
+    parser.add_argument("--batches", type=numbers, default=[1], help="of fields")
     parser.add_argument("--parts", type=names_of(PARTS), default=["first", "fields"])
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
@@ -283,7 +294,7 @@ def main() -> None:
             print_table(results["first"])
         if "fields" in args.parts:
             with LLM(**arguments) as llm:
-                results["fields"] = fields(llm, *given)
+                results["fields"] = [fields(llm, *given, batch=batch) for batch in args.batches]
             print_table(results["fields"])
         if "pieces" in args.parts:
             results["pieces"] = pieces(Path(arguments["model"]), vocab, *given)

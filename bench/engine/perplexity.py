@@ -3,8 +3,9 @@
 Texts: every sixth of the demo pair's held-out ones, its first 512 tokens; with --calibration
 heldout the calibrated formats see the first 512 tokens of the others. KL: mean divergence of the
 next token's distribution from float32's, in nats, which is less noisy than the perplexity.
+--rows 8: products round their inputs, too, as those of many rows do on a GPU (fp8, fp8_block, ifq).
 
-Columns: format, calibration, bytes of the weight files, perplexity, its change, KL.
+Columns: format, calibration, bits of rows, bytes of the weight files, perplexity, its change, KL.
 """
 
 from __future__ import annotations
@@ -16,19 +17,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from bench.common import Rows, bench_parser, names_of, say, write_results
 from hetero_llm.commands.calibration_text import TEXT_TOKENS, sample_texts
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 from hetero_llm.models.calibration import WholeTexts
-from hetero_llm.models.layers import CausalLM
+from hetero_llm.models.layers import CausalLM, Linear
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.quantized_writer import write_quantized
 from hetero_llm.models.read_config import load_model_config
+from hetero_llm.quantization.matrix import QuantizedMatrix
 from hetero_llm.quantization.names import ONLINE_NAMES
 
 CALIBRATIONS = ("none", "self", "heldout")
+ROWS = ("16", "8")
+IN_8_BITS = ("fp8", "fp8_block", "ifq")
 EVERY = 6
 TEXTS_AT_ONCE = 8
 
@@ -37,6 +42,33 @@ def load(folder: Path, dtype: torch.dtype) -> CausalLM:
     """The model of a folder on the CPU."""
     config = load_model_config(folder)
     return load_model(folder, config, dtype=dtype, device="cpu", show_progress=False)
+
+
+def rounded_rows(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
+    """[M, K] in the matrix's kind of 8 bits and back: a scale for each row, or for as many of its
+    columns as the matrix has one for."""
+    columns = x.shape[1]
+    groups = F.pad(x, (0, -columns % matrix.group)).unflatten(1, (-1, matrix.group))
+    peaks = groups.abs().amax(2, keepdim=True).clamp_min(1e-30)
+    if matrix.kind == "fp8":
+        scale = peaks / 448.0
+        codes = (groups / scale).to(torch.float8_e4m3fn).float()
+    else:
+        scale = peaks / 127.0
+        codes = (groups / scale + 0.5).floor()
+    return (codes * scale).flatten(1)[:, :columns]
+
+
+def round_rows(model: CausalLM) -> None:
+    """From now on products with quantized weights round their inputs."""
+
+    def hook(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        assert isinstance(module, Linear) and module.quantized is not None
+        return rounded_rows(inputs[0], module.quantized)
+
+    for module in model.modules():
+        if isinstance(module, Linear) and module.quantized is not None:
+            module.register_forward_pre_hook(hook)
 
 
 @torch.no_grad()
@@ -68,6 +100,7 @@ def main() -> None:
     parser.add_argument(
         "--calibration", type=names_of(CALIBRATIONS), default=list(CALIBRATIONS[:2])
     )
+    parser.add_argument("--rows", type=names_of(ROWS), default=["16"], help="bits of inputs")
     parser.add_argument("--tokens", type=int, default=65536, help="to calibrate with")
     parser.add_argument("--texts", type=int, default=48, help="to measure with")
     options = parser.parse_args()
@@ -78,11 +111,14 @@ def main() -> None:
     reference = list(log_probabilities(plain, texts))
     results: Rows = []
 
-    def report(name: str, calibration: str, model: CausalLM, size: int, seconds: float) -> None:
+    def report(
+        name: str, calibration: str, model: CausalLM, size: int, seconds: float, bits: str = "16"
+    ) -> None:
         found, divergence = measure(model, reference, texts)
         base = results[0]["perplexity"] if results else found
         results.append({
-            "format": name, "calibration": calibration, "bytes": size, "perplexity": found,
+            "format": name, "calibration": calibration, "rows": bits, "bytes": size,
+            "perplexity": found,
             "change_percent": (found / base - 1) * 100, "kl": divergence, "seconds": seconds,
         })  # fmt: skip
         say(results[-1])
@@ -107,7 +143,13 @@ def main() -> None:
                 write_quantized(folder, Path(out), name, device="cpu", texts=sample)
                 seconds = time.perf_counter() - begin
                 model = load(Path(out), torch.float32)
-                report(name, calibration, model, size_of(Path(out)), seconds)
+                size = size_of(Path(out))
+                for bits in sorted(options.rows):
+                    if bits == "8":
+                        if name not in IN_8_BITS:
+                            continue
+                        round_rows(model)
+                    report(name, calibration, model, size, seconds, bits)
     about = {"model": "demo", "texts": len(texts), "tokens": options.tokens}
     write_results("perplexity.c", {**about, "rows": results}, options.out)
 

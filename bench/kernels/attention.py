@@ -244,6 +244,16 @@ def shared(_: float) -> Rows:
     return rows
 
 
+def context_of(of: Heads, device: torch.device) -> AttentionContext:
+    """What names the engine's tiles for bf16 queries of such heads; without layers."""
+    config: Any = SimpleNamespace(
+        num_heads=of.heads, num_kv_heads=of.kv_heads, head_dim=of.dim, num_layers=0,
+        sliding_windows=(), alibi_slopes=None,
+    )  # fmt: skip
+    cache: Any = SimpleNamespace(scales=None, inverses=None)
+    return AttentionContext(config, cache, torch.zeros(1, 1, device=device), torch.bfloat16)
+
+
 def variants(copy: float) -> Rows:
     """Other families' heads and scores, with the tiles that the engine gives them."""
     rows = []
@@ -257,13 +267,7 @@ def variants(copy: float) -> Rows:
         ("Falcon-7B, 71 heads on one", Heads(71, 1, 64)),
         ("StarCoder, 48 heads on one", Heads(48, 1, 128)),
     ):
-        config: Any = SimpleNamespace(
-            num_heads=of.heads, num_kv_heads=of.kv_heads, head_dim=of.dim, num_layers=0,
-            sliding_windows=(), alibi_slopes=None,
-        )  # fmt: skip
-        cache: Any = SimpleNamespace()
-        tables = torch.zeros(1, 1, device=DEVICE)
-        context = AttentionContext(config, cache, tables, torch.bfloat16)
+        context = context_of(of, DEVICE)
         cache = make_cache(LAYOUTS[0], 32 * 4096 // BLOCK, of=of)
         row: dict[str, Any] = {"heads": name}
         for batch in (1, 32):
@@ -285,12 +289,7 @@ def variants(copy: float) -> Rows:
 def eight_bits(copy: float) -> Rows:
     """Caches in 8 bits beside bf16: e4m3 is read in pairs, e5m2 byte by byte."""
     rows = []
-    config: Any = SimpleNamespace(
-        num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, num_layers=0, sliding_windows=(),
-        alibi_slopes=None,
-    )  # fmt: skip
-    cache: Any = SimpleNamespace()
-    context = AttentionContext(config, cache, torch.zeros(1, 1, device=DEVICE), torch.bfloat16)
+    context = context_of(LLAMA, DEVICE)
     dtypes = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
     for batch, keys in ((1, 4096), (1, 32768), (8, 4096), (32, 8192), (128, 192), (128, 1024)):
         row: dict[str, Any] = {"context": f"{batch} x {keys}"}

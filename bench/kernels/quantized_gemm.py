@@ -1,7 +1,7 @@
 """Products with quantized weights beside cuBLAS in bf16, by kind, layer and number of rows.
 
 Few rows: our kernels with the launch that `choose` names (`us`), up to 256 rows; from 65 on also
-the other way of a `QuantizedProduct` (`many_us`); fp8 with a scale for each row also by
+the other way of a `QuantizedProduct` (`many_us`), and fp8 with a scale for each row by
 `fp8_linear` (`fp8_us`, rows made before). With `--tune` other launches are timed as well: `best_us`
 is the fastest, which belongs in the kernel's table. `share`: bytes of the prepared matrix, of x and
 of y, over the time, over the speed of a large copy in the same run. Weights are random and as many
@@ -46,7 +46,7 @@ from hetero_llm.gpu.kernels.quantized_gemm import (
     prepare,
     shared_bytes,
 )
-from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct, parts_of
+from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct
 from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig
 from hetero_llm.gpu.switch_points import POINTS
 from hetero_llm.quantization.matrix import BLOCK_ROWS, Kind, QuantizedMatrix
@@ -170,12 +170,10 @@ def time_few(
         many = lambda: [p.of_many_rows(x, None, in_8_bits=True) for p in products]  # noqa: E731
         many_us = queued_us(many) / len(products)
     fp8_us = float("nan")
-    if 1 < m <= fp8_gemm.MAX_ROWS and fp8_gemm.serves(matrices[0]):
-        made = quantize_rows(x, matrices[0], parts=parts_of(m))
+    if 64 < m <= fp8_gemm.MAX_ROWS and fp8_gemm.serves(matrices[0]):
+        made = quantize_rows(x, matrices[0])
         error = largest_error(fp8_gemm.fp8_linear(made, matrices[0]), exact)
-        errors.append(
-            error if parts_of(m) == 2 else error * WORST_ERROR["few"] / WORST_ERROR["many"]
-        )
+        errors.append(error * WORST_ERROR["few"] / WORST_ERROR["many"])
         fp8_us = queued_us(lambda: [fp8_gemm.fp8_linear(made, w) for w in matrices]) / len(matrices)
     return {
         "bytes": matrices[0].nbytes + x.nbytes + y.nbytes,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.utils.files import MIB, read_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 TEXT_TOKENS = 512
 """Tokens of a text, if the model's context and the file have as many."""
 _FIELD = "calibration"
+_MOST_BYTES = 256 * MIB
 
 
 def read_texts(path: Path, folder: Path, *, tokens: int, vocab_size: int, context: int) -> Tensor:
@@ -59,7 +61,7 @@ def read_texts(path: Path, folder: Path, *, tokens: int, vocab_size: int, contex
 
 def _texts_of(path: Path) -> list[str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, most=_MOST_BYTES, pipes=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(_FIELD, str(path), f"cannot be read as text: {error}") from error
     if path.suffix != ".jsonl":
@@ -70,7 +72,7 @@ def _texts_of(path: Path) -> list[str]:
             continue
         try:
             found = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(_FIELD, str(path), f"line {number}: no JSON: {error}") from error
         value = found.get("text") if isinstance(found, dict) else None
         if not isinstance(value, str):

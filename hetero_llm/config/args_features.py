@@ -463,8 +463,7 @@ ADAPTERS = grouped(
     argument(
         "lora_experts",
         False,
-        "Accept adapters of a mixture's experts: on a GPU each slot has room for them; on a CPU "
-        "torch then serves the model.",
+        "Accept adapters of a mixture's experts: on a GPU each slot has room for them.",
     ),
     not_yet(
         "lora_extra_vocab_size",

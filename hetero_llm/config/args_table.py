@@ -323,6 +323,7 @@ _SCHEDULING = grouped(
         _INT,
         "Most tokens in one step; default: chosen for the device.",
         minimum=1,
+        maximum=1 << 24,
         suffixes=True,
     ),
     argument(
@@ -330,6 +331,7 @@ _SCHEDULING = grouped(
         _INT,
         "Most sequences in one step; default: 256, or max_num_batched_tokens if that is smaller.",
         minimum=1,
+        maximum=1 << 16,
     ),
     argument(
         "enable_chunked_prefill",

@@ -8,6 +8,9 @@ from hashlib import sha256
 
 import numpy as np
 
+MOST_PROMPT_BYTES = 1 << 30
+"""Most bytes of the arrays that come with a prompt."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImage:

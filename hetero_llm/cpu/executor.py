@@ -34,6 +34,7 @@ from hetero_llm.lora.adapter import Adapter
 from hetero_llm.models.blocks import Attention, DecoderLM
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.mixture import MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from hetero_llm.models.experts import Experts
 from hetero_llm.models.layers import CausalLM, Linear
 from hetero_llm.models.llama import LlamaForCausalLM
 from hetero_llm.models.mixtral import MixtralBlock, MixtralForCausalLM
@@ -124,7 +125,8 @@ class _AdapterProduct(ctypes.Structure):
     """`HeteroAdapterProduct`."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("layer", "product", "ranks", "columns", "num_parts")),
+        *((name, _LONG) for name in ("layer", "product", "expert")),
+        *((name, _LONG) for name in ("ranks", "columns", "num_parts")),
         ("a", _POINTER),
         ("scales", _POINTER),
     ]
@@ -470,9 +472,14 @@ class Executor:
             return tensors[-1].data_ptr()
 
         own = self._adapter_dtype
-        for name, linear in adapter.linears.items():
-            layer, product = self._places[name]
-            sizes = (layer, product, *linear.a.shape, len(linear.parts))
+        of_experts = (
+            (*self._places[name], expert, linear)
+            for name, experts in adapter.experts.items()
+            for expert, linear in experts.items()
+        )
+        of_layers = ((*self._places[name], -1, one) for name, one in adapter.linears.items())
+        for layer, product, expert, linear in (*of_layers, *of_experts):
+            sizes = (layer, product, expert, *linear.a.shape, len(linear.parts))
             scales = address(linear.scales, torch.float32)
             products.append(_AdapterProduct(*sizes, address(linear.a, own), scales))
             for part in linear.parts:
@@ -811,17 +818,21 @@ def _mlp_weights(index: int, mlp: Any) -> _Weights:
 
 
 def _adapter_places(model: DecoderLM) -> dict[str, tuple[int, int]]:
-    """Layer and `HeteroAdapterProduct.product` of each `Linear` that adapters may name."""
+    """Layer and `HeteroAdapterProduct.product` of each `Linear` and each weight of experts that
+    adapters may name."""
+    of_experts = {_EXPERTS_GATE_UP: _GATE_UP, _EXPERTS_DOWN: _DOWN}
     own = {
-        id(weight): (layer, _ADAPTED.index(which))
+        id(weight): (layer, _ADAPTED.index(of_experts.get(which, which)))
         for layer, which, weight in _weights(model)
-        if which in _ADAPTED
+        if of_experts.get(which, which) in _ADAPTED
     }
-    return {
-        name: own[id(module.weight)]
-        for name, module in model.named_modules()
-        if isinstance(module, Linear) and id(module.weight) in own
+    weights = {
+        name: module.weight for name, module in model.named_modules() if isinstance(module, Linear)
     }
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            weights |= {f"{name}.gate_up": module.gate_up, f"{name}.down": module.down}
+    return {name: own[id(weight)] for name, weight in weights.items() if id(weight) in own}
 
 
 def _linear(layer: int, linear: Linear, weight: int, bias: int) -> _Weights:

@@ -86,7 +86,8 @@ STEP_TIMEOUTS = {"cuda": 30.0, "cpu": 120.0}
 _IDS_PER_CHARACTER = 8
 """Token ids that are checked in the time in which one character is encoded."""
 _CONSTRAINT_CHARACTERS = 4096
-"""A constraint is compiled in the time in which a text of this length is encoded, or longer."""
+"""A long constraint is written, and any is compiled, in the time in which a text of this length is
+encoded, or longer."""
 _TOKEN_BYTES = 4  # of a prompt's packed token ids
 _MOST_INDEXED = 2
 """Pieces remembered of a replica, by those that its KV cache on the device has room for."""
@@ -360,7 +361,8 @@ class AsyncLLMEngine:
             if request.grammar is not None:
                 # The engine compiles it, too, and computes the prompt meanwhile.
                 check = partial(self._inputs.check_grammar, request)
-                await self.threads.run(check, size=_CONSTRAINT_CHARACTERS)
+                size = 0 if self._inputs.checks_quickly(request) else _CONSTRAINT_CHARACTERS
+                await self.threads.run(check, size=size)
         except BaseException:
             self._close_stream(stream)
             raise
@@ -530,7 +532,7 @@ class AsyncLLMEngine:
             return await self.threads.run_on_images(make)
         ids = prompt.token_ids
         size = len(prompt.text or "") if ids is None else len(ids) // _IDS_PER_CHARACTER
-        if isinstance(params, SamplingParams) and params.constrains:
+        if isinstance(params, SamplingParams) and not self._inputs.writes_quickly(params):
             size += _CONSTRAINT_CHARACTERS
         return await self.threads.run(make, size=size)
 

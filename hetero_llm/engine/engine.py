@@ -192,6 +192,8 @@ class Engine:
         self._kv_events.note_request(request)
         if not self._compiling.add(request):
             self.scheduler.add_request(request)
+        if not self.asynchronous:  # a launch may compute the step, which needs the grammar
+            self._compiling.start()
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request. Returns its last output, None if it is not running."""
@@ -219,6 +221,7 @@ class Engine:
             if not self._pending:
                 self._launch(self.scheduler.schedule())
             if not self._pending:
+                self._compiling.start()
                 if self.scheduler.loads:  # all requests wait for KV loads
                     self.scheduler.loads.nap()
                 elif self._compiling:
@@ -227,6 +230,7 @@ class Engine:
                 return self.output_processor.process(self.scheduler.take_failed())
             if self.asynchronous:
                 self._launch_ahead()
+                self._compiling.start()
             step, launched, begun = self._pending.popleft()
             if self.asynchronous:
                 self.scheduler.run_deferred()

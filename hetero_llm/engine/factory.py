@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.config.engine_config import EngineConfig, LoraConfig, SchedulerConfig
+from hetero_llm.config.pooling_config import PoolingConfig
 from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig
 from hetero_llm.core.drafter import CostAware
 from hetero_llm.core.errors import ConfigError, ModelLoadError
@@ -98,6 +99,7 @@ from hetero_llm.models.collectives import Rank
 from hetero_llm.models.sharding import check_ranks, sharded_config
 from hetero_llm.pooling.pooling_model import read_pooling_model
 from hetero_llm.scheduler.adapter_slots import AdapterSlots
+from hetero_llm.scheduler.forced_token_pace import PaceByShare, PaceByTimes
 from hetero_llm.scheduler.grammar_drafts import GrammarDrafts
 from hetero_llm.scheduler.kv_loads import KVLoadQueue
 from hetero_llm.scheduler.scheduler import Scheduler
@@ -166,6 +168,8 @@ def build(
     device = resolve_device(config.load.device)
     model = read_pooling_model(model_folder(config.load, weights=False), config)
     if model is None:
+        if replace(config.pooling, runner="", convert="") != PoolingConfig():
+            logger.warning("pooler_config has no effect on a model that generates text")
         return build_engine(config, show_progress=show_progress, serving=serving)
     _check_no_adapters(config)
     if config.parallel.num_ranks > 1:
@@ -483,7 +487,10 @@ def _grammar_drafts(
         most_tokens = inputs.scheduler.max_num_batched_tokens
     if inputs.grammars is None or most_tokens == 0:
         return None
-    return GrammarDrafts(partial(inputs.grammars.open_as, DraftMatcher), most_tokens=most_tokens)
+    waits_anyway = inputs.device.type == "cpu" or drafter is not None
+    pace = PaceByShare() if waits_anyway else PaceByTimes()
+    opened = partial(inputs.grammars.open_as, DraftMatcher)
+    return GrammarDrafts(opened, pace, most_tokens=most_tokens)
 
 
 def _load_device_draft(

@@ -203,8 +203,12 @@ def _tiles(
         size = members[sequence]
         if size > 0:
             tiles[tile, 0], tiles[tile, 1] = request_slots[sequence], row
-            tiles[tile, 2] = num_scheduled_tokens[sequence : sequence + size].sum()
-            late -= (num_scheduled_tokens[sequence : sequence + size] > 0).sum()
+            tokens = 0
+            for member in range(sequence, sequence + size):
+                tokens += num_scheduled_tokens[member]
+                if num_scheduled_tokens[member] > 0:
+                    late -= 1
+            tiles[tile, 2] = tokens
             tiles[tile, 3], tiles[tile, 4], tiles[tile, 5] = 0, shared[sequence], tile
             tile += 1
         row += num_scheduled_tokens[sequence]
@@ -247,7 +251,8 @@ def _write(
     first_pieces = np.zeros((len(tiles), 2), np.int64)  # of shared tiles: first piece, pieces
     num_items = num_cut = piece = 0
     for tile in range(len(tiles)):
-        slot, row, rows, begin, end, group = tiles[tile]
+        slot, row, rows = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
+        begin, end, group = tiles[tile, 3], tiles[tile, 4], tiles[tile, 5]
         steps = (end - begin + key_step - 1) // key_step
         size = (steps + pieces[tile] - 1) // pieces[tile]
         count = (steps + size - 1) // size  # rounding up may have left the last one empty
@@ -286,9 +291,11 @@ def _cut(
     best = np.ones(len(tiles), np.int64)
     if max_pieces == 0 or len(tiles) == 0:
         return best, 0.0
-    steps = (tiles[:, 4] - tiles[:, 3] + key_step - 1) // key_step
-    total = steps.sum()
-    pieces = np.empty(len(steps), np.int64)
+    steps, pieces = np.empty(len(tiles), np.int64), np.empty(len(tiles), np.int64)
+    total = 0
+    for tile in range(len(steps)):
+        steps[tile] = (tiles[tile, 4] - tiles[tile, 3] + key_step - 1) // key_step
+        total += steps[tile]
     best_time = _time(steps, best, parallel, cost)
     tried = 0
     for waves in _WAVES:
@@ -305,8 +312,9 @@ def _cut(
             break
         time = _time(steps, pieces, parallel, cost)
         if time < best_time:
-            best[:] = pieces
             best_time = time
+            for tile in range(len(steps)):
+                best[tile] = pieces[tile]
     return best, best_time
 
 
@@ -320,7 +328,10 @@ def _time(steps: np.ndarray, pieces: np.ndarray, parallel: int, cost: float) -> 
         for _ in range(pieces[tile]):
             lanes[lane] += length
             lane = (lane + 1) % parallel
-    return lanes.max()
+    busiest = 0.0
+    for length in lanes:
+        busiest = max(busiest, length)
+    return busiest
 
 
 def plan_work(

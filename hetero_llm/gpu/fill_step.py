@@ -25,6 +25,7 @@ from hetero_llm.gpu.kernels.sample import (
 from hetero_llm.gpu.step_buffer import RING, StepBuffer, StepLayout, step_offsets, step_views
 from hetero_llm.gpu.uploads import Uploads
 from hetero_llm.sampling.noise import signed_seed
+from hetero_llm.utils.gc_control import usual_wakeups
 from hetero_llm.utils.jit import njit
 
 _TOP_P_OFF = 2.0
@@ -65,6 +66,7 @@ class StepFiller:
         device_block_tables: [slots, columns] int32, the device's copy of the block tables.
         block_size: tokens of a block.
         windows: the different sliding windows of the model's layers.
+        compiles: compile what it calls now, so that no request waits for it.
 
     Attributes:
         block_tables: [slots, columns] int32, the host's copy; a step's writes go there by
@@ -85,6 +87,7 @@ class StepFiller:
         block_size: int,
         vocab_size: int,
         windows: tuple[int | None, ...],
+        compiles: bool = True,
     ) -> None:
         max_num_seqs, _ = device_block_tables.shape
         device = device_block_tables.device
@@ -101,10 +104,11 @@ class StepFiller:
         self._block_size = block_size
         self._windows = np.array([window or 0 for window in windows], np.int64)
         self._all_chosen = np.ones(max_num_seqs, np.bool_)
-        self._compile()
+        if compiles:
+            self._compile()
 
     def _compile(self) -> None:
-        """Fills a buffer for one drafted token, so that no request waits for the compiler."""
+        """Fills a buffer for one drafted token."""
         one = np.ones(1, np.int32)
         none = np.zeros((3, 0), np.int32)
         drafts = DraftBatch(one, one, one - 2)
@@ -183,6 +187,7 @@ def compile_in_thread() -> None:
     weights load and Triton's compiler runs. A filler that is made meanwhile waits for the end."""
 
     def compile_all() -> None:
+        usual_wakeups()
         num_words = int(step_offsets(_one_drafted_token(0))["words"][0])
         block_tables = torch.zeros(1, 1, dtype=torch.int32)
         StepFiller(num_words, block_tables, block_size=16, vocab_size=2, windows=())
@@ -246,7 +251,8 @@ def fill_buffer(
         if tree:
             assert count == nodes[sequence] + 1 and count <= _MAX_TREE
             own[0] = token_ids[token]
-            own[1:count] = node_ids[node : node + count - 1]
+            for i in range(1, count):
+                own[i] = node_ids[node + i - 1]
             _measure_tree(parents[node : node + count - 1], up, bits, depths)
             node += count - 1
         for i in range(count):

@@ -104,7 +104,6 @@ def speed_up(model: CausalLM, *, few_rows: int | None = None, agree: AgreeOnNumb
         elif isinstance(module, Linear) and module.weight.device.type == "cuda":
             module.product = linear
     speed_up_experts(model)
-    quantize_where_rows_are_made(model)
     products = [
         module.product
         for module in model.modules()
@@ -116,6 +115,7 @@ def speed_up(model: CausalLM, *, few_rows: int | None = None, agree: AgreeOnNumb
     elif products and products[0].matrix.device.type == "cuda":
         measure_switch_points(products, next(model.parameters()).dtype)
         agree_on_switch_points(products, agree)
+    quantize_where_rows_are_made(model)
 
 
 def speed_up_experts(model: CausalLM) -> None:
@@ -172,7 +172,6 @@ def quantize_where_rows_are_made(model: CausalLM) -> None:
             if isinstance(module.mlp, GatedMLP):
                 _quantize_in_norm(module.mlp_norm, module.mlp.gate_up_proj)
         elif isinstance(module, GatedMLP) and _may_quantize(module.down_proj):
-            cast(QuantizedProduct, module.down_proj.product).comes_quantized = True
             gate = module.activation
             gate.function = partial(
                 _gate_rows, name=cast(str, gate.name), linear=module.down_proj, plain=gate.function
@@ -182,9 +181,7 @@ def quantize_where_rows_are_made(model: CausalLM) -> None:
 def _quantize_in_norm(norm: nn.Module | None, linear: Linear) -> None:
     if not isinstance(norm, RMSNorm | GemmaRMSNorm) or not _may_quantize(linear):
         return
-    product = cast(QuantizedProduct, linear.product)
-    if quantizes_norms(product.matrix):
-        product.comes_quantized = True
+    if quantizes_norms(cast(QuantizedProduct, linear.product).matrix):
         norm.function = partial(
             _norm_rows, gemma=isinstance(norm, GemmaRMSNorm), linear=linear, plain=norm.function
         )
@@ -203,12 +200,7 @@ def _norm_rows(
     product = linear.product  # something else may stand in its place by now
     if not isinstance(product, QuantizedProduct) or not product.quantizes(x):
         return plain(x, residual, weight, eps)
-    rows, total = quantized_rms_norm(
-        *(x, residual, weight, eps),
-        matrix=product.matrix,
-        gemma=gemma,
-        parts=product.parts(x),
-    )
+    rows, total = quantized_rms_norm(x, residual, weight, eps, matrix=product.matrix, gemma=gemma)
     return cast(Tensor, rows), total
 
 
@@ -219,8 +211,7 @@ def _gate_rows(
     product = linear.product
     if not isinstance(product, QuantizedProduct) or not product.quantizes(gate_up):
         return plain(gate_up)
-    parts = product.parts(gate_up)
-    return cast(Tensor, quantize_gated(gate_up, name, product.matrix, parts=parts))
+    return cast(Tensor, quantize_gated(gate_up, name, product.matrix))
 
 
 class Summing(Protocol):
@@ -316,10 +307,7 @@ def _norm_of_sum(
     """`plain` of the sum over all ranks, in one launch where there is one."""
     linear = _quantizing(plain)
     product = None if linear is None else linear.product
-    # Two parts are left to the product's own pass: it takes less than a launch for the sum.
-    quantizes = (
-        isinstance(product, QuantizedProduct) and product.quantizes(x) and product.parts(x) == 1
-    )
+    quantizes = isinstance(product, QuantizedProduct) and product.quantizes(x)
     if quantizes or not collectives.norms(x):
         return plain(collectives.all_reduce(x), residual, weight, eps)
     return collectives.sum_norm(x, residual, weight, eps, gemma=gemma)

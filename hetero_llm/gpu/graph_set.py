@@ -41,7 +41,7 @@ import torch
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.gpu.adapters import AdapterUse
 from hetero_llm.gpu.attention_context import AttentionContext
-from hetero_llm.gpu.compile_ahead import compile_ahead
+from hetero_llm.gpu.compile_ahead import compile_ahead, log_compiled
 from hetero_llm.gpu.device_step import DeviceStep
 from hetero_llm.gpu.fill_step import StepFiller
 from hetero_llm.gpu.kernels.launch import num_multiprocessors
@@ -244,7 +244,7 @@ def replay_seconds(graphs: GraphSet[K], keys: Sequence[K]) -> list[float]:
 
 
 class StepGraphs:
-    """The graphs of a runner's steps. Captured at construction, which takes seconds.
+    """The graphs of a runner's steps.
 
     Args:
         captured: an empty set for them.
@@ -253,7 +253,7 @@ class StepGraphs:
         adapter_loads: some of them wait for their adapters (`GpuAdapters.overlaps_loads`).
 
     Attributes:
-        captured: the graphs by kind and bucket.
+        captured: the graphs by kind and bucket; none before `capture`.
         profile: (tokens, seconds) of verify graphs and of one decoded token, ascending; empty
             without a drafter. Measured without any context: attention over long contexts adds to
             it, which the times of real steps show.
@@ -285,7 +285,14 @@ class StepGraphs:
         self._adapter_loads = adapter_loads
         self._filled: dict[GraphKey, StepBuffer] = {}
         self._bodies: list[tuple[GraphKey, Callable[[], None]]] = []  # not captured yet
-        self._capture(layer_ready)
+        self._plan(layer_ready)
+
+    @property
+    def bodies(self) -> list[Callable[[], None]]:
+        """What is to be captured, for `compile_ahead`: those first that have most of the kernels.
+        Products and tiles change at powers of two."""
+        ordered = sorted(self._bodies, key=lambda item: item[0][1].bit_count() > 1)
+        return [body for _, body in ordered]
 
     def replay_step(
         self, step: SchedulerOutput, num_tokens: int, *, plain: bool, adapted: AdapterUse
@@ -371,8 +378,9 @@ class StepGraphs:
         self.captured.replay((_WITH_ADAPTERS.format(kind), bucket) if adapted else key)
 
     @torch.inference_mode()
-    def _capture(self, layer_ready: LayerReadyFlags | None) -> None:
-        """Captures every bucket, the largest first so that smaller ones reuse its memory."""
+    def _plan(self, layer_ready: LayerReadyFlags | None) -> None:
+        """Prepares the body of every bucket, the largest first so that smaller ones reuse its
+        memory."""
         buckets = self._buckets
         for bucket in reversed(buckets.decode):
             for kind, short in (("decode", False), ("short decode", True)):
@@ -395,12 +403,15 @@ class StepGraphs:
             self._add_verify("short verify", bucket, short=True)
         for bucket in reversed(self._waiting_verify):
             self._add_verify("waiting verify", bucket, short=False)
-        compiled = compile_ahead([body for _, body in self._bodies])
-        if compiled:
-            logger.info("compiled %d GPU kernels", compiled)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Captures all, which takes seconds."""
+        log_compiled(compile_ahead(self.bodies))
         for key, body in self._bodies:
             self.captured.capture(key, body)
         self._bodies.clear()
+        buckets = self._buckets
         if buckets.verify == buckets.tokens:
             keys = [("decode", 1), *(("verify", b) for b in buckets.verify if b > 1)]
             seconds = replay_seconds(self.captured, keys)

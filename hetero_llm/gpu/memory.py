@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -21,6 +21,7 @@ from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, ModelRunnerOutput, SchedulerOutput
+from hetero_llm.gpu.compile_ahead import compiling_ahead, log_compiled
 from hetero_llm.gpu.weight_offload import GIB, OffloadPlan, stage_products, weights_on_host
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.runner.kv_cache import KVCacheShape
@@ -83,6 +84,22 @@ class PoolRoom:
             f"{gib(self.used)} hold weights and what else is on the GPU, "
             f"{gib(self.step)} the largest step"
         )
+
+
+@contextmanager
+def kernels_ahead(make_bodies: Callable[[], Sequence[Callable[[], None]]]) -> Iterator[None]:
+    """Compiles the kernels of steps beside the block, which finds them compiled or waits for each:
+    the profile run would compile its own one after the other, and libraries that it tries first
+    take seconds in which threads can compile.
+
+    Args:
+        make_bodies: makes the steps' bodies; what they hold is freed before the block begins.
+    """
+    with compiling_ahead() as ahead:
+        _unless_out_of_memory(lambda: ahead.add(make_bodies()))  # else the block runs out of it
+        free_unreachable()
+        yield
+    log_compiled(ahead.num_compiled)
 
 
 def measure_room(

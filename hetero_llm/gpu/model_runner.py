@@ -20,7 +20,7 @@ look back, the torch sampler applies them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -145,6 +145,7 @@ class GpuModelRunner:
             one sample nothing.
         most_looks: see `kernels.sample.MaskPlaces`.
         sequence: which steps other ranks share.
+        dry: it can run no step; it is made for its `bodies`, without waiting for a compiler.
 
     Attributes:
         model, cache, layer_ready: see Args.
@@ -153,6 +154,7 @@ class GpuModelRunner:
             first step.
         filler: fills the input buffers.
         graphs: None: all steps run uncaptured.
+        bodies: of a dry runner: the steps that would be captured, for `compile_ahead`.
     """
 
     # large: the sizes of a step decide those of all parts.
@@ -174,6 +176,7 @@ class GpuModelRunner:
         link: StageLink = NO_LINK,
         most_looks: int = MOST_LOOKS,
         sequence: SequenceParallel | NoSequenceParallel = NO_SEQUENCE_PARALLEL,
+        dry: bool = False,
     ) -> None:
         check_supported(config)
         rank = model.config.rank
@@ -221,6 +224,7 @@ class GpuModelRunner:
             block_size=cache.shape.block_size,
             vocab_size=config.vocab_size,
             windows=self._context.windows,
+            compiles=not dry,
         )
         pin = device.type == "cuda"  # else Triton's interpreter: for tests
         self._copied = ResultRing(2 * max_samples, pin=pin)  # of uncaptured steps
@@ -249,12 +253,10 @@ class GpuModelRunner:
             max_samples=max_samples,
         )
         self._prompts: dict[int, AdmittedSequence] = {}  # of slots that want prompt_logprobs
-        none, no_ints = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        _read_verified(none, 0, no_ints, no_ints, none, none)  # compiles, as the next one
-        _drafted_sizes(no_ints, no_ints, no_ints, no_ints)
         self.graphs: StepGraphs | None = None
+        self.bodies: list[Callable[[], None]] = []
         if graphs:
-            self.graphs = StepGraphs(
+            steps = StepGraphs(
                 GraphSet(),
                 self._device_step,
                 self.filler,
@@ -265,6 +267,21 @@ class GpuModelRunner:
                 adapters=adapters is not None,
                 adapter_loads=self._adapters.overlaps_loads,
             )
+            if dry:
+                self.bodies = steps.bodies
+            else:
+                self.graphs = steps
+        if not dry:
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """What would take seconds in a request: tries libraries, compiles, captures."""
+        self._library.try_libraries()
+        none, no_ints = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        _read_verified(none, 0, no_ints, no_ints, none, none)  # compiles, as the next one
+        _drafted_sizes(no_ints, no_ints, no_ints, no_ints)
+        if self.graphs is not None:
+            self.graphs.capture()
 
     @property
     def profile(self) -> list[tuple[int, float]]:
@@ -293,12 +310,13 @@ class GpuModelRunner:
             adapted = self._adapters.prepare(step)
             launched = self._replay_verify(step, drafted_sizes(step), plain=True, adapted=adapted)
             if launched is not None:
+                self._start_masks(masks)
                 return self._completed(launched, masks, adapted)
         return self._launch(step, adapted)
 
     def _plan_masks(self, step: SchedulerOutput, *, plain: bool) -> StepMasks | None:
-        """Takes places for the masks of a step, hands them to the filler and lets them be written:
-        before the launch, in which a kernel may be compiled while another awaits the masks.
+        """Takes places for the masks of a step and hands them to the filler. `_start_masks` has to
+        follow.
 
         Args:
             plain: the kernels verify the step's draft trees, if it has any.
@@ -307,18 +325,23 @@ class GpuModelRunner:
         if plain or step.drafts is None:
             masks = self._masks.plan(step, self._sampler.is_masked_later)
         self.filler.mask_places = _NO_PLACES if masks is None else masks.places
+        return masks
+
+    def _start_masks(self, masks: StepMasks | None) -> None:
+        """Lets the masks of a step be written: behind the replay of its graphs, which the thread
+        that writes them would delay, and before anything else, in which a kernel may be compiled
+        while another awaits the masks."""
         if masks is not None:
             self._masks.start_fill(masks)
-        return masks
 
     def _completed(
         self, launched: LaunchedStep, masks: StepMasks | None, adapted: AdapterUse
     ) -> LaunchedStep:
-        """Lets the tokens of a launched step be shown to the grammars of its masks, and notes what
-        `finish` has to check."""
+        """Notes what `finish` has to check, and how the grammars of the step's masks get to see its
+        tokens."""
         if masks is not None:
             launched.masks = masks
-            self._masks.start_observe(masks, partial(_wait_for_tokens, launched))
+            self._masks.launched(masks, partial(_wait_for_tokens, launched))
         if adapted is AdapterUse.LOADING:
             launched.adapter_turn = self._adapters.turn
         return launched
@@ -366,6 +389,7 @@ class GpuModelRunner:
         kind = None
         if self.graphs is not None:
             kind = self.graphs.replay_step(step, num_tokens, plain=plain, adapted=adapted)
+        self._start_masks(masks)
         if kind == "decode":
             return self._completed(self._sent_results(step, num_tokens), masks, adapted)
         hidden, sampled_rows = self._device_step.hidden[:num_tokens], False
@@ -474,6 +498,7 @@ class GpuModelRunner:
         )
         masks = self._plan_masks(step, plain=plain)
         launched = self._replay_verify(step, sizes, plain=plain, adapted=adapted)
+        self._start_masks(masks)
         hidden = self._device_step.hidden
         if launched is None:
             verified = self._device_step.verified.part(sizes.num_groups, sizes.num_samples)
@@ -496,6 +521,7 @@ class GpuModelRunner:
         drafts, tables = step.drafts, self.filler.block_tables
         samples = drafts is None and not step.prompt_logprob_spans
         masks = self._plan_masks(step, plain=False)
+        self._start_masks(masks)
         rows = self._sharer.send(step, part, tables, samples=samples)
         if drafts is not None:
             sizes = drafted_sizes(rows.own)

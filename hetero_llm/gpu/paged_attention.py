@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -234,13 +235,23 @@ class LibraryPlanner:
     def __init__(self, context: AttentionContext, dtype: torch.dtype) -> None:
         config = context.config
         device = context.block_tables.device
-        shape = (dtype, config.num_heads, config.num_kv_heads, config.head_dim, device)
+        self._shape = (dtype, config.num_heads, config.num_kv_heads, config.head_dim, device)
         self._context = context
-        plain = Scoring.of(config).is_plain
-        self._cudnn = plain and cudnn_works(*shape)
-        self._flash = plain and flash_works(*shape)
+        self._plain = Scoring.of(config).is_plain
         self._uploads = Uploads(min(2 * context.block_tables.numel(), _MOST_WORDS), device)
         self._has_windows = any(w is not None for w in context.windows)
+
+    def try_libraries(self) -> None:
+        """Tries the libraries, each once in a process: seconds that no request shall wait for."""
+        _ = self._cudnn, self._flash
+
+    @cached_property
+    def _cudnn(self) -> bool:
+        return self._plain and cudnn_works(*self._shape)
+
+    @cached_property
+    def _flash(self) -> bool:
+        return self._plain and flash_works(*self._shape)
 
     def plan(
         self,

@@ -3,26 +3,23 @@
 Both ways are right at every number of rows, so only time decides, and that depends on the kind of
 the weights, their shape and the versions of card and library. For each kind and shape of a model
 two ways are timed where the default switches, and at twice or half as many rows as long as one way
-is clearly ahead. A difference of less than 5% changes nothing: one engine shall switch where the
-one before did, since the ways differ in the last bits.
+is clearly ahead; then `fp8_linear` beside the way that was taken. A difference of less than 5%
+changes nothing: one engine shall switch where the one before did, since the ways differ in the last
+bits.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from hetero_llm.gpu.graph_set import GraphSet, replay_seconds
-from hetero_llm.gpu.kernels.quantize_rows import QuantizedRows, quantize_rows
-from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix, serves
-from hetero_llm.gpu.kernels.quantized_product import FEW_ROWS, QuantizedProduct, parts_of
+from hetero_llm.gpu.kernels.quantized_gemm import serves
+from hetero_llm.gpu.kernels.quantized_product import FEW_ROWS, QuantizedProduct
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +30,8 @@ AgreeOnNumbers = Callable[[Sequence[int]], list[int]]
 POINTS = (16, 32, FEW_ROWS, 128, 256)
 """Numbers of rows at which a product may switch."""
 
-FP8_POINTS = (8, 16, 32, 64, 128, 256)
-"""The most rows of the ranges that `fp8_linear` may take, the first one from 2 rows on."""
+FP8_ROWS = (range(FEW_ROWS + 1, 129), range(129, 257))
+"""What `fp8_linear` may take: a range if it is ahead at both ends."""
 
 _MANY = 2048  # rows, with which the library's products in 8 and in 16 bits are compared
 _AHEAD = 1.05  # how many times as fast one way must be to be taken instead of the default
@@ -57,7 +54,7 @@ def measure_switch_points(
     *,
     seconds: Callable[[Sequence[Body]], Sequence[float]] = graph_seconds,
 ) -> None:
-    """Sets `few_rows`, `in_8_bits` and `fp8_rows` of each product, alike for all of one kind and
+    """Sets `few_rows`, `in_8_bits` and `fp8_rows` of each product: alike for all of one kind and
     shape.
 
     Args:
@@ -104,57 +101,9 @@ def _form(product: QuantizedProduct) -> tuple[object, ...]:
     matrix = product.matrix
     extras = (matrix.zero, matrix.offset, matrix.row_scale, matrix.order, product.block_product)
     return (
-        product.comes_quantized,
         *(matrix.kind, matrix.shape, matrix.group, matrix.rows, matrix.scale_dtype),
         *(extra is None for extra in extras),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Ways:
-    """What is timed: the ways to multiply with the matrices of products that are alike."""
-
-    products: Sequence[QuantizedProduct]
-
-    @property
-    def matrix(self) -> PreparedMatrix:
-        return self.products[0].matrix
-
-    def rows(self, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(count, self.matrix.shape[1], device=self.matrix.device).to(dtype)
-
-    def few(self, x: Tensor) -> Body:
-        return self._each(lambda product: product.of_few_rows(x, None))
-
-    def many(self, x: Tensor, in_8_bits: bool) -> Body:
-        return self._each(lambda product: product.of_many_rows(x, None, in_8_bits=in_8_bits))
-
-    def fp8(self, x: Tensor) -> Body:
-        made = self._rows_made(x, parts_of(len(x)))
-        return self._each(lambda product: product.by_fp8(made(), None))
-
-    def without_fp8(self, x: Tensor, few_rows: int, in_8_bits: bool) -> Body:
-        """What is taken where `fp8_linear` is not."""
-        if len(x) <= few_rows:
-            return self.few(x)
-        if in_8_bits and self.products[0].can_quantize(x):
-            made = self._rows_made(x, 1)
-            return self._each(lambda product: product.by_library(made(), None))
-        return self.many(x, False)
-
-    def _rows_made(self, x: Tensor, parts: int) -> Callable[[], QuantizedRows]:
-        """Norms and gates make the rows of some products; others have a pass of their own."""
-        if self.products[0].comes_quantized:
-            made = quantize_rows(x, self.matrix, parts=parts)
-            return lambda: made
-        return lambda: quantize_rows(x, self.matrix, parts=parts)
-
-    def _each(self, multiply: Callable[[QuantizedProduct], Tensor]) -> Body:
-        def run() -> None:
-            for product in self.products:
-                multiply(product)
-
-        return run
 
 
 def _measure(
@@ -165,20 +114,44 @@ def _measure(
     """Decides for products of one kind and shape. Returns what to log."""
     first, matrix = same[0], same[0].matrix
     enough = sum(total < _BYTES for total in accumulate(p.matrix.nbytes for p in same))
-    ways = _Ways(same[: enough + 1])
+    timed = same[: enough + 1]
+
+    def rows(count: int) -> torch.Tensor:
+        return torch.randn(count, matrix.shape[1], device=matrix.device).to(dtype)
+
+    def each(multiply: Callable[[QuantizedProduct], object]) -> Body:
+        def run() -> None:
+            for product in timed:
+                multiply(product)
+
+        return run
+
+    def many(x: torch.Tensor, in_8_bits: bool) -> Body:
+        return each(lambda product: product.of_many_rows(x, None, in_8_bits=in_8_bits))
+
+    def few(x: torch.Tensor) -> Body:
+        return each(lambda product: product.of_few_rows(x, None))
 
     def ratio(count: int) -> float:
         """Time by kernels of few rows over time by the library."""
-        x = ways.rows(count, dtype)
-        by_few, by_many = seconds([ways.few(x), ways.many(x, in_8_bits)])
+        x = rows(count)
+        by_few, by_many = seconds([few(x), many(x, in_8_bits)])
         return by_few / by_many
 
-    if not serves(ways.rows(1, dtype), matrix, None):
+    def fp8_is_ahead(count: int) -> bool:
+        x = rows(count)
+        if not first.can_be_fp8(x):
+            return False
+        other = few(x) if count <= first.few_rows else many(x, True)
+        by_fp8, by_other = seconds([each(lambda product: product.by_fp8(x, None)), other])
+        return by_fp8 * _AHEAD < by_other
+
+    if not serves(rows(1), matrix, None):
         return []
-    x = ways.rows(_MANY, dtype)
+    x = rows(_MANY)
     in_8_bits = first.in_8_bits and first.can_quantize(x)
     if in_8_bits:
-        eight, sixteen = seconds([ways.many(x, True), ways.many(x, False)])
+        eight, sixteen = seconds([many(x, True), many(x, False)])
         in_8_bits = eight < sixteen * _AHEAD
     del x
     at = POINTS.index(FEW_ROWS)
@@ -191,38 +164,13 @@ def _measure(
             at += 1
     for product in same:
         product.few_rows, product.in_8_bits = POINTS[at], in_8_bits
-    gains = {}
-    for count in FP8_POINTS:
-        x = ways.rows(count, dtype)
-        if first.can_be_fp8(x):
-            by_fp8, before = seconds([ways.fp8(x), ways.without_fp8(x, POINTS[at], in_8_bits)])
-            gains[count] = before / by_fp8
-    fp8_rows = _where_ahead(gains)
+    ahead = [part for part in FP8_ROWS if fp8_is_ahead(part[-1]) and fp8_is_ahead(part[0])]
+    fp8_rows = range(ahead[0].start, ahead[-1].stop) if ahead else range(0)
     for product in same:
         product.fp8_rows = fp8_rows
     n, k = matrix.shape
     bits = 8 if in_8_bits else 16
     line = f"{matrix.kind} {n} x {k} switch at {POINTS[at]} rows to {bits} bits"
     if fp8_rows:
-        line += f", {fp8_rows.start} to {fp8_rows[-1]} rows in fp8"
+        line += f", {fp8_rows.start} to {fp8_rows[-1]} rows by our kernel"
     return [line]
-
-
-def _where_ahead(gains: dict[int, float]) -> range:
-    """Numbers of rows of neighbouring points at which a way is clearly ahead, of several such runs
-    of points the one with the largest gain; empty where there is none.
-
-    Args:
-        gains: how many times as fast the way is, by the point's rows, ascending.
-    """
-    best, most = range(0), 0.0
-    begin, gained, before = 0, 0.0, 1
-    for point, gain in gains.items():
-        if gain > _AHEAD:
-            begin, gained = begin or before + 1, gained + math.log(gain)
-            if gained > most:
-                best, most = range(begin, point + 1), gained
-        else:
-            begin, gained = 0, 0.0
-        before = point
-    return best

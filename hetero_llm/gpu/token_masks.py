@@ -2,13 +2,15 @@
 
 A step is launched before its masks exist; its sampling kernel waits for each one's flag
 (`kernels.sample`). One thread serves the steps in the order of their launch: it writes a step's
-masks, waits for the tokens that the step samples, shows them to the grammars, and then serves the
-next step. So the masks of a step that was launched ahead of its inputs' values are written while
-its model runs, whatever the engine does meanwhile.
+masks once it has waited for the tokens that the steps before it sample and shown those to the
+grammars. So the masks of a step that was launched ahead of its inputs' values are written while its
+model runs, whatever the engine does meanwhile. The tokens of a step behind which none was launched
+are shown to the grammars by `finish` itself: waking up the thread would take longer.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -35,8 +37,10 @@ class StepMasks:
     Attributes:
         places: [N] int32 of each sample, in `DeviceTokenMasks.places`; `NO_MASK` for none.
         first: place of the step's first mask.
-        errors: by request slot, why a grammar cannot be followed; complete with `observed`.
-        filled, observed: the thread's work on the step; None before it is asked for.
+        errors: by request slot, why a grammar cannot be followed; complete with `filled`.
+        filled: the thread's work on the step; None before it is asked for.
+        wait: for the step's tokens; None before it is launched.
+        observed: whether the grammars have seen its tokens.
     """
 
     planned: PlannedMasks
@@ -44,13 +48,15 @@ class StepMasks:
     first: int
     errors: dict[int, str] = field(default_factory=dict)
     filled: Future[None] | None = None
-    observed: Future[None] | None = None
+    wait: WaitForTokens | None = None
+    observed: bool = False
 
 
 class DeviceTokenMasks:
     """Owns the places of masks, and the thread that writes them.
 
-    The thread alone touches the grammars of sequences in a step between `start_fill` and `finish`.
+    Between `start_fill` and the end of `finish` the grammars of a step's sequences are touched here
+    alone: in the order of the steps, by the thread or by `finish`.
 
     Args:
         masks: the grammars of request slots.
@@ -81,6 +87,8 @@ class DeviceTokenMasks:
         self._ready = self.places.ready.numpy()
         self._gave_up = self.places.gave_up.numpy()
         self._next = 0
+        self._launched: list[StepMasks] = []  # not finished, oldest first
+        self._observing = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "token-masks")  # starts with the first task
 
     def fits(self, num_samples: int) -> bool:
@@ -102,18 +110,22 @@ class DeviceTokenMasks:
         return StepMasks(planned, places.astype(np.int32), first)
 
     def start_fill(self, step: StepMasks) -> None:
-        """Lets the thread write the step's masks, once it has observed the steps before."""
-        step.filled = self._thread.submit(self._fill, step)
+        """Lets the thread write the step's masks, once the tokens of the launched steps before it
+        have been observed."""
+        step.filled = self._thread.submit(self._fill, step, tuple(self._launched))
 
-    def start_observe(self, step: StepMasks, wait: WaitForTokens) -> None:
-        """Lets the thread wait for the tokens of a launched step and show them to the grammars."""
-        step.observed = self._thread.submit(self._observe, step, wait)
+    def launched(self, step: StepMasks, wait: WaitForTokens) -> None:
+        """Notes that the step, whose masks are being written, has been launched."""
+        step.wait = wait
+        self._launched.append(step)
 
     def finish(self, step: StepMasks) -> dict[int, str]:
-        """By request slot, why the tokens of a step that has run are invalid."""
-        assert step.filled is not None and step.observed is not None
+        """By request slot, why the tokens of a step that has run are invalid. Steps finish in the
+        order of their launches."""
+        assert step.filled is not None
         step.filled.result()
-        step.observed.result()
+        self._observe(step)
+        self._launched.remove(step)
         for part in step.planned.parts:
             place = step.first + part.first
             if self._gave_up[place : place + part.count].any():
@@ -121,11 +133,21 @@ class DeviceTokenMasks:
                 step.errors.setdefault(slot, "its token mask was not ready in time")
         return step.errors
 
-    def _fill(self, step: StepMasks) -> None:
+    def _fill(self, step: StepMasks, before: Sequence[StepMasks]) -> None:
+        for one in before:
+            self._observe(one)
         own = slice(step.first, step.first + step.planned.num_places)
         step.errors.update(self._masks.fill(step.planned, self._words[own]))
         self._ready[own] = 1  # behind the words: the kernel reads in the other order
 
-    def _observe(self, step: StepMasks, wait: WaitForTokens) -> None:
-        token_ids, num_tokens = wait()
-        self._masks.observe_sampled(step.planned, token_ids, num_tokens)
+    def _observe(self, step: StepMasks) -> None:
+        """Shows the step's tokens to the grammars, unless the other thread has: the engine's, which
+        finishes the step, or the own one, which writes the next one's masks. Its masks are
+        written."""
+        with self._observing:
+            if step.observed:
+                return
+            assert step.wait is not None
+            token_ids, num_tokens = step.wait()
+            self._masks.observe_sampled(step.planned, token_ids, num_tokens)
+            step.observed = True

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetero_llm.core.errors import AdapterError, ModelLoadError
 from hetero_llm.lora.peft_config import FILE
-from hetero_llm.models.folders import download_snapshot, is_hub_id
+from hetero_llm.models.folders import download_snapshot, is_hub_id, local_path
 from hetero_llm.models.weight_files import PickledFile, SafetensorsFile, StoredTensor, WeightFile
 
 SAFETENSORS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -29,7 +29,10 @@ def adapter_folder(path: str, *, field: str, download_dir: str | None = None) ->
     Raises:
         AdapterError: no such folder, and the hub did not deliver it.
     """
-    folder = Path(path).expanduser()
+    try:
+        folder = local_path(path)
+    except ModelLoadError as error:
+        raise AdapterError(field, path, str(error)) from error
     if folder.is_dir():
         return folder
     if folder.exists() or not is_hub_id(path):

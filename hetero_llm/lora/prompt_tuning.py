@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hetero_llm.core.errors import AdapterError, ModelLoadError
+from hetero_llm.core.images import MOST_PROMPT_BYTES
 from hetero_llm.core.prompt_adapter import VirtualPrompt
 from hetero_llm.lora.files import adapter_folder, open_weights, read_tensors
 from hetero_llm.lora.peft_config import FILE, check_known, read_options
@@ -18,6 +19,7 @@ from hetero_llm.lora.peft_config import FILE, check_known, read_options
 _FIELD = "prompt_adapter_local_path"
 _KINDS = ("PROMPT_TUNING", "P_TUNING")
 _TENSOR = "prompt_embeddings"
+_FLOAT = 4  # bytes of a number on its way to the model
 _WITHOUT_EFFECT = frozenset({
     "auto_mapping", "base_model_name_or_path", "encoder_dropout", "encoder_hidden_size",
     "encoder_num_layers", "encoder_reparameterization_type", "inference_mode",
@@ -70,6 +72,10 @@ def read_virtual_prompt(
         if stored.shape != (count, size):
             reason = f"is {list(stored.shape)}, the base model and num_virtual_tokens need"
             raise AdapterError("tensor", _TENSOR, f"{reason} {[count, size]} ({file.path})")
+        num_bytes = count * size * _FLOAT
+        if num_bytes > MOST_PROMPT_BYTES:
+            reason = f"takes {num_bytes} bytes, at most {MOST_PROMPT_BYTES} are accepted"
+            raise AdapterError("num_virtual_tokens", count, f"{reason} ({file.path})")
         tensor = read_tensors(file, [stored])[_TENSOR]
     except ModelLoadError as error:
         raise AdapterError(_FIELD, path, str(error)) from error

@@ -28,6 +28,9 @@ MOST_LAYERS = 10_000
 _MOST_TOKEN_IDS = 1000
 _MOST_JSON = 16 * MIB  # some carry the names of 100,000 labels
 
+_ROPE_BASE = ("rope_theta", "partial_rotary_factor")
+"""Keys of `rope_parameters` that say nothing about scaling."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reader:
@@ -144,7 +147,43 @@ def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> Rea
     else:
         path /= "config.json"
         raw = read_json(path)
-    return Reader(merged(raw, overrides), str(path), True) if overrides else Reader(raw, str(path))
+    if not overrides:
+        return Reader(raw, str(path))
+    return Reader(_overridden(raw, overrides), str(path), True)
+
+
+def _overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`raw` with the overrides. One that names a key as transformers 4 or 5 does changes the file
+    that spells it as the other."""
+    changed = merged(raw, overrides)
+    for named, other in (("dtype", "torch_dtype"), ("torch_dtype", "dtype")):
+        if named in overrides and other in changed and other not in overrides:
+            changed[other] = overrides[named]
+    rope = changed.get("rope_parameters")
+    if isinstance(rope, Mapping) and "rope_parameters" not in overrides:
+        changed["rope_parameters"] = _with_old_names(rope, overrides)
+    return changed
+
+
+def _with_old_names(rope: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    """`rope_parameters` with the overrides of `rope_scaling` and `rope_theta`."""
+    nested = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
+    if nested:  # one for each type of layers
+        return {**rope, **{name: _with_old_names(one, overrides) for name, one in nested.items()}}
+    changed = dict(rope)
+    if "rope_scaling" in overrides:
+        scaling = overrides["rope_scaling"]
+        if scaling is None:
+            changed = {name: rope[name] for name in _ROPE_BASE if name in rope}
+        elif not isinstance(scaling, Mapping):
+            return scaling
+        else:
+            if "type" in scaling:  # the older name of rope_type
+                changed.pop("rope_type", None)
+            changed = merged(changed, scaling)
+    if "rope_theta" in overrides:
+        changed["rope_theta"] = overrides["rope_theta"]
+    return changed
 
 
 def merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

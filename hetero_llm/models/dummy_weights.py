@@ -41,7 +41,7 @@ def fill_randomly(
     pool = torch.empty(_POOL + widest, dtype=torch.float32, device="cpu")
     pool.uniform_(-bound, bound, generator=generator)
     pools: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in list(model.named_parameters()):  # `filled` may replace them
         if name in parts.added and model.config.rank.index:
             parameter.zero_()
         elif parameter.dim() == 1 and name.endswith("weight"):

@@ -51,6 +51,11 @@ class SettlingMemory(Protocol):
         """
         ...
 
+    def give_back(self, tensor: Tensor) -> None:
+        """Takes the memory of a tensor back, all of which it has given; the tensor is not read
+        any more."""
+        ...
+
 
 SMALLEST_SUM = 1e-20
 """Added to the sum that `sigmoid_top_k` divides by."""

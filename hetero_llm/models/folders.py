@@ -11,7 +11,7 @@ from pathlib import Path
 from hetero_llm.core.errors import ModelLoadError, shown
 from hetero_llm.models.config_reader import read_json, short_reason
 from hetero_llm.models.gguf.container import is_gguf
-from hetero_llm.utils.files import MIB, check_regular
+from hetero_llm.utils.files import MIB, check_regular, user_path
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 """How weights are stored: "auto" is a GGUF file if the model is one, else safetensors, or pickled
@@ -67,7 +67,10 @@ def resolve_model_folder(
         ModelLoadError: No such folder, or the hub did not deliver, or a file of it is no regular
             one or far larger than such files are.
     """
-    folder = Path(model).expanduser()
+    try:
+        folder = local_path(model)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"model={shown(model)}: {error}") from error
     if model and folder.is_dir():
         _check_files(folder)
         only_gguf = not (folder / "config.json").exists() and any(folder.glob(GGUF))
@@ -88,6 +91,18 @@ def resolve_model_folder(
         folder = _download(model, revision, download_dir, PICKLED)
     _check_files(folder)
     return folder
+
+
+def local_path(path: str) -> Path:
+    """Where the folder of a model or an adapter would be, with "~" as the home folder.
+
+    Raises:
+        ModelLoadError: The system cannot even look; the message names no path.
+    """
+    try:
+        return user_path(path)
+    except OSError as error:
+        raise ModelLoadError(f"no such folder: {error.strerror or error}") from error
 
 
 def _gguf_file(folder: Path) -> Path:

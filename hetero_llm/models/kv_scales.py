@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import read_json
 from hetero_llm.models.weight_files import StoredTensor, WeightFile
 from hetero_llm.quantization.formats.kv_cache import kv_scale_of
+from hetero_llm.utils.files import user_path
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,9 @@ def read_scales_file(path: str, config: ModelConfig) -> Tensor:
         return ConfigError(_FIELD, path, f"{key}={shown(value)}: {reason}")
 
     try:
-        content = read_json(Path(path).expanduser())
+        content = read_json(user_path(path))
+    except OSError as error:
+        raise ConfigError(_FIELD, path, error.strerror or str(error)) from error
     except ModelLoadError as error:
         raise ConfigError(_FIELD, path, str(error).removeprefix(f"{path}: ")) from error
     model_type = content.get("model_type")

@@ -25,7 +25,7 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import short_reason
 from hetero_llm.models.configs.transformers import TransformersConfig
 from hetero_llm.models.dummy_weights import fill_randomly
-from hetero_llm.models.experts import Experts, HostMemory, stay
+from hetero_llm.models.experts import Experts, HostMemory, SettlingMemory, stay
 from hetero_llm.models.folders import LOAD_FORMATS, resolve_model_folder
 from hetero_llm.models.gguf.container import is_gguf
 from hetero_llm.models.kv_scales import stored_kv_scales
@@ -36,10 +36,10 @@ from hetero_llm.models.quantized_weights import (
     LayerWeight,
     MatrixFiller,
     MatrixPlan,
+    RandomWeightQuantizer,
     Stored,
     place_experts,
     plan_matrices,
-    quantize_weights,
     stored_bytes,
     weights_of,
 )
@@ -159,14 +159,13 @@ def load_model(
         cuts=cuts, slices=matrix_slices(blueprint.plans, weights, cuts, blueprint.stored),
     )  # fmt: skip
     if files is None:
-        if settles and wanted is not None:
-            reason = (
-                "random quantized weights are made of plain ones, for which host memory has no room"
-            )
-            raise ConfigError("load_format", load_format, reason)
-        fill_randomly(model, seed, parts, filled=lambda one: _settle(settles, one))
-        if wanted is not None:
-            quantize_weights(model, weights, wanted)
+        if wanted is None:
+            fill_randomly(model, seed, parts, filled=lambda one: _settle(settles, one))
+        else:
+            quantizer = RandomWeightQuantizer(model, weights, wanted)
+            leave = _settling_quantized(settles, weights, quantizer, expert_memory)
+            fill_randomly(model, seed, parts, filled=leave)
+            quantizer.quantize_others()
     else:
         matches = _matches_of_rank(model, blueprint, parts, folder, files, filler)
         _fill_from_files(folder, matches, filler, dtype, show_progress, settles)
@@ -194,6 +193,33 @@ def _settle(settles: Settles, filled: Tensor) -> None:
     then = settles.get(filled.data_ptr())
     if then is not None:
         then()
+
+
+def _settling_quantized(
+    settles: Settles,
+    weights: Sequence[LayerWeight],
+    quantizer: RandomWeightQuantizer,
+    memory: HostMemory | None,
+) -> Callable[[Tensor], None]:
+    """What is called with each plain random weight: one that settles is quantized before, so that
+    there are no more plain ones than this at a time."""
+    places = {
+        weight.parameter.data_ptr(): place
+        for place, weight in enumerate(weights)
+        if weight.parameter.data_ptr() in settles
+    }
+
+    def leave(filled: Tensor) -> None:
+        place = places.get(filled.data_ptr())
+        if place is None:
+            return
+        if quantizer.quantize(place):
+            assert isinstance(memory, SettlingMemory)
+            memory.give_back(filled)
+        else:
+            _settle(settles, filled)
+
+    return leave
 
 
 def _check_build(

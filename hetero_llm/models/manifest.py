@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
 from hetero_llm.models.folders import PICKLED, SAFETENSORS, is_served_weight
 from hetero_llm.models.gguf.container import is_gguf
-from hetero_llm.utils.files import MIB, read_bytes
+from hetero_llm.utils.files import MIB, read_bytes, user_path
 
 MANIFEST_NAME = "SHA256SUMS"
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
@@ -78,8 +78,10 @@ def folder_of(model: Path) -> Path:
 
 def _read_manifest(folder: Path, wanted: str) -> tuple[Path, Mapping[str, str]]:
     by_digest = _HEX.fullmatch(wanted) is not None
-    path = folder / MANIFEST_NAME if by_digest else Path(wanted).expanduser()
+    path = folder / MANIFEST_NAME
     try:
+        if not by_digest:
+            path = user_path(wanted)
         data = read_bytes(path, most=_MOST_MANIFEST)
         text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

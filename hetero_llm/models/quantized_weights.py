@@ -464,30 +464,55 @@ def _sliced(shape: tuple[int, ...], dim: int, runs: tuple[Run, ...]) -> tuple[in
     return (*shape[:dim], sum(count for _, count in runs), *shape[dim + 1 :])
 
 
-def quantize_weights(
-    model: CausalLM, weights: Sequence[LayerWeight], checkpoint_format: CheckpointFormat
-) -> None:
+class RandomWeightQuantizer:
     """Quantizes the plain weights of a model that has random ones.
+
+    Args:
+        weights: all of the model.
 
     Raises:
         ConfigError: the format is that of stored matrices, but for MXFP4.
     """
-    if isinstance(checkpoint_format, Mxfp4Format):
-        banks = [weight for weight in weights if isinstance(weight.layer, Experts)]
-        for weight in banks:
-            plain = weight.parameter.detach().flatten(0, 1)
-            try:
-                weight.set_quantized([mxfp4.quantize(plain)])
-            except ValueError as error:
-                raise ConfigError("load_format", "dummy", f"experts: {error}") from error
-        return
-    if not isinstance(checkpoint_format, OnlineFormat):
-        reason = f"there are no random weights of a {checkpoint_format.name} checkpoint"
-        raise ConfigError("load_format", "dummy", reason)
-    kept = _never_quantized(model, weights)
-    scheme = checkpoint_format.scheme("")
-    for place, weight in enumerate(weights):
-        if place not in kept:
-            *_, height, width = weight.parameter.shape
-            plain = weight.parameter.detach().view(-1, height, width)
-            weight.set_quantized([scheme.convert({"weight": w}, height, width) for w in plain])
+
+    def __init__(
+        self, model: CausalLM, weights: Sequence[LayerWeight], checkpoint_format: CheckpointFormat
+    ) -> None:
+        self._weights = weights
+        self._scheme: Scheme | None = None  # of MXFP4
+        if isinstance(checkpoint_format, Mxfp4Format):
+            banks = (n for n, weight in enumerate(weights) if isinstance(weight.layer, Experts))
+            self._left = set(banks)
+        elif isinstance(checkpoint_format, OnlineFormat):
+            self._left = set(range(len(weights))) - _never_quantized(model, weights)
+            self._scheme = checkpoint_format.scheme("")
+        else:
+            reason = f"there are no random weights of a {checkpoint_format.name} checkpoint"
+            raise ConfigError("load_format", "dummy", reason)
+
+    def quantize(self, place: int) -> bool:
+        """Quantizes the weight of this place. Returns False if the format leaves it plain.
+
+        Raises:
+            ConfigError: the format cannot hold it.
+        """
+        if place not in self._left:
+            return False
+        self._left.remove(place)
+        weight = self._weights[place]
+        *_, height, width = weight.parameter.shape
+        plain = weight.parameter.detach().view(-1, height, width)
+        try:
+            if self._scheme is None:
+                weight.set_quantized([mxfp4.quantize(plain.flatten(0, 1))])
+            else:
+                convert = self._scheme.convert
+                weight.set_quantized([convert({"weight": w}, height, width) for w in plain])
+        except ValueError as error:
+            name = "experts" if isinstance(weight.layer, Experts) else weight.name
+            raise ConfigError("load_format", "dummy", f"{name}: {error}") from error
+        return True
+
+    def quantize_others(self) -> None:
+        """Quantizes all weights that are left."""
+        for place in sorted(self._left):
+            self.quantize(place)

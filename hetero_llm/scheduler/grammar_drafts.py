@@ -1,9 +1,8 @@
 """Drafts of sequences that follow a grammar: nodes that it refuses are cut, tokens that it forces
 are drafted, with or without another drafter.
 
-A forced token is the only one that sampling can yield, so its draft is always accepted. It still
-costs that the host knows all tokens before the step is launched, so the forced tokens have to be a
-share of all tokens that pays for it.
+A forced token is the only one that sampling can yield, so its draft is always accepted. When that
+pays is decided in `forced_token_pace.py`.
 """
 
 from __future__ import annotations
@@ -13,12 +12,7 @@ import numpy as np
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.grammar import DraftGrammar, OpenDraftGrammar
 from hetero_llm.core.request import Request, Sequence
-
-_LEAST_SHARE = 0.1
-"""Forced tokens among those generated, below which none are drafted for a while. A step that is
-not launched ahead costs up to a tenth of its time."""
-_TRIED_STEPS = 32
-_PAUSED_STEPS = 256
+from hetero_llm.scheduler.forced_token_pace import ForcedTokenPace
 
 
 class NoGrammarDrafts:
@@ -32,7 +26,12 @@ class NoGrammarDrafts:
     ) -> DraftBatch:
         return drafts
 
-    def step_without_drafts(self) -> None:
+    def launched(self, num_running: int) -> None:
+        pass
+
+    def observe_step(
+        self, num_sequences: int, seconds: float, num_sampled: int, *, looked: bool
+    ) -> None:
         pass
 
     def close(self, request: Request) -> None:
@@ -45,22 +44,24 @@ class GrammarDrafts:
     Args:
         open_grammar: opens a grammar behind some output tokens.
         most_tokens: of a step whose drafts are forced tokens alone.
+        pace: in which steps they are looked for.
 
     Attributes:
         most_tokens: see Args.
     """
 
-    def __init__(self, open_grammar: OpenDraftGrammar, *, most_tokens: int) -> None:
+    def __init__(
+        self, open_grammar: OpenDraftGrammar, pace: ForcedTokenPace, *, most_tokens: int
+    ) -> None:
         self.most_tokens = most_tokens
         self._open = open_grammar
+        self._pace = pace
         self._grammars: dict[Sequence, tuple[DraftGrammar, int]] = {}
-        self._num_steps = self._num_forced = self._num_tokens = 0
-        self._paused = 0
 
     @property
     def idle(self) -> bool:
-        """Whether forced tokens are too rare to wait for."""
-        return self._paused > 0
+        """Whether forced tokens do not pay for being looked for."""
+        return self._pace.paused
 
     def constrained(
         self, sequences: list[Sequence], limits: list[int], drafts: DraftBatch
@@ -73,7 +74,7 @@ class GrammarDrafts:
             drafts: of these sequences, without regard to grammars.
         """
         counts, tokens, parents = [], [], []
-        begin = 0
+        begin = num_forced = 0
         for sequence, limit, count in zip(sequences, limits, drafts.counts.tolist(), strict=True):
             own = slice(begin, begin + count)
             begin += count
@@ -83,19 +84,24 @@ class GrammarDrafts:
                 own_tokens, own_parents, forced = grammar.constrained(
                     own_tokens, own_parents, limit
                 )
-                self._num_forced += forced
+                num_forced += forced
             counts.append(len(own_tokens))
             tokens += own_tokens
             parents += own_parents
-        self._count(len(sequences))
+        self._pace.looked(len(sequences), num_forced)
         return DraftBatch(
             np.array(counts, np.int32), np.array(tokens, np.int32), np.array(parents, np.int32)
         )
 
-    def step_without_drafts(self) -> None:
-        """Counts a step of a pause."""
-        if self._paused:
-            self._paused -= 1
+    def launched(self, num_running: int) -> None:
+        """See `ForcedTokenPace`."""
+        self._pace.launched(num_running)
+
+    def observe_step(
+        self, num_sequences: int, seconds: float, num_sampled: int, *, looked: bool
+    ) -> None:
+        """See `ForcedTokenPace`."""
+        self._pace.observe_step(num_sequences, seconds, num_sampled, looked=looked)
 
     def close(self, request: Request) -> None:
         """Drops the state of an ended request."""
@@ -116,15 +122,3 @@ class GrammarDrafts:
                 opened.observe(token)
         self._grammars[sequence] = opened, num_known
         return opened
-
-    def _count(self, num_sequences: int) -> None:
-        """Counts a step for which forced tokens were looked for; begins a pause if they were rare
-        among the tokens of all its sequences, each of which waits."""
-        self._num_steps += 1
-        self._num_tokens += num_sequences
-        if self._num_steps < _TRIED_STEPS:
-            return
-        share = self._num_forced / (self._num_tokens + self._num_forced)
-        if share < _LEAST_SHARE:
-            self._paused = _PAUSED_STEPS
-        self._num_steps = self._num_forced = self._num_tokens = 0

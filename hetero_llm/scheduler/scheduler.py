@@ -273,11 +273,11 @@ class Scheduler:
         preemptions = self.stats.num_preemptions
         budget = self._schedule_running(sequences, num_scheduled_tokens)
         assert budget is not None
-        drafts, proposed = None, False
+        drafts, proposed, looked = None, False, False
         if preemptions == self.stats.num_preemptions:
             budget = self._schedule_loading(sequences, num_scheduled_tokens, budget)
             budget = self._schedule_waiting(sequences, num_scheduled_tokens, budget)
-            drafts, proposed = self._choose_drafts(sequences, num_scheduled_tokens, budget)
+            drafts, proposed, looked = self._choose_drafts(sequences, num_scheduled_tokens, budget)
         if not sequences:
             if not self._running or self.loads:
                 return None
@@ -287,15 +287,17 @@ class Scheduler:
             return self.schedule()
         step = self._begin_step(sequences, num_scheduled_tokens, drafts)
         self._in_flight[-1].proposed = proposed
+        self._in_flight[-1].looked = looked
         return step
 
     def _choose_drafts(
         self, sequences: list[Sequence], num_scheduled_tokens: list[int], budget: int
-    ) -> tuple[DraftBatch | None, bool]:
-        """Drafts of a step with these sequences, and whether the drafter was asked for them."""
-        drafter = self._active_drafter
-        if (drafter is None and not self._forces_tokens) or self.loads.any_joined:
-            return None, False
+    ) -> tuple[DraftBatch | None, bool, bool]:
+        """Drafts of a step with these sequences; whether the drafter was asked for them, and
+        whether grammars were."""
+        drafter, looked = self._active_drafter, self._forces_tokens
+        if (drafter is None and not looked) or self.loads.any_joined:
+            return None, False, False
         drafts = choose_drafts(
             drafter,
             self._grammar_drafts if self._num_guided else NoGrammarDrafts(),
@@ -304,7 +306,7 @@ class Scheduler:
             self.blocks,
             budget,
         )
-        return drafts, drafter is not None
+        return drafts, drafter is not None, looked
 
     @property
     def _active_drafter(self) -> Drafter | None:
@@ -357,12 +359,13 @@ class Scheduler:
         budget = self._schedule_waiting(sequences, num_scheduled_tokens, budget)
         if not sequences:
             return None
-        drafts, proposed = None, False
+        drafts, proposed, looked = None, False, False
         if staged:
-            drafts, proposed = self._choose_drafts(sequences, num_scheduled_tokens, budget)
+            drafts, proposed, looked = self._choose_drafts(sequences, num_scheduled_tokens, budget)
         self.stats.num_steps_ahead += 1
         step = self._begin_step(sequences, num_scheduled_tokens, drafts)
         self._in_flight[-1].proposed = proposed
+        self._in_flight[-1].looked = looked
         return step
 
     @property
@@ -510,9 +513,9 @@ class Scheduler:
     def observe_step(
         self, step: SchedulerOutput, seconds: float, idle_seconds: float, *, num_sampled: int
     ) -> None:
-        """Reports a finished step's duration to the load queue, and to the drafter if the step had
-        no prompt chunks: each for which it proposed, and some of the others, since a pause is to
-        cost nothing.
+        """Reports a finished step's duration to the load queue, and to what chooses drafts if the
+        step had no prompt chunks: each that was drafted for, and some of the others, since a pause
+        is to cost nothing.
 
         Args:
             idle_seconds: how long the device had waited for its launch.
@@ -522,9 +525,15 @@ class Scheduler:
         flight = self._in_flight[0]
         assert flight.step is step, "a step is reported before its update"
         drafter = self.drafter
-        if drafter is None or step.has_chunks:
+        if step.has_chunks:
             return
-        if flight.proposed or not self.stats.num_steps % _STEPS_A_REPORT:
+        wanted = flight.proposed or not self.stats.num_steps % _STEPS_A_REPORT
+        if drafter is None:
+            if wanted or self._num_guided:
+                self._grammar_drafts.observe_step(
+                    len(flight.sequences), seconds + idle_seconds, num_sampled, looked=flight.looked
+                )
+        elif wanted:
             count, num_tokens = len(flight.sequences), len(step.token_ids)
             if step.drafts is not None:
                 num_tokens += len(step.drafts.token_ids)
@@ -537,7 +546,7 @@ class Scheduler:
         prompts."""
         self.blocks.launched()
         if self._num_guided:
-            self._grammar_drafts.step_without_drafts()
+            self._grammar_drafts.launched(len(self._running))
         new_prompts, self._new_prompts = self._new_prompts, []
         if new_prompts and isinstance(self.drafter, PromptObserver):
             self.drafter.prompts_started(new_prompts)

@@ -28,6 +28,7 @@ class InFlight:
         num_nodes: draft nodes.
         num_prompt_tokens: prompt tokens that the step computes, of all sequences together.
         proposed: the drafter was asked for drafts for it.
+        looked: forced tokens of grammars were looked for.
         is_steady: made before its sequences got the tokens of the step before (steady_batch.py).
     """
 
@@ -40,6 +41,7 @@ class InFlight:
     num_nodes: list[int]
     num_prompt_tokens: int
     proposed: bool = False
+    looked: bool = False
     is_steady: bool = False
 
 

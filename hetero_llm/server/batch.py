@@ -20,10 +20,11 @@ from starlette.types import ASGIApp, Message
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.server.request_parsing import type_mistake
-from hetero_llm.utils.files import as_config_errors
+from hetero_llm.utils.files import MIB, as_config_errors, check_regular
 
 _MOST_SHOWN = 3
 _MOST_CUSTOM_ID = 512
+_MOST_LINE = 64 * MIB
 _NOT_STREAMED = {
     "message": "stream: a batch cannot stream; leave it out",
     "type": "invalid_request_error",
@@ -153,12 +154,19 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines of a file that are not blank, with their numbers.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: it cannot be read, is a pipe or a device, or has a line that is too long.
     """
-    with as_config_errors("input_file", path), path.open("rb") as file:
-        for number, text in enumerate(file, start=1):
-            if text.strip():
-                yield number, text
+    with as_config_errors("input_file", path):
+        check_regular(path)  # it is read twice
+        with path.open("rb") as file:
+            number = 0
+            while text := file.readline(_MOST_LINE + 1):
+                number += 1
+                if len(text) > _MOST_LINE:
+                    reason = f"line {number}: is longer than {_MOST_LINE} bytes"
+                    raise ConfigError("input_file", str(path), reason)
+                if text.strip():
+                    yield number, text
 
 
 def _mistake(text: bytes, number: int, seen: dict[str, int]) -> str | None:

@@ -283,6 +283,13 @@ async def read_body(request: Request, limits: Limits) -> bytes:
             "unsupported_media_type",
             f"content-type is {kind[:64]!r}; send application/json",
         )
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(
+            415,
+            "unsupported_media_type",
+            f"content-encoding is {coding[:64]!r}; send the body uncompressed",
+        )
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limits.body_bytes:
         raise _too_large(limits)

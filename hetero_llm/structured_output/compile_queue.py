@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.request import Request
 from hetero_llm.structured_output.compiler import GrammarCompiler
 
@@ -17,6 +18,9 @@ class CompileQueue:
     """Compiles the grammars of arriving requests, and holds back those that take long, so that no
     step waits for them.
 
+    A grammar is compiled from the next `start` on, which follows the launch of a step: reading its
+    text keeps the GIL from the launch, and the device computes the prompt meanwhile.
+
     Args:
         compiler: None without a tokenizer; then no request has a grammar.
     """
@@ -24,6 +28,7 @@ class CompileQueue:
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self._compiler = compiler
         self._threads = ThreadPoolExecutor(1, "hetero-llm-grammar")
+        self._arrived: list[tuple[Grammar, Future[None]]] = []  # not begun
         self._held: list[tuple[Request, Future[None]]] = []
 
     def __len__(self) -> int:
@@ -31,19 +36,27 @@ class CompileQueue:
         return len(self._held)
 
     def add(self, request: Request) -> bool:
-        """Begins to compile the request's grammar, if it has one. Returns whether the request is
-        held back until `take_ready` returns it."""
+        """Lets the next `start` compile the request's grammar, if it has one. Returns whether the
+        request is held back until `take_ready` returns it."""
         grammar = request.grammar
         if grammar is None:
             return False
         assert self._compiler is not None
         if self._compiler.knows(grammar):
             return False
-        compiled = self._threads.submit(self._compiler.prepare, grammar)
+        compiled: Future[None] = Future()
+        self._arrived.append((grammar, compiled))
         if len(grammar.text) <= _LONG_TEXT:
             return False
         self._held.append((request, compiled))
         return True
+
+    def start(self) -> None:
+        """Begins to compile the grammars that have arrived."""
+        if self._arrived:
+            for grammar, compiled in self._arrived:
+                self._threads.submit(self._compile, grammar, compiled)
+            self._arrived.clear()
 
     def take_ready(self) -> list[Request]:
         """Returns the requests whose grammars have been compiled since, in order of arrival."""
@@ -67,3 +80,10 @@ class CompileQueue:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, grammar: Grammar, compiled: Future[None]) -> None:
+        assert self._compiler is not None
+        try:
+            self._compiler.prepare(grammar)
+        finally:  # an error is found again when a sequence opens the grammar
+            compiled.set_result(None)

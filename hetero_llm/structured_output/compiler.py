@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound="Matcher")
 _KEPT_GRAMMARS = 64
+_SHORT_SCHEMA = 1 << 14
+"""Bytes of a pickled JSON schema that is written as a grammar in half a millisecond."""
+_SLOW_KEYWORDS = (b"$ref", b"multipleOf")
+"""Schemas with these are compared with each other."""
 _FIRST_FUEL, _STEP_FUEL = 200_000, 50_000
 """Expressions that a lexer may make for the first mask and for a later one. llguidance's own limits
 are 1,000,000 and 200,000, with which `((a{100}){100}){100}` takes 5 s of a step (here 0.5), and
@@ -121,12 +125,23 @@ class GrammarCompiler:
         self._tokenizer()
         return _grammar(self._write(params), params)
 
+    def writes_quickly(self, params: StructuredOutputsParams) -> bool:
+        """Whether `unchecked_grammar` takes little more time than waking up a thread for it: the
+        constraint is a short and simple schema, or was written before."""
+        key = _key(params)
+        if key is None:
+            return False
+        is_short = params.json is not None and len(key) <= _SHORT_SCHEMA
+        if is_short and not any(word in key for word in _SLOW_KEYWORDS):
+            return True
+        with self._lock:
+            return key in self._written
+
     def _write(self, params: StructuredOutputsParams) -> ConstraintGrammar:
         """`constraint_grammar`, which takes half a millisecond for a schema of 10 KB, and is kept:
         agents send the same schemas again and again."""
-        try:
-            key = pickle.dumps(params)  # nothing reads it: equal keys are equal constraints
-        except Exception:  # a value that is no JSON, whose error names its place
+        key = _key(params)
+        if key is None:
             return constraint_grammar(params, self._vocabulary.special)
         with self._lock:
             found = self._written.get(key)
@@ -323,6 +338,15 @@ def text_before(grammar: Grammar, before: tuple[int, ...], token_id: int) -> tup
     there."""
     last = (*before, token_id)[-len(grammar.begins_after) :]
     return None if last == grammar.begins_after else last
+
+
+def _key(params: StructuredOutputsParams) -> bytes | None:
+    """Equal keys are equal constraints; nothing reads them. None for a constraint with a value that
+    is no JSON, whose error names its place."""
+    try:
+        return pickle.dumps(params)
+    except Exception:
+        return None
 
 
 def _grammar(written: ConstraintGrammar, params: StructuredOutputsParams) -> Grammar:

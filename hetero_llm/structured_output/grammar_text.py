@@ -192,12 +192,42 @@ def _user_grammar(text: str) -> str:
     Raises:
         SamplingError: it looks like GBNF, and cannot be translated to Lark.
     """
-    from llguidance import gbnf_to_lark
+    from llguidance.gbnf_to_lark import is_lark_syntax
 
+    if is_lark_syntax(text):
+        return _lark(text)
     try:
-        return _lark(gbnf_to_lark.any_to_lark(text))
+        return _lark(_lark_of_gbnf(text))
     except Exception as error:  # the translator's own assertions, too
         raise SamplingError("grammar", text, f"is no GBNF: {error}") from None
+
+
+def _lark_of_gbnf(text: str) -> str:
+    """llguidance's translation. It looks for terminal rules until it finds no more of them, in the
+    order of the rules: here each one follows those that it names, so that it looks twice instead of
+    once for each rule (56 KB took 13 s)."""
+    from llguidance.gbnf_to_lark import GrammarParser, RuleRefNode, resolve
+
+    rules = GrammarParser().parse(text)
+    ordered: dict[str, Any] = {}
+    seen = set()
+    for first in rules:
+        stack = [(first, False)]
+        while stack:
+            name, follows = stack.pop()
+            if follows:
+                ordered[name] = rules[name]
+            elif name in rules and name not in seen:
+                seen.add(name)
+                stack.append((name, True))
+                nodes = [rules[name].alternatives]
+                while nodes:
+                    node = nodes.pop()
+                    nodes += node.children()
+                    if isinstance(node, RuleRefNode):
+                        stack.append((node.name, False))
+    resolve(ordered)
+    return "\n".join(["%llguidance {}", *map(str, ordered.values())])
 
 
 def _lark(text: str) -> str:

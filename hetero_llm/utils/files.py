@@ -13,6 +13,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from hetero_llm.core.errors import ConfigError
 
@@ -32,6 +33,24 @@ def as_config_errors(field: str, path: str | os.PathLike[str]) -> Iterator[None]
         raise ConfigError(field, str(path), error.strerror or str(error)) from None
     except UnicodeDecodeError as error:
         raise ConfigError(field, str(path), f"is not UTF-8 text: {error}") from None
+
+
+def user_path(path: str) -> Path:
+    """A path that a user wrote, with "~" as the home folder. Nothing needs to be there.
+
+    Raises:
+        OSError: The system cannot even look: the name is too long or holds a NUL character, a
+            folder may not be entered, "~name" is of no user.
+    """
+    if "\0" in path:
+        raise OSError("a path holds no NUL character")
+    try:
+        found = Path(path).expanduser()
+    except RuntimeError as error:
+        raise OSError(str(error)) from None
+    with suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(found)
+    return found
 
 
 def check_regular(path: str | os.PathLike[str], *, most: int | None = None) -> None:

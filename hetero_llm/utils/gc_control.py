@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 
 _SWITCH_SECONDS = 5e-6
+_LONG_TURN = 1e-3
 _PR_SET_TIMERSLACK = 29
 _SLACK_NS, _USUAL_SLACK_NS = 1000, 50_000
 _DUE, _OVERDUE, _LATE = 10_000, 50_000, 100_000
@@ -48,6 +49,19 @@ def prompt_wakeups() -> Iterator[None]:
         yield
     finally:
         prctl(_PR_SET_TIMERSLACK, 0, 0, 0, 0)  # the thread's default
+
+
+@contextmanager
+def long_turns() -> Iterator[None]:
+    """While the context is open a thread keeps the GIL for 1 ms when others want it, not for the
+    5 us after `serve_promptly`: threads that compute in Python, as compilers do, would spend much
+    of their time on handing it over. They begin with `usual_wakeups`, too."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(max(before, _LONG_TURN))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def usual_wakeups() -> None:

@@ -106,6 +106,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (b"\n", ".jsonl", "0 tokens of text"),
         (b'{"text": "a"}\n{"text"', ".jsonl", "line 2: no JSON"),
         (b'{"prompt": "a"}', ".jsonl", 'line 1: an object with a string "text"'),
+        (b"[" * 100_000, ".jsonl", "line 1: no JSON: maximum recursion depth"),
     ):
         file = tmp_path / f"calibration{suffix}"
         file.unlink(missing_ok=True)

@@ -171,6 +171,8 @@ class TestResolve:
         ("name", "value", "reason"),
         [
             ("max_num_seqs", 0, "must be at least 1"),
+            ("max_num_seqs", 10**9, "must be at most 65536"),
+            ("max_num_batched_tokens", 10**12, "must be at most 16777216"),
             ("max_num_seqs", True, "must be an integer"),
             ("max_num_seqs", 2.0, "must be an integer"),
             ("max_num_seqs", "8", "must be an integer"),

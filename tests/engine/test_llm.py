@@ -185,6 +185,14 @@ def test_metrics_count_what_was_done(tiny_folder: Path) -> None:
     assert isinstance(objects["hetero_llm:step_seconds", "launch"], Histogram)
 
 
+def test_how_to_pool_says_nothing_to_a_model_that_generates(
+    tiny_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(str(tiny_folder), device="cpu", pooler_config={"pooling_type": "MEAN"}) as llm:
+        assert llm.generate("ab", GREEDY, use_tqdm=False)
+    assert "pooler_config has no effect on a model that generates text" in caplog.text
+
+
 def test_few_batched_tokens_need_no_other_argument(tiny_folder: Path) -> None:
     with LLM(str(tiny_folder), None, device="cpu", max_num_batched_tokens=48) as llm:
         assert len(llm.generate(["x"] * 50, GREEDY, use_tqdm=False)) == 50

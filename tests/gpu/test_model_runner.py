@@ -13,8 +13,9 @@ import torch
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
+from hetero_llm.gpu import model_runner
 from hetero_llm.gpu.fused import speed_up
-from hetero_llm.gpu.graph_set import DraftedSizes
+from hetero_llm.gpu.graph_set import DraftedSizes, step_buckets
 from hetero_llm.gpu.model_runner import GpuModelRunner
 from hetero_llm.gpu.step_buffer import StepLayout
 from hetero_llm.models.config import ModelConfig
@@ -130,6 +131,27 @@ def test_it_draws_what_the_torch_runner_draws(
         for entry, other in zip(output.logprobs or (), wanted.logprobs or ()):
             assert entry.rank == other.rank and entry.top[0][0] == other.top[0][0]
             assert entry.sampled == pytest.approx(other.sampled, abs=1e-4)
+
+
+def test_a_dry_runner_has_the_bodies_of_all_graphs(
+    checkpoint: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And captures none of them."""
+    if device.type == "cpu":
+        monkeypatch.setattr(model_runner, "GraphSet", dict)
+    config, model, cache = build(checkpoint, device)
+    speed_up(model)
+    sizes = {"max_num_seqs": SLOTS, "max_model_len": MAX_LEN, "max_num_batched_tokens": 16}
+    runner = GpuModelRunner(
+        model, config, cache, graphs=True, dry=True, most_drafted_tokens=16, **sizes
+    )
+    assert runner.graphs is None and runner.profile == []
+    buckets = step_buckets(SLOTS, 16, most_drafted_tokens=16)
+    decoding, others = len(buckets.decode), len(buckets.tokens) + 2 * len(buckets.verify)
+    assert len(runner.bodies) == 3 * decoding + others  # of decoding: also short, and head alone
+    with torch.inference_mode():
+        for body in (runner.bodies[0], runner.bodies[-1]):
+            body()
 
 
 def test_the_last_layer_goes_on_with_sampled_rows(checkpoint: Path, device: torch.device) -> None:

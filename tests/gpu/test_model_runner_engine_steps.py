@@ -18,7 +18,7 @@ from bench.speculation.synthetic_drafter import SyntheticDrafter
 from hetero_llm import SamplingParams, StructuredOutputsParams
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.drafter import Drafter
-from hetero_llm.core.grammar import GrammarMatcher
+from hetero_llm.core.grammar import Grammar, GrammarMatcher
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.inputs.input_processor import InputProcessor, Prompt
@@ -31,6 +31,7 @@ from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.model_runner import TorchModelRunner
+from hetero_llm.scheduler.forced_token_pace import ForcedTokenPace, PaceByShare
 from hetero_llm.scheduler.grammar_drafts import GrammarDrafts
 from hetero_llm.scheduler.scheduler import Scheduler
 from hetero_llm.structured_output.compiler import GrammarCompiler, Vocabulary
@@ -65,8 +66,10 @@ def start(
     graphs: bool = False,
     most_looks: int = 1 << 30,
     forced: int = 0,
+    pace: ForcedTokenPace | None = None,
 ) -> tuple[Engine, Scheduler]:
-    """`forced`: most tokens of a step that verifies forced tokens without a drafter."""
+    """`forced`: most tokens of a step that verifies forced tokens without a drafter, in the steps
+    that `pace` chooses; None: in all of the work's."""
     config = load_model_config(checkpoint)
     model = load_model(checkpoint, config, dtype=torch.float32, device=device, show_progress=False)
     shape = KVCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, 16, torch.float32)
@@ -94,7 +97,9 @@ def start(
         SchedulerConfig(SEQS, BUDGET, MAX_LEN, True, 16),
         BlockManager(BLOCKS, 16, PrefixCache()),
         drafter=drafter,
-        grammar_drafts=GrammarDrafts(partial(grammars.open_as, DraftMatcher), most_tokens=forced)
+        grammar_drafts=GrammarDrafts(
+            partial(grammars.open_as, DraftMatcher), pace or PaceByShare(), most_tokens=forced
+        )
         if forced
         else None,
     )
@@ -316,3 +321,77 @@ def test_forced_tokens_are_drafted_without_a_drafter(
     assert run(engine, guided_work()) == expected
     assert scheduler.stats.num_accepted_tokens >= 3
     scheduler.check_integrity()
+
+
+class OneOfThree(PaceByShare):
+    """Pauses behind each step for which forced tokens were looked for, for two steps."""
+
+    reports: list[tuple[int, int, bool]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports = []
+        self.waits = 0
+
+    @property
+    def paused(self) -> bool:
+        return self.waits > 0
+
+    def looked(self, num_sequences: int, num_forced: int) -> None:
+        self.waits = 3  # this launch counts, too
+
+    def launched(self, num_running: int) -> None:
+        self.waits = max(self.waits - 1, 0)
+
+    def observe_step(
+        self, num_sequences: int, seconds: float, num_sampled: int, *, looked: bool
+    ) -> None:
+        assert seconds > 0
+        self.reports.append((num_sequences, num_sampled, looked))
+
+
+def test_a_pause_of_forced_tokens_changes_no_token(checkpoint: Path, device: torch.device) -> None:
+    """Steps that wait for all tokens and steps launched ahead of them follow each other, in a batch
+    of sequences of which some have forced tokens, some have a grammar and one is free."""
+    expected = run(start(checkpoint, device, ours=False)[0], guided_work())
+    pace = OneOfThree()
+    engine, scheduler = start(checkpoint, device, ours=True, forced=6, pace=pace)
+    assert run(engine, guided_work()) == expected
+    scheduler.check_integrity()
+    assert scheduler.stats.num_accepted_tokens >= 2 and scheduler.stats.num_steps_ahead >= 1
+    tried = [(count, sampled) for count, sampled, looked in pace.reports if looked]
+    others = [(count, sampled) for count, sampled, looked in pace.reports if not looked]
+    assert any(sampled > count for count, sampled in tried)
+    assert others and all(sampled <= count for count, sampled in others)
+    assert max(count for count, _ in tried) > 1
+
+
+def test_a_new_grammar_is_compiled_behind_the_launch(
+    checkpoint: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, params = guided_work()[0]
+    expected = run(start(checkpoint, device, ours=False)[0], [(ids, params)])
+    engine, _ = start(checkpoint, device, ours=True)
+    order: list[str] = []
+    make, launch = GrammarCompiler.prepare, engine.runner.launch
+
+    def prepare(compiler: GrammarCompiler, grammar: Grammar) -> None:
+        order.append("compile")
+        make(compiler, grammar)
+
+    def launched(step: SchedulerOutput) -> object:
+        result = launch(step)
+        order.append("launched")
+        return result
+
+    monkeypatch.setattr(GrammarCompiler, "prepare", prepare)
+    engine.runner.launch = launched  # type: ignore[method-assign]
+    request = engine.input_processor.make_request(
+        "0", Prompt(token_ids=ids), params, check_grammar=False
+    )
+    engine.add_request(request)
+    found = []
+    while engine.has_unfinished:
+        found += [list(one.outputs[0].token_ids) for one in engine.step() if one.finished]
+    assert found == [tokens for tokens, _ in expected["0"]]
+    assert order.count("compile") == 1 and order.index("compile") > order.index("launched")

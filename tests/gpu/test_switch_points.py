@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from hetero_llm.gpu import switch_points
-from hetero_llm.gpu.kernels.quantize_rows import QuantizedRows
 from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix, prepare
-from hetero_llm.gpu.kernels.quantized_product import FEW_ROWS, TWO_PARTS, QuantizedProduct
-from hetero_llm.gpu.switch_points import Body, agree_on_switch_points, measure_switch_points
+from hetero_llm.gpu.kernels.quantized_product import FEW_ROWS, QuantizedProduct
+from hetero_llm.gpu.switch_points import (
+    POINTS,
+    Body,
+    agree_on_switch_points,
+    measure_switch_points,
+)
 from tests.quantization.matrices import random_matrix
 
 BF16 = torch.bfloat16
@@ -55,14 +59,9 @@ class SimulatedProduct(QuantizedProduct):
         self.clock.now += (self.clock.eight if eight else self.clock.sixteen)(len(x))
         return x
 
-    def by_library(self, rows: QuantizedRows, bias: Tensor | None) -> Tensor:
-        self.clock.now += self.clock.eight(rows.num_rows)
-        return rows.codes
-
-    def by_fp8(self, rows: QuantizedRows, bias: Tensor | None) -> Tensor:
-        assert rows.parts == (2 if rows.num_rows <= TWO_PARTS else 1)
-        self.clock.now += self.clock.fp8(rows.num_rows)
-        return rows.codes
+    def by_fp8(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        self.clock.now += self.clock.fp8(len(x))
+        return x
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,38 +118,48 @@ def test_rows_stay_in_16_bits_where_8_are_slower(eight, few_rows, taken, caplog)
     "fp8, expected",
     [
         (lambda rows: 9.0, range(0)),
-        (lambda rows: 0.9, range(2, 257)),
-        (lambda rows: 0.9 if rows < 256 else 1.0, range(2, 129)),
+        (lambda rows: 0.9, range(65, 257)),
+        (lambda rows: 0.9 if rows <= 128 else 1.0, range(65, 129)),
+        (lambda rows: 0.9 if rows > 128 else 1.0, range(129, 257)),
+        (lambda rows: 0.9 if rows in (128, 256) else 1.0, range(0)),  # at one end alone
         (lambda rows: 0.97, range(0)),  # ahead by less than 5%
-        (lambda rows: 0.9 if 16 < rows <= 32 or rows == 128 else 1.0, range(17, 33)),
-        (lambda rows: {16: 0.9, 64: 0.5, 128: 0.5}.get(rows, 2.0), range(33, 129)),
     ],
 )
-@pytest.mark.parametrize("comes_quantized", [True, False])
-def test_fp8_products_take_the_longest_run_where_they_are_ahead(fp8, expected, comes_quantized):
-    clock = Clock(lambda rows: 1.0, lambda rows: 1.0, lambda rows: 9.0, fp8)
+@pytest.mark.parametrize("few", [1.0, 2.0])
+def test_our_fp8_product_serves_where_it_is_ahead(fp8, expected, few):
+    clock = Clock(lambda rows: few, lambda rows: 1.0, lambda rows: 9.0, fp8)
     product = SimulatedProduct(FP8, clock)
-    product.comes_quantized = comes_quantized
     measure_switch_points([product], BF16, seconds=clock.seconds)
     assert product.fp8_rows == expected
-    assert product.quantizes(torch.zeros(40, 64, dtype=BF16, device=DEVICE)) == (40 in expected)
+    for count in (128, 256):
+        x = torch.zeros(count, 64, dtype=BF16, device=DEVICE)
+        assert product.quantizes(x)
+    assert product.few_rows == (FEW_ROWS if few == 1.0 else POINTS[0])
 
 
-def test_fp8_rows_beyond_those_in_two_parts_need_8_bits():
+def test_our_fp8_product_must_be_ahead_of_kernels_of_few_rows_too():
+    clock = Clock(lambda rows: 0.8 if rows <= 128 else 2.0, lambda rows: 1.0, lambda rows: 9.0)
+    clock.fp8 = lambda rows: 0.9
+    product = SimulatedProduct(FP8, clock)
+    measure_switch_points([product], BF16, seconds=clock.seconds)
+    assert (product.few_rows, product.fp8_rows) == (128, range(129, 257))
+
+
+def test_rows_stay_in_16_bits_with_our_fp8_product_where_8_bits_are_slower():
     clock = Clock(lambda rows: 1.0, lambda rows: 2.0, lambda rows: 1.0, lambda rows: 0.5)
     product = SimulatedProduct(FP8, clock)
     measure_switch_points([product], BF16, seconds=clock.seconds)
-    assert (product.in_8_bits, product.fp8_rows) == (False, range(2, TWO_PARTS + 1))
+    assert (product.in_8_bits, product.fp8_rows) == (False, range(0))
 
 
 def test_ranks_agree():
     """What the first one has measured is what all use."""
     first, second = QuantizedProduct(FP8), QuantizedProduct(FP8)
-    first.few_rows, first.in_8_bits, first.fp8_rows = 32, False, range(2, 65)
+    first.few_rows, first.in_8_bits, first.fp8_rows = 32, True, range(65, 129)
     sent: list[int] = []
     agree_on_switch_points([first], lambda numbers: sent.extend(numbers) or list(numbers))
     agree_on_switch_points([second], lambda _: sent)
-    assert (second.few_rows, second.in_8_bits, second.fp8_rows) == (32, False, range(2, 65))
+    assert (second.few_rows, second.in_8_bits, second.fp8_rows) == (32, True, range(65, 129))
 
 
 def test_each_kind_and_shape_decides_for_itself():

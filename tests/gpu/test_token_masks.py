@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -97,11 +98,11 @@ def test_masks_of_a_step_follow_the_tokens_of_the_one_before(
         assert arrived.wait(120)
         return [0, 33, 0], [1, 1, 1]
 
-    masks.start_observe(first, wait)
+    masks.launched(first, wait)
     second = masks.plan(step_of(0, 1), always)  # launched ahead
     assert second is not None and set(second.places).isdisjoint(first.places)
     masks.start_fill(second)
-    masks.start_observe(second, lambda: ([1, 1], [1, 1]))
+    masks.launched(second, lambda: ([1, 1], [1, 1]))
     assert ready(masks, first) == [False, False]
     begin.set()
     assert first.filled is not None
@@ -112,6 +113,34 @@ def test_masks_of_a_step_follow_the_tokens_of_the_one_before(
     assert masks.finish(first) == {} and masks.finish(second) == {}
     assert ready(masks, second) == [True, True]
     assert [allowed(masks, second, sample) for sample in (0, 1)] == [[1], [1]]
+
+
+def test_the_engine_observes_a_step_behind_which_none_was_launched(
+    masks: DeviceTokenMasks, begin: threading.Event
+) -> None:
+    begin.set()
+    waited: list[tuple[int, int]] = []
+
+    def wait(number: int) -> tuple[list[int], list[int]]:
+        waited.append((number, threading.get_ident()))
+        return [number], [1]
+
+    steps = []
+    for number in range(3):
+        step = masks.plan(step_of(0), always)
+        assert step is not None
+        masks.start_fill(step)
+        masks.launched(step, partial(wait, number))
+        if number == 0:
+            assert masks.finish(step) == {}
+        steps.append(step)
+    assert steps[2].filled is not None
+    steps[2].filled.result()
+    assert [masks.finish(step) for step in steps[1:]] == [{}, {}]
+    assert allowed(masks, steps[2], 0) == [2]
+    # The second one's tokens are needed for the masks of the third; each step is waited for once.
+    assert [number for number, _ in waited] == [0, 1, 2]
+    assert waited[0][1] == waited[2][1] == threading.get_ident() != waited[1][1]
 
 
 def test_places_are_cleared_when_they_are_taken_again(
@@ -125,7 +154,7 @@ def test_places_are_cleared_when_they_are_taken_again(
         assert ready(masks, step) == [False] * 3
         assert not masks.places.gave_up[list(step.places)].any()
         masks.start_fill(step)
-        masks.start_observe(step, lambda number=number: ([number] * 3, [1] * 3))
+        masks.launched(step, lambda number=number: ([number] * 3, [1] * 3))
         if number == 2:
             masks.places.gave_up[int(step.places[1])] = 1  # as the kernel does
             assert masks.finish(step) == {1: "its token mask was not ready in time"}
@@ -149,6 +178,6 @@ def test_a_fault_of_the_thread_reaches_the_engine(
     step = masks.plan(step_of(0), always)
     assert step is not None
     masks.start_fill(step)
-    masks.start_observe(step, lambda: ([5], [1]))  # not the token that the grammar allows
+    masks.launched(step, lambda: ([5], [1]))  # not the token that the grammar allows
     with pytest.raises(AssertionError):
         masks.finish(step)

@@ -130,6 +130,7 @@ def write_expert_adapter(
     alpha: float = 8.0,
     seed: int = 0,
     strength: float = 0.3,
+    dtype: torch.dtype = torch.float32,
 ) -> TinyAdapter:
     """Writes a random adapter of all experts of a model of transformers.
 
@@ -148,7 +149,8 @@ def write_expert_adapter(
     def matrices(inputs: int, outputs: int, experts: int) -> tuple[Tensor, Tensor]:
         """[experts, rank, inputs] and [experts, outputs, rank]."""
         a = torch.randn(experts, rank, inputs, generator=generator) / math.sqrt(inputs)
-        return a, strength * torch.randn(experts, outputs, rank, generator=generator)
+        b = strength * torch.randn(experts, outputs, rank, generator=generator)
+        return a.to(dtype).float(), b.to(dtype).float()
 
     owners = {
         name: model.get_submodule(name.rpartition(".")[0]) for name in expert_parameters(model)
@@ -189,9 +191,7 @@ def write_expert_adapter(
         "target_modules": []
         if modules is None
         else rf".*\.experts\.\d+\.({'|'.join(modules[1:])})",
-        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]
-        if modules is None
-        else None,
+        "target_parameters": sorted(deltas) if modules is None else None,
         "layers_to_transform": None,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))

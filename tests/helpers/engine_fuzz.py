@@ -24,11 +24,15 @@ import transformers
 
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.drafter import Drafter
+from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
+from hetero_llm.core.prompt_adapter import PromptAdapterRequest
+from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.core.structured_outputs import StructuredOutputsParams
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.inputs.input_processor import Prompt
+from hetero_llm.engine.processes import messages
 from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.sampling.noise import gumbel_noise, signed_seed
 from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
@@ -47,13 +51,23 @@ TIE = 2e-4
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A request that arrives after `arrives` steps; aborted when `aborts` tokens are seen."""
+    """A request that arrives after `arrives` steps; aborted when `aborts` tokens are seen.
+
+    Attributes:
+        lora, virtual: numbers of its adapters in `Reference.loras` and `Reference.virtual`.
+        as_text: the prompt is sent as text, which has to have the same tokens.
+        travels: it is sent as between the processes of a server.
+    """
 
     name: str
     prompt: list[int]
     params: SamplingParams
     arrives: int
     aborts: int | None
+    lora: int | None = None
+    virtual: int | None = None
+    as_text: bool = False
+    travels: bool = False
 
 
 @dataclass(slots=True)
@@ -84,9 +98,13 @@ class Reference:
 
     Attributes:
         model: transformers', in float32.
+        loras: adapters, and `model` with each merged.
+        virtual: prompt adapters.
     """
 
     def __init__(self, folder: Path, *, tie: float = TIE) -> None:
+        self.loras: list[tuple[LoRARequest, Any]] = []
+        self.virtual: list[tuple[PromptAdapterRequest, torch.Tensor]] = []
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=reference_attention(folder)
         ).eval()
@@ -110,8 +128,25 @@ class Reference:
         if params.use_beam_search:
             return []
         if params.greedy:
-            return [self._sample(case.prompt, params, 0)] * params.width
-        return [self._sample(case.prompt, params, index) for index in range(params.width)]
+            return [self._sample(case, 0)] * params.width
+        return [self._sample(case, index) for index in range(params.width)]
+
+    def model_of(self, case: Case) -> Any:
+        """transformers' model with the adapter of a request."""
+        return self.model if case.lora is None else self.loras[case.lora][1]
+
+    def num_virtual(self, case: Case) -> int:
+        return 0 if case.virtual is None else len(self.virtual[case.virtual][1])
+
+    @torch.inference_mode()
+    def prompt_inputs(self, case: Case) -> dict[str, torch.Tensor]:
+        """The prompt as transformers' model takes it: with virtual tokens, as embeddings."""
+        ids = torch.tensor([case.prompt])
+        if case.virtual is None:
+            return {"input_ids": ids}
+        given = self.model_of(case).get_input_embeddings()(ids)
+        virtual = self.virtual[case.virtual][1].to(given.dtype)[None]
+        return {"inputs_embeds": torch.cat((virtual, given), dim=1)}
 
     def text(
         self, prompt: list[int], tokens: list[int], params: SamplingParams, *, ended: bool
@@ -128,8 +163,9 @@ class Reference:
             include=params.include_stop_str_in_output,
         )
 
-    def _sample(self, prompt: list[int], params: SamplingParams, index: int) -> Expected:
-        tokens, scores, safe, ended = self._run(prompt, params, index)
+    def _sample(self, case: Case, index: int) -> Expected:
+        prompt, params = case.prompt, case.params
+        tokens, scores, safe, ended = self._run(case, index)
         text, count, stop = self.text(prompt, tokens, params, ended=ended)
         reason: int | str | None = stop
         if stop is None and ended and tokens[-1] in params.stop_token_ids:
@@ -138,29 +174,36 @@ class Reference:
         return Expected(tokens[:count], text, finish, reason, scores[:count], safe, tokens)
 
     @torch.inference_mode()
-    def _run(
-        self, prompt: list[int], params: SamplingParams, index: int
-    ) -> tuple[list[int], list[torch.Tensor], int, bool]:
+    def _run(self, case: Case, index: int) -> tuple[list[int], list[torch.Tensor], int, bool]:
         """Tokens up to an end token or the length, raw log-probabilities, tokens before the first
         near tie, and whether an end token was the last one."""
+        prompt, params = case.prompt, case.params
+        model, inputs = self.model_of(case), self.prompt_inputs(case)
         ends = _end_tokens(params)
-        most = min(params.max_tokens or MAX_LEN, MAX_LEN - len(prompt))
+        begin = self.num_virtual(case) + len(prompt)
+        most = min(params.max_tokens or MAX_LEN, MAX_LEN - begin)
         tokens: list[int] = []
         scores: list[torch.Tensor] = []
         safe: int | None = None
         cache = transformers.DynamicCache(config=self.model.config)
         bad_words = self._bad_words(params)
         while len(tokens) < most:
-            inputs = torch.tensor([tokens[-1:] or prompt])
-            raw = self.model(inputs, past_key_values=cache, use_cache=True).logits[0, -1]
+            if tokens:
+                inputs = {"input_ids": torch.tensor([tokens[-1:]])}
+            raw = model(**inputs, past_key_values=cache, use_cache=True).logits[0, -1]
             scores.append(raw.log_softmax(-1))
             logits = _processed(raw.clone(), prompt, tokens, params, ends)
             _forbid(logits, bad_words, tokens)
             if params.structured_outputs is not None:
-                logits = self._constrained(logits, raw, tokens, params, ends)
+                ending = logits
+                if len(tokens) < params.min_tokens:
+                    without = replace(params, min_tokens=0)
+                    ending = _processed(raw.clone(), prompt, tokens, without, ends)
+                    _forbid(ending, bad_words, tokens)
+                logits = self._constrained(logits, ending, tokens, params, ends)
             if not params.greedy:
                 seed = torch.tensor([signed_seed(params.seed or 0)])
-                place = torch.tensor([len(prompt) + len(tokens)])
+                place = torch.tensor([begin + len(tokens)])
                 noise = gumbel_noise(seed, place, torch.tensor([index]), VOCAB)[0]
                 logits = logits / params.temperature
                 kept = _supported(logits, params, 0.0)
@@ -183,13 +226,13 @@ class Reference:
     def _constrained(
         self,
         logits: torch.Tensor,
-        raw: torch.Tensor,
+        ending: torch.Tensor,
         tokens: list[int],
         params: SamplingParams,
         ends: set[int],
     ) -> torch.Tensor:
         """The logits of tokens that lead to one of the choices, behind the token that they begin
-        after; min_tokens gives way where only end tokens are left."""
+        after; those of `ending`, without min_tokens, where only end tokens are left."""
         following = self._following(tokens, params.structured_outputs)
         if following is None:
             return logits
@@ -198,7 +241,7 @@ class Reference:
         if complete and not (early and set(allowed) - ends):
             allowed.append(EOS)
         if not set(allowed) - ends:
-            logits = _processed(raw.clone(), [], [], replace(params, min_tokens=0), ends)
+            logits = ending
         kept = torch.full_like(logits, float("-inf"))
         kept[allowed] = logits[allowed]
         return kept
@@ -459,18 +502,25 @@ _LOOKAHEAD = ("raw", "turbo", "hybrid", "merged")
 # -- running and comparing ------------------------------------------------------------------
 
 
-def serve(engine: Engine, cases: list[Case]) -> Iterator[tuple[Case, list[RequestOutput]]]:
-    """All outputs of each request, of aborted ones too."""
+def serve(
+    engine: Engine, cases: list[Case], reference: Reference, *, reset_at: int | None = None
+) -> Iterator[tuple[Case, list[RequestOutput]]]:
+    """All outputs of each request, of aborted ones too.
+
+    Args:
+        reset_at: the prefix cache is emptied before this step.
+    """
     waiting = sorted(cases, key=lambda case: case.arrives)
     running: dict[str, tuple[Case, list[RequestOutput]]] = {}
     for now in range(2000):
         while waiting and (waiting[0].arrives <= now or not engine.has_unfinished):
             case = waiting.pop(0)
-            request = engine.make_request(case.name, Prompt(None, case.prompt), case.params)
-            engine.add_request(request)
+            engine.add_request(_request(engine, case, reference))
             running[case.name] = case, []
         if not engine.has_unfinished:
             break
+        if now == reset_at:
+            engine.reset_prefix_cache()
         for output in engine.step():
             case, seen = running[output.request_id]
             seen.append(output)
@@ -484,6 +534,22 @@ def serve(engine: Engine, cases: list[Case]) -> Iterator[tuple[Case, list[Reques
     else:
         raise AssertionError("no end in sight")
     yield from running.values()
+
+
+def _request(engine: Engine, case: Case, reference: Reference) -> Request:
+    lora = None if case.lora is None else reference.loras[case.lora][0]
+    virtual = None if case.virtual is None else reference.virtual[case.virtual][0]
+    prompt = Prompt(None, case.prompt)
+    if case.as_text:
+        prompt = Prompt(reference.tokenizer.decode(case.prompt), None)
+    request = engine.make_request(case.name, prompt, case.params, lora, virtual)
+    if not case.travels:
+        return request
+    message = messages.decode_to_engine(
+        messages.encode(messages.request_to_wire(case.name, request))
+    )
+    assert isinstance(message, messages.AddRequest)
+    return messages.request_from_wire(message)
 
 
 def check_beams(case: Case, output: RequestOutput, reference: Reference) -> None:
@@ -511,7 +577,7 @@ def check_outputs(case: Case, outputs: list[RequestOutput], expected: list[Expec
             assert last.token_ids == sample.tokens[: len(last.token_ids)]
             continue
         assert last.token_ids == sample.tokens
-        assert last.text == sample.text
+        assert last.text == (sample.text if case.params.detokenize else "")
         assert (last.finish_reason, last.stop_reason) == (sample.finish_reason, sample.stop_reason)
         if case.params.logprobs is None:
             assert last.logprobs is None
@@ -521,7 +587,8 @@ def check_outputs(case: Case, outputs: list[RequestOutput], expected: list[Expec
             assert next(iter(at)) == token
             for other, entry in at.items():
                 assert abs(entry.logprob - float(scores[other])) < 1e-3
-            best = scores.topk(case.params.logprobs).values.tolist() if case.params.logprobs else []
+            count = VOCAB if case.params.logprobs == -1 else case.params.logprobs
+            best = scores.topk(count).values.tolist() if count else []
             found = sorted((entry.logprob for entry in at.values()), reverse=True)[: len(best)]
             assert all(abs(a - b) < 1e-3 for a, b in zip(found, best, strict=True))
     return "aborted" if aborted else "equal"
@@ -557,7 +624,7 @@ def run_seed(seed: int, folder: Path, reference: Reference) -> Counter[str]:
     text, engine = make_engine(rng, folder, record)
     counts: Counter[str] = Counter()
     try:
-        for case, outputs in serve(engine, cases):
+        for case, outputs in serve(engine, cases, reference):
             try:
                 if case.params.use_beam_search:
                     check_beams(case, outputs[-1], reference)

@@ -2,8 +2,10 @@
 
 Beyond `engine_fuzz`: families, weights that are quantized while they load (transformers gets what
 they stand for), block sizes, prompt lookup and a draft worker, regular expressions and schemas,
-thresholds, bad words, samples ranked by their probability, cut prompts, and beams that equal those
-of transformers' `generate`. By hand, for more seeds than the suite runs:
+thresholds, bad words, samples ranked by their probability, cut prompts, beams that equal those of
+transformers' `generate`, adapters of both kinds, more of them than the engine holds, requests as
+they travel between processes, prompts as text or as long as the context. By hand, for more seeds
+than the suite runs:
 
     python -m tests.helpers.feature_fuzz 0 1000
     python -m tests.helpers.feature_fuzz --guided 0 1000  # constraints, drafts, aborts
@@ -12,6 +14,7 @@ of transformers' `generate`. By hand, for more seeds than the suite runs:
 from __future__ import annotations
 
 import argparse
+import copy
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -28,8 +31,10 @@ import transformers
 from hetero_llm.config.draft_model_config import DraftModelConfig
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.drafter import Drafter
+from hetero_llm.core.lora import LoRARequest
 from hetero_llm.core.outputs import RequestOutput
-from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.core.prompt_adapter import PromptAdapterRequest
+from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.core.step_times import StepTimes
 from hetero_llm.core.structured_outputs import StructuredOutputsParams
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel
@@ -40,6 +45,7 @@ from hetero_llm.quantization.online import OnlineFormat
 from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from hetero_llm.spec_decode.proposal_account import ProposalAccount
+from tests.helpers.adapters import merge, write_adapter
 from tests.helpers.draft_traffic import MAX_LEN, VOCAB, build, make_draft, make_model
 from tests.helpers.drafters import Garbage, Oracle, Record, Siblings
 from tests.helpers.engine_fuzz import (
@@ -53,6 +59,7 @@ from tests.helpers.engine_fuzz import (
     make_cases,
     serve,
 )
+from tests.helpers.prompt_adapters import write_prompt_adapter
 from tests.models import tiny_moe
 from tests.models.tiny import VARIANTS, make_tiny_checkpoint
 from tests.spec_decode.draft_model.local_worker import LocalWorker, Setting, as_any, load_model
@@ -67,6 +74,10 @@ _FAMILIES = [
 ]
 _QUANTIZED: tuple[OnlineName, ...] = ("fp8", "fp8_block", "ifq", "ifq_nf4", "int4")
 _SLOTS = 6
+_OF_OTHERS = r"(?!.*project_).*"
+"""OPT's projections of embeddings take no adapters."""
+_OF_MIXTURES = r".*(attn|shared_expert).*"
+"""transformers' experts and routers are no linear layers."""
 _REGEXES = ("[ab é]{2,6}", "(ab|ba)+c?", r"\d{1,3}(\.\d)?", "a*b", "(😀|中)+", "é?", "(a|b){3}")
 _SCHEMAS: tuple[dict[str, Any], ...] = (
     {"enum": ["ab", 1, None, [True]]},
@@ -99,13 +110,16 @@ class Worlds:
         """A model's folder and its reference, quantized or not."""
         model = f"{family}-{variant}"
         name = f"{model} {quantized}"
+        path = self._folder / model
         if model not in self._models:
-            self._models[model] = _make_model(self._folder / model, family, variant)
+            self._models[model] = _make_model(path, family, variant)
         if name not in self._references:
             tie = 2e-3 if family in tiny_moe.FAMILIES else TIE
             reference = Reference(self._models[model], tie=tie)
             if quantized is not None:
                 quantize_reference(reference.model, quantized)
+            modules = _OF_MIXTURES if family in tiny_moe.FAMILIES else _OF_OTHERS
+            add_adapters(reference, self._folder / f"adapters of {name}", modules)
             self._references[name] = reference
         return self._models[model], self._references[name]
 
@@ -145,6 +159,29 @@ def quantize_reference(model: Any, name: OnlineName) -> None:
         matrix = scheme.convert({"weight": weight}, *weight.shape)
         plain = dequantize(matrix, torch.float32)
         module.weight.data = plain.T.contiguous() if transposed else plain
+
+
+def add_adapters(reference: Reference, folder: Path, modules: str) -> None:
+    """Writes adapters of both kinds for a reference.
+
+    Args:
+        modules: that LoRA adapters adapt, as a regular expression.
+    """
+    for number, rank in enumerate((1, 8, 3), 1):
+        model = copy.deepcopy(reference.model)
+        adapter = write_adapter(
+            folder / f"lora {number}", model, modules=modules, rank=rank, rslora=rank == 8,
+            strength=0.1, seed=number,
+        )  # fmt: skip
+        merge(model, adapter)
+        request = LoRARequest(f"lora {number}", number, str(adapter.folder))
+        reference.loras.append((request, model))
+    size = reference.model.get_input_embeddings().weight.shape[1]
+    for number, length in enumerate((5, 11, 1), 1):
+        virtual = write_prompt_adapter(folder / f"virtual {number}", length, size, seed=number)
+        name, path = f"virtual {number}", str(virtual.folder)
+        wanted = PromptAdapterRequest(name, number, path, length)
+        reference.virtual.append((wanted, virtual.embeddings))
 
 
 # -- what a seed makes ----------------------------------------------------------------------
@@ -187,6 +224,63 @@ def richer(rng: Random, case: Case, *, guided: bool) -> Case:
     return replace(case, params=params, prompt=prompt)
 
 
+def odder(rng: Random, case: Case, reference: Reference, kind: str | None) -> Case:
+    """The request with adapters, extreme values, and other ways to the engine.
+
+    Args:
+        kind: of adapters that the engine serves; None: it serves none.
+    """
+    params, prompt = case.params, case.prompt
+    if kind == "lora" and rng.random() < 0.7:
+        case = replace(case, lora=rng.randrange(len(reference.loras)))
+    elif kind == "virtual" and rng.random() < 0.7:
+        case = replace(case, virtual=rng.randrange(len(reference.virtual)))
+    if params.use_beam_search:
+        return replace(case, virtual=None) if case.name == "clean beams" else case
+    room = MAX_LEN - 1 - reference.num_virtual(case)
+    if rng.random() < 0.05 and params.truncate_prompt_tokens is None and params.width == 1:
+        prompt = (prompt * MAX_LEN)[: room - rng.choice((0, 0, 1, 7))]
+    if not params.greedy:
+        seeds = (0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1)
+        if rng.random() < 0.2:
+            params = replace(params, seed=rng.choice(seeds))
+        if rng.random() < 0.1:
+            params = replace(params, temperature=rng.choice((1e-4, 0.01, 5.0, 100.0)))
+    if rng.random() < 0.03:
+        params = replace(params, logprobs=-1)
+    if rng.random() < 0.03:
+        params = replace(params, prompt_logprobs=-1)
+    if rng.random() < 0.1:
+        params = replace(
+            params, detokenize=False, stop=None, include_stop_str_in_output=False, bad_words=None
+        )
+    elif rng.random() < 0.1:
+        params = replace(params, stop=["</s>", "<s>"], skip_special_tokens=False, ignore_eos=True)
+    decode, encode = reference.tokenizer.decode, reference.tokenizer.encode
+    returns = encode(decode(prompt), add_special_tokens=False) == prompt
+    as_text = params.truncate_prompt_tokens is None and returns and rng.random() < 0.5
+    cumulative = params.output_kind is RequestOutputKind.CUMULATIVE  # these travel as deltas
+    travels = not (cumulative or params.logits_processors) and rng.random() < 0.5
+    return replace(case, params=params, prompt=prompt, as_text=as_text, travels=travels)
+
+
+def adapter_sizes(rng: Random, kind: str | None) -> dict[str, Any]:
+    """Engine arguments: adapters of a kind, fewer of them at once than there are."""
+    if kind == "lora":
+        on_device = rng.randint(1, 2)
+        return {
+            "enable_lora": True, "max_loras": on_device, "max_lora_rank": 8,
+            "max_cpu_loras": rng.randint(on_device, 3),
+        }  # fmt: skip
+    if kind == "virtual":
+        number = rng.randint(1, 2)
+        return {
+            "enable_prompt_adapter": True, "max_prompt_adapter_token": 11,
+            "max_prompt_adapters": number,
+        }  # fmt: skip
+    return {}
+
+
 def clean_beams(rng: Random, prompt: list[int]) -> Case:
     """A request for beams that transformers' `generate` can answer, too."""
     width = rng.randint(2, 3)
@@ -216,8 +310,9 @@ def make_engine(
     worlds: Worlds,
     *,
     guided: bool,
+    more: dict[str, Any],
 ) -> tuple[str, Engine]:
-    """An engine with short memory and any drafter, and its description."""
+    """An engine with short memory, any drafter and `more` arguments, and its description."""
     block = rng.choice((8, 8, 16, 32))
     blocks = rng.choice((15, 16) if guided else (15, 20, 60))
     sizes: dict[str, Any] = {
@@ -248,6 +343,7 @@ def make_engine(
         drafter = HybridDrafter(_lookahead(_CACHES.index(kind)), width=MAX_LEN, capacity=1 << 14)
     elif kind != "none":
         drafter = _with_worker(rng, worlds.draft_model(), uses_cache=kind == "worker and cache")
+    sizes |= more
     return f"{kind} {sizes}", build(folder, 7, drafter, **sizes)
 
 
@@ -306,14 +402,15 @@ def check_ranked(case: Case, output: RequestOutput, expected: list[Expected], ti
         return "tie"
     assert len(output.outputs) == case.params.n
     for one, index in zip(output.outputs, order, strict=False):
-        assert (one.token_ids, one.text) == (expected[index].tokens, expected[index].text)
+        text = expected[index].text if case.params.detokenize else ""
+        assert (one.token_ids, one.text) == (expected[index].tokens, text)
         assert abs((one.cumulative_logprob or 0.0) - sums[index]) < 2e-2
     return "equal"
 
 
 def check_prompt(case: Case, outputs: list[RequestOutput], reference: Reference) -> None:
     """Checks the prompt's tokens and log-probabilities."""
-    wanted = case.params.prompt_logprobs
+    wanted = VOCAB if case.params.prompt_logprobs == -1 else case.params.prompt_logprobs
     last = outputs[-1]
     assert last.prompt_token_ids == case.prompt
     if wanted is None:
@@ -324,10 +421,11 @@ def check_prompt(case: Case, outputs: list[RequestOutput], reference: Reference)
     assert last.prompt_logprobs is not None and len(last.prompt_logprobs) == len(case.prompt)
     assert last.prompt_logprobs[0] is None
     with torch.inference_mode():
-        scores = reference.model(torch.tensor([case.prompt])).logits[0].log_softmax(-1)
+        logits = reference.model_of(case)(**reference.prompt_inputs(case)).logits[0]
+        scores = logits[reference.num_virtual(case) :].log_softmax(-1)
     for place, entries in enumerate(last.prompt_logprobs[1:], 1):
         assert entries is not None and case.prompt[place] in entries
-        assert wanted <= len(entries) <= wanted + 1
+        assert wanted <= len(entries) <= min(wanted + 1, VOCAB)
         for token, entry in entries.items():
             assert abs(entry.logprob - float(scores[place - 1, token])) < 2e-3
 
@@ -337,7 +435,7 @@ def check_clean_beams(case: Case, output: RequestOutput, reference: Reference) -
     """Compares beams with those of transformers' `generate`."""
     params = case.params
     prompt = torch.tensor([case.prompt])
-    expected = reference.model.generate(
+    expected = reference.model_of(case).generate(
         prompt, attention_mask=torch.ones_like(prompt),
         num_beams=params.width, num_return_sequences=params.n,
         do_sample=False, max_new_tokens=params.max_tokens, early_stopping=params.early_stopping,
@@ -383,21 +481,28 @@ def run_seed(seed: int, worlds: Worlds, *, guided: bool = False) -> Counter[str]
         cases = [_constrained_alone(rng, case) for case in cases[:-1]]
     elif rng.random() < 0.5:
         cases.append(clean_beams(rng, cases[0].prompt))
+    other = Random(f"{'guided' if guided else 'features'} {seed}, adapters")
+    kind = other.choice((None, "lora", "virtual"))
+    more = {**adapter_sizes(other, kind), "max_logprobs": -1}
+    cases = [odder(other, case, reference, kind) for case in cases]
+    reset_at = other.choice((None, other.randint(5, 60)))
     expected = {case.name: reference.serve(case) for case in cases}
     record = {
         (name, index): sample.unstopped
         for name, samples in expected.items()
         for index, sample in enumerate(samples)
     }
-    text, engine = make_engine(rng, folder, quantized, record, worlds, guided=guided)
+    text, engine = make_engine(rng, folder, quantized, record, worlds, guided=guided, more=more)
     counts: Counter[str] = Counter([family, f"weights {quantized}", text.partition(" {")[0]])
+    counts[f"adapters {kind}"] += 1
     failures = []
     try:
-        for case, outputs in serve(engine, cases):
+        for case, outputs in serve(engine, cases, reference, reset_at=reset_at):
             try:
                 counts[_check(case, outputs, expected[case.name], reference)] += 1
             except AssertionError as error:
                 failures.append(f"{case}\n{error!r:.2000}")
+        engine.scheduler.check_integrity()
         metrics = engine.metrics()
         assert metrics["kv_cache_usage_perc"] == 0 and metrics["num_requests_running"] == 0
         for name in ("num_preemptions", "spec_decode_num_accepted_tokens", "prefix_cache_hits"):

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from random import Random
@@ -54,6 +54,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/pooling": {"input": "a"},
 }
 _LIMITS = {"/v1/responses": "max_output_tokens"}
+_ERROR_KEYS = ("message", "type", "param", "code")
 ERRORS_OF_ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
 _WRONG: tuple[Any, ...] = (
     None,
@@ -262,6 +263,7 @@ class Hostile:
         fields: those of its body; None: it has none, or the body is broken.
         leaves: it closes the connection after so many bytes of the answer; None: it stays.
         slow: it reads a few bytes at a time.
+        drops: it sends a few bytes at a time.
     """
 
     name: str
@@ -269,6 +271,7 @@ class Hostile:
     fields: frozenset[str] | None = None
     leaves: int | None = None
     slow: bool = False
+    drops: bool = False
 
 
 def http(path: str, body: bytes, *headers: bytes, method: bytes = b"POST") -> bytes:
@@ -685,7 +688,11 @@ class Server:
             connection.settimeout(PATIENCE)
             connection.connect((self.host, self.port))
             with suppress(ConnectionError):  # it may refuse before it has read all
-                connection.sendall(what.data)
+                size = len(what.data) // 40 + 1 if what.drops else len(what.data) or 1
+                for first in range(0, len(what.data), size):
+                    connection.sendall(what.data[first : first + size])
+                    if what.drops:
+                        time.sleep(0.002)
             with suppress(ConnectionError):
                 while what.leaves is None or len(answer) < what.leaves:
                     piece = connection.recv(256 if what.slow else 1 << 16)
@@ -709,12 +716,17 @@ def faults_of(what: Hostile, answer: bytes) -> list[str]:
     found = [f"status {code}" for code in statuses if code >= 500 and code not in (501, 505)]
     if re.search(rb"internal_error|Traceback|api_error|server_error", answer):
         found.append("an internal error")
-    if statuses[0] in (400, 422) and len(statuses) == 1:
-        found += _faults_of_error(what, answer)
+    if 400 <= statuses[0] < 500 and len(statuses) == 1:
+        found += _faults_of_error(what, answer, names=statuses[0] in (400, 422))
     return found
 
 
-def _faults_of_error(what: Hostile, answer: bytes) -> list[str]:
+def _faults_of_error(what: Hostile, answer: bytes, *, names: bool) -> list[str]:
+    """What is wrong with one error.
+
+    Args:
+        names: its message has to begin with a field of the request.
+    """
     head, _, body = answer.partition(b"\r\n\r\n")
     if what.data.startswith(b"HEAD"):
         return []
@@ -723,7 +735,19 @@ def _faults_of_error(what: Hostile, answer: bytes) -> list[str]:
         message = error["message"]
     except (ValueError, KeyError, TypeError):
         return ["an error without a message"]
-    wholes = ("the body", "the model", "this model's maximum context", "prompt is too long")
+    whole = json.loads(body)
+    keys = {"message", "type"} if whole.get("type") == "error" else set(_ERROR_KEYS)
+    if not error.keys() >= keys or (keys == set(_ERROR_KEYS)) != (whole.keys() == {"error"}):
+        return ["an error that is not of OpenAI's or Anthropic's form"]
+    if not isinstance(message, str) or not message or not names:
+        return [] if message else ["an error with an empty message"]
+    wholes = (
+        "the body",
+        "the JSON",
+        "the model",
+        "this model's maximum context",
+        "prompt is too long",
+    )
     if what.fields is None or message.startswith(wholes):
         return []
     if re.split(r"[^a-z_0-9]", message)[0] not in what.fields:
@@ -785,8 +809,12 @@ class Beside:
         return found
 
 
+Make = Callable[[Random, dict[str, list[str]]], Hostile]
+"""Makes something hostile; knows the fields of each route."""
+
+
 def attack(
-    url: str, seed: int, count: int, *, loud: bool = False
+    url: str, seed: int, count: int, *, make: Make = hostile, loud: bool = False
 ) -> tuple[Counter[str], list[str]]:
     """Sends `count` hostile requests of a seed. Returns what was counted, and all faults."""
     server = Server.at(url)
@@ -795,7 +823,7 @@ def attack(
     faults: list[str] = []
     with Beside(url).running() as beside:
         for number in range(count):
-            what = hostile(Random(f"{seed} {number}"), fields)
+            what = make(Random(f"{seed} {number}"), fields)
             begun, beside.gap = time.monotonic(), 0.0
             try:
                 answer = server.send(what)

@@ -387,6 +387,7 @@ class TestExperts:
         adapter = write_expert_adapter(
             tmp_path / "b", base[0], modules=None, layers=".*layers.0.*down_proj"
         )
+        change_config(adapter, target_parameters=["experts.down_proj"])
         with pytest.raises(AdapterError, match="names parameters that .* lacks"):
             read(adapter, base[1])
 

@@ -84,6 +84,21 @@ def test_what_is_no_hub_id(path: str, no_network: None) -> None:
     assert caught.value.reason == "no such folder"
 
 
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("a" * 5000, "File name too long"),
+        ("/" + "b" * 300, "File name too long"),
+        ("~nosuchuser/a", "Could not determine home directory"),
+        ("a\0b", "a path holds no NUL character"),
+    ],
+)
+def test_paths_that_the_system_cannot_look_for(path: str, reason: str, no_network: None) -> None:
+    with pytest.raises(AdapterError) as caught:
+        find(path)
+    assert caught.value.reason.startswith(f"no such folder: {reason}")
+
+
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(AdapterError, match="no such folder"):

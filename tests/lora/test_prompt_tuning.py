@@ -82,6 +82,14 @@ def test_tensors_that_are_refused(
         read(tmp_path)
 
 
+def test_embeddings_too_large_to_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_prompt_adapter(tmp_path, 5, SIZE)
+    monkeypatch.setattr("hetero_llm.lora.prompt_tuning.MOST_PROMPT_BYTES", 5 * SIZE * 4 - 1)
+    reason = "num_virtual_tokens=5: takes 320 bytes, at most 319 are accepted"
+    with pytest.raises(AdapterError, match=reason):
+        read(tmp_path)
+
+
 def test_damaged_folders(tmp_path: Path) -> None:
     write_prompt_adapter(tmp_path, 5, SIZE)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 20)

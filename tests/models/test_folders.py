@@ -28,6 +28,12 @@ def test_looks_local_but_is_missing(model: str) -> None:
         resolve_model_folder(model)
 
 
+@pytest.mark.parametrize("model", ["a" * 5000, "~nosuchuser/a", "a\0b"])
+def test_paths_that_the_system_cannot_look_for(model: str) -> None:
+    with pytest.raises(ModelLoadError, match="^model=.*: no such folder: "):
+        resolve_model_folder(model)
+
+
 def test_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.touch()

@@ -67,6 +67,30 @@ def test_overrides_change_the_file(tmp_path: Path) -> None:
         load(tmp_path, LLAMA, hf_overrides={"num_hidden_layers": 0})
 
 
+def test_overrides_in_the_spelling_that_the_file_does_not_have(tmp_path: Path) -> None:
+    """transformers 5 writes rope_parameters and dtype, which win over the older keys."""
+    new = {**without(LLAMA, "rope_theta"), "rope_parameters": {"rope_type": "default",
+                                                               "rope_theta": 5000.0}}  # fmt: skip
+    theta = load(tmp_path, new, hf_overrides={"rope_theta": 7.0}).rope
+    assert theta is not None and theta.theta == 7.0
+    scaling = {"type": "linear", "factor": 4.0}
+    both = load(tmp_path, new, hf_overrides={"rope_scaling": scaling, "rope_theta": 7.0}).rope
+    assert both is not None
+    assert (both.theta, both.scaling_type, both.factor) == (7.0, "linear", 4.0)
+    plain = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+    none = load(tmp_path, {**new, "rope_parameters": plain}, hf_overrides={"rope_scaling": None})
+    assert none.rope is not None
+    assert (none.rope.theta, none.rope.scaling_type) == (5000.0, "default")
+    nested = {"rope_parameters": {"full_attention": dict(plain), "sliding_attention": dict(plain)}}
+    alike = load(tmp_path, {**new, **nested}, hf_overrides={"rope_theta": 9.0}).rope
+    assert alike is not None and (alike.theta, alike.factor) == (9.0, 2.0)
+    with pytest.raises(ModelLoadError, match="rope_parameters=5: a JSON object is needed"):
+        load(tmp_path, new, hf_overrides={"rope_scaling": 5})
+    dtype = load(tmp_path, {**without(LLAMA, "torch_dtype"), "dtype": "float32"},
+                 hf_overrides={"torch_dtype": "bfloat16"})  # fmt: skip
+    assert dtype.torch_dtype == "bfloat16"
+
+
 def without(raw: dict[str, Any], key: str) -> dict[str, Any]:
     return {k: v for k, v in raw.items() if k != key}
 

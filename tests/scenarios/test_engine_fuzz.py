@@ -50,3 +50,4 @@ def test_families_weights_and_drafters_of_all_kinds_equal_transformers(tmp_path:
             counts += feature_fuzz.run_seed(seed, worlds, guided=True)
     assert counts["equal"] > 10 and counts["tie"] <= 1
     assert counts["aborted"] and counts["spec_decode_num_accepted_tokens"] > 20
+    assert counts["adapters lora"] and counts["adapters virtual"]

@@ -10,10 +10,12 @@ import torch
 import transformers
 
 from hetero_llm import LLM, AdapterError, ConfigError, SamplingParams
+from hetero_llm.cpu.executor import unsupported_reason
+from hetero_llm.models.read_config import load_model_config
 from tests.helpers.adapters import TinyAdapter, merge, write_expert_adapter
 from tests.models import tiny_moe
 from tests.models.tiny import VARIANTS, make_tiny_checkpoint, reference_attention
-from tests.scenarios.test_lora import PARAMS, Base, prompts_of, run
+from tests.scenarios.test_lora import NATIVE, PARAMS, Base, prompts_of, run
 
 NAMED_AS_MLPS = ("mlp", "gate_proj", "up_proj", "down_proj")
 MIXTRAL = ("block_sparse_moe", "w1", "w3", "w2")
@@ -59,8 +61,10 @@ def test_families(family: str, tmp_path: Path) -> None:
     """Two adapters and the base in one batch, prompts cut at odd places."""
     base = make_base(tmp_path, family)
     which = [1, 0, 2, 1, 2, 0]
+    config = load_model_config(base.folder)
+    runs_native = NATIVE and unsupported_reason(config, torch.float32) is None
     with base.start(lora_experts=True, max_num_batched_tokens=7, max_num_seqs=6) as llm:
-        assert llm.backend == "torch"
+        assert llm.backend == ("native" if runs_native else "torch")
         outputs = run(llm, prompts_of(6), PARAMS, [base.requests[w] for w in which])
     for output, w in zip(outputs, which, strict=True):
         base.check(output, w)

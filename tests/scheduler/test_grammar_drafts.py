@@ -1,4 +1,4 @@
-"""When forced tokens are drafted: in which steps, and for how long although they are rare."""
+"""Forced tokens as drafts: which steps hold how many of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hetero_llm.core.request import Sequence
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.scheduler.draft_admission import choose_drafts
+from hetero_llm.scheduler.forced_token_pace import TRIED_STEPS, PaceByShare
 from hetero_llm.scheduler.grammar_drafts import GrammarDrafts
 from tests.helpers.harness import make_request
 
 GUIDED = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
-TRIED, PAUSED = 32, 256
 
 
 class Forces:
@@ -39,7 +39,8 @@ class Forces:
 
 
 def drafts_of(count: int, *, most_tokens: int = 128) -> GrammarDrafts:
-    return GrammarDrafts(lambda grammar, output_ids: Forces(count), most_tokens=most_tokens)
+    pace = PaceByShare()
+    return GrammarDrafts(lambda grammar, output_ids: Forces(count), pace, most_tokens=most_tokens)
 
 
 def running(number: int, *, guided: int) -> list[Sequence]:
@@ -53,28 +54,18 @@ def running(number: int, *, guided: int) -> list[Sequence]:
     return made
 
 
-def pause_of(grammars: GrammarDrafts, sequences: list[Sequence]) -> int:
-    """Steps of the pause that begins behind the steps of a trial; 0: none begins."""
-    nothing = join_trees([None] * len(sequences))
-    for _ in range(TRIED):
-        assert not grammars.idle
-        grammars.constrained(sequences, [8] * len(sequences), nothing)
-    steps = 0
-    while grammars.idle:
-        grammars.step_without_drafts()
-        steps += 1
-    return steps
-
-
-@pytest.mark.parametrize(("forced", "number", "pause"), [(1, 1, 0), (0, 1, PAUSED), (1, 4, 0)])
-def test_rare_forced_tokens_are_not_looked_for(forced: int, number: int, pause: int) -> None:
-    assert pause_of(drafts_of(forced), running(number, guided=1)) == pause
-
-
-def test_one_sequences_forced_tokens_do_not_delay_a_batch() -> None:
+def test_idle_follows_the_pace() -> None:
     """One forced token a step among 17 sequences is 1 of 18 tokens."""
-    assert pause_of(drafts_of(1), running(17, guided=1)) == PAUSED
-    assert pause_of(drafts_of(1), running(17, guided=17)) == 0
+    for guided, idle in ((1, True), (17, False)):
+        grammars, sequences = drafts_of(1), running(17, guided=guided)
+        nothing = join_trees([None] * len(sequences))
+        for _ in range(TRIED_STEPS):
+            assert not grammars.idle
+            drafts = grammars.constrained(sequences, [8] * len(sequences), nothing)
+            assert drafts.counts.tolist() == [1] * guided + [0] * (17 - guided)
+        assert grammars.idle == idle
+        grammars.observe_step(17, 1.0, 17 + guided, looked=True)  # times change nothing here
+        assert grammars.idle == idle
 
 
 @pytest.mark.parametrize(("most_tokens", "nodes"), [(2, 0), (4, 2), (9, 6), (128, 6)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,16 @@ def test_files_that_are_wrong(tmp_path: Path, lines: list[str | bytes], message:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         check_batch_file(tmp_path / "nothing.jsonl")
+
+
+def test_a_file_without_end_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"input_file='/dev/zero': is a device"):
+        check_batch_file(Path("/dev/zero"))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="is a pipe, where a regular file is needed"):
+        check_batch_file(tmp_path / "pipe")
+    with (tmp_path / "long").open("wb") as file:
+        file.write(line("a").encode() + b"\n")
+        file.truncate(1 << 36)  # takes no room on the disk
+    with pytest.raises(ConfigError, match="line 2: is longer than 67108864 bytes"):
+        check_batch_file(tmp_path / "long")

@@ -17,6 +17,8 @@ import pytest
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.connection import bound_kernel_buffers, connections_possible
+from tests.helpers.hostile_bytes import odd
+from tests.helpers.hostile_requests import attack
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import LIMIT, received
 from tests.server.test_serving import Run, running
@@ -205,6 +207,16 @@ def test_200_hostile_requests(tokenizer: Tokenizer, caplog: pytest.LogCaptureFix
         assert httpx.get(f"{run.url}/load", timeout=LIMIT).json() == before
         assert httpx.get(f"{run.url}/live", timeout=LIMIT).status_code == 200
     assert len(statuses) > 5, statuses
+    wrong = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not wrong, wrong[0].getMessage()
+
+
+def test_odd_bytes_to_every_route(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    """Errors have their form and name the field; the stream of an ordinary user goes on."""
+    with running(FakeEngine(tokenizer), header_timeout=1.0) as run:
+        counts, faults = attack(run.url, seed=5, count=50, make=odd)
+        assert not faults, "\n".join(faults)
+    assert counts["400"] > 12 and counts["200"] > 3 and counts["rounds beside"] > 0
     wrong = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert not wrong, wrong[0].getMessage()
 

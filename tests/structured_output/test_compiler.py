@@ -10,6 +10,7 @@ from typing import Any
 import llguidance
 import numpy as np
 import pytest
+from llguidance import gbnf_to_lark
 
 from hetero_llm.core.errors import SamplingError
 from hetero_llm.core.grammar import Grammar
@@ -290,6 +291,47 @@ def test_what_cannot_be_followed_is_refused(
         params = StructuredOutputsParams(**constraint)
         compiler.check(compiler.unchecked_grammar(params), params)
     assert str(later.value) == str(caught.value)
+
+
+def test_rules_of_gbnf_are_looked_at_twice_each(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 300
+    rules = ["root ::= r0", *(f"r{i} ::= 'x' r{i + 1} | [a-c]" for i in range(count))]
+    rules.append(f'r{count} ::= "y"')
+    looks = []
+    original = gbnf_to_lark.RuleRefNode.is_terminal
+
+    def counted(node: Any) -> bool:
+        looks.append(node)
+        return bool(original(node))
+
+    monkeypatch.setattr(gbnf_to_lark.RuleRefNode, "is_terminal", counted)
+    grammar = compiler.grammar(StructuredOutputsParams(grammar="\n".join(rules).replace("'", '"')))
+    assert len(looks) <= 2 * count
+    assert allowed(compiler.open(grammar, [])) == set(ids("xabc"))
+
+
+def test_gbnf_rules_may_name_each_other(compiler: GrammarCompiler) -> None:
+    text = 'root ::= value\nvalue ::= list | [0-9]\nlist ::= "[" value ("," value)* "]"'
+    grammar = compiler.grammar(StructuredOutputsParams(grammar=text))
+    assert allowed(compiler.open(grammar, ids("["))) == set(ids("[0123456789"))
+    assert allowed(compiler.open(grammar, ids("[[1],2]"))) == {EOS}
+
+
+def test_short_schemas_and_known_constraints_are_written_quickly(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer.vocabulary(300, (EOS,)))
+    long = StructuredOutputsParams(json={**OBJECT, "description": "x" * 20_000})
+    linked = StructuredOutputsParams(json={"$defs": {"d": OBJECT}, "$ref": "#/$defs/d"})
+    regex = StructuredOutputsParams(regex="a|b")
+    assert compiler.writes_quickly(StructuredOutputsParams(json=OBJECT))
+    assert compiler.writes_quickly(StructuredOutputsParams(json=json.dumps(OBJECT)))
+    for params in (long, linked, regex):
+        assert not compiler.writes_quickly(params)
+        compiler.unchecked_grammar(params)
+        assert compiler.writes_quickly(params)
+    no_json = StructuredOutputsParams(json={"const": lambda: None})
+    assert not compiler.writes_quickly(no_json)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from hetero_llm.utils.gc_control import collect_if_due, prompt_wakeups, serve_promptly
+from hetero_llm.utils.gc_control import collect_if_due, long_turns, prompt_wakeups, serve_promptly
 
 _SET_SLACK, _GET_SLACK = 29, 30
 
@@ -60,6 +60,17 @@ def test_the_interval_is_lowered_and_never_raised() -> None:
     sys.setswitchinterval(1e-6)
     serve_promptly()
     assert sys.getswitchinterval() == pytest.approx(1e-6)
+
+
+def test_long_turns_last_as_long_as_the_context() -> None:
+    sys.setswitchinterval(5e-6)
+    with pytest.raises(KeyError), long_turns():
+        assert sys.getswitchinterval() == pytest.approx(1e-3)
+        raise KeyError
+    assert sys.getswitchinterval() == pytest.approx(5e-6)
+    sys.setswitchinterval(5e-3)
+    with long_turns():
+        assert sys.getswitchinterval() == pytest.approx(5e-3)
 
 
 @pytest.mark.parametrize(("before", "after"), [(700, 100_000), (900_000, 900_000), (0, 0)])

@@ -79,8 +79,11 @@ def prepare_adapters(
         raise ConfigError("lora_experts", True, min(reasons, default="the model has no experts"))
     layout, place = None, None
     if on_gpu:
-        from hetero_llm.gpu.kernels.lora import padded_rank
+        from hetero_llm.gpu.kernels.lora import MAX_RANK, padded_rank
 
+        if config.max_rank > MAX_RANK:
+            reason = f"kernels on a GPU have adapters of ranks up to {MAX_RANK}"
+            raise ConfigError("max_lora_rank", config.max_rank, reason)
         if wanted != dtype:
             reason = f"on a GPU adapters have the model's type, {dtype}; leave it out"
             raise ConfigError("lora_dtype", config.dtype, reason)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from hetero_llm.gpu.hybrid_experts import HybridExperts
     from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
     from hetero_llm.gpu.memory import StepRunner
+    from hetero_llm.gpu.model_runner import GpuModelRunner
     from hetero_llm.models.config import ModelConfig
     from hetero_llm.models.layers import CausalLM
     from hetero_llm.runner.attention import RowKernel
@@ -38,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _LARGE_TABLE = 1 << 30  # bytes
 _FP8_GPU = (8, 9)  # the compute capability from which on e4m3 is converted in hardware
+_DRY_BLOCKS = 2  # of a KV cache that no step uses
 _TRIED_TOKENS = (1, 16)  # sizes of the steps that `_can_be_captured` tries
 
 
@@ -254,7 +258,7 @@ def _native_runner(
 
 def _cuda_runner(inputs: RunnerInputs, kv_scales: torch.Tensor | None) -> BuiltRunner:
     from hetero_llm.gpu.memory import build_runner as build_within
-    from hetero_llm.gpu.memory import measure_room, too_small_error
+    from hetero_llm.gpu.memory import kernels_ahead, measure_room, too_small_error
     from hetero_llm.gpu.model_runner import GpuModelRunner
     from hetero_llm.runner.kv_cache import PagedKVCache
     from hetero_llm.runner.sequence_parallel import sequence_parallel
@@ -271,7 +275,7 @@ def _cuda_runner(inputs: RunnerInputs, kv_scales: torch.Tensor | None) -> BuiltR
         graphs = False
     adapters = device_adapters(inputs.adapters, inputs.model, config, inputs.device)
 
-    def runner_with(num_blocks: int, graphs: bool) -> BuiltRunner:
+    def runner_with(num_blocks: int, graphs: bool, *, dry: bool = False) -> BuiltRunner:
         cache = PagedKVCache(shape, num_blocks, inputs.device, kv_scales)
         if on_torch:
             return BuiltRunner(_torch_runner(inputs, cache, None), cache)
@@ -290,19 +294,24 @@ def _cuda_runner(inputs: RunnerInputs, kv_scales: torch.Tensor | None) -> BuiltR
             experts=inputs.experts,
             sequence=sequence_parallel(inputs.share.sequence, inputs.device),
             link=inputs.share.link,
+            dry=dry,
         )
         runner.typical = inputs.typical
         return BuiltRunner(runner, cache)
 
+    def bodies() -> list[Callable[[], None]]:
+        return cast("GpuModelRunner", runner_with(_DRY_BLOCKS, graphs, dry=True).runner).bodies
+
     room, num_blocks = None, config.cache.num_blocks
     if num_blocks is None:
-        room = measure_room(
-            lambda blocks: _measured(runner_with(blocks, graphs=False).runner, inputs),
-            inputs.scheduler,
-            shape,
-            utilization=config.cache.memory_utilization,
-            conservative=config.cache.conservative,
-        )
+        with kernels_ahead(bodies) if graphs else nullcontext():
+            room = measure_room(
+                lambda blocks: _measured(runner_with(blocks, graphs=False).runner, inputs),
+                inputs.scheduler,
+                shape,
+                utilization=config.cache.memory_utilization,
+                conservative=config.cache.conservative,
+            )
         num_blocks = inputs.share.agreement.least(room.pool_bytes // shape.block_bytes)
         if num_blocks < inputs.blocks_per_sequence:
             raise too_small_error(num_blocks, inputs.scheduler, shape, room)

@@ -131,7 +131,9 @@ class ExpertStore:
         import torch
 
         count = math.prod(shape)
-        block = mmap.mmap(-1, max(count * dtype.itemsize, 1))
+        # Private: pages of shared memory would stay when they are given back.
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        block = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=private)
         tensor = torch.frombuffer(block, dtype=dtype, count=count).view(shape)
         self._blocks[tensor.data_ptr()] = block
         return tensor
@@ -171,12 +173,15 @@ class ExpertStore:
         else:
             tensors = (weight,)
         for tensor in tensors:
-            # The loader has views of a plain weight until all files are read: the memory goes back,
-            # the addresses stay.
-            self._blocks.pop(tensor.data_ptr()).madvise(mmap.MADV_DONTNEED)
+            self.give_back(tensor)
         delattr(layer, name)
         empty = torch.empty(shape, dtype=self._dtype, device="meta")
         setattr(layer, name, nn.Parameter(empty, requires_grad=False))
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """See `models.experts.SettlingMemory`. The loader has views of a plain weight until all are
+        filled: the memory goes back, the addresses stay."""
+        self._blocks.pop(tensor.data_ptr()).madvise(mmap.MADV_DONTNEED)
 
     def _open(self, name: str, whole: HostMatrices) -> None:
         """Makes bank and places for one of the two matrices when the first layer's arrives."""

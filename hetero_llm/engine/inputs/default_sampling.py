@@ -15,6 +15,7 @@ from hetero_llm.config.engine_config import GenerationDefaults
 from hetero_llm.core.errors import ConfigError, ModelLoadError, SamplingError, shown
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.models.config_reader import read_json
+from hetero_llm.utils.files import user_path
 
 logger = logging.getLogger(__name__)
 
@@ -93,11 +94,14 @@ def _file(source: str, model_folder: Path) -> Path | None:
     if source == "auto":
         path = model_folder / FILE
         return path if path.exists() else None
-    path = Path(source) / FILE
+    wanted = f"must be auto, vllm or a folder with {FILE}"
+    try:
+        path = user_path(source) / FILE
+    except OSError as error:
+        reason = f"{wanted}: {error.strerror or error}"
+        raise ConfigError("generation_config", source, reason) from error
     if not path.is_file():
-        raise ConfigError(
-            "generation_config", source, f"must be auto, vllm or a folder with {FILE}"
-        )
+        raise ConfigError("generation_config", source, wanted)
     return path
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError, PromptError, shown
-from hetero_llm.core.images import PromptImage, PromptImages, images_key
+from hetero_llm.core.images import MOST_PROMPT_BYTES, PromptImage, PromptImages, images_key
 from hetero_llm.engine.inputs.media_fetch import Fetcher, HttpsFetcher, NoFetcher
 from hetero_llm.models.config_reader import short_reason
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig, VisionConfig
@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 FIELD = "multi_modal_data"
 NO_PILLOW = "images need Pillow: pip install 'hetero-llm[images]'"
-_MOST_BYTES = 1 << 30
-"""Of a prompt's processed images, which are sent to the engine's process in one message."""
 _MOST_PIXELS = 1 << 26
 _TRIED_SIDE = 64
 _ARRAYS = {
@@ -90,11 +88,12 @@ class ImageInputs:
             for start, count, one in zip(starts, counts, arrays, strict=True)
         )
         prepared = PromptImages(items, images_key(items))
-        if prepared.num_bytes > _MOST_BYTES:
+        if prepared.num_bytes > MOST_PROMPT_BYTES:
             raise PromptError(
                 FIELD,
                 f"{len(images)} images",
-                f"{prepared.num_bytes} bytes when processed, at most {_MOST_BYTES} are accepted",
+                f"{prepared.num_bytes} bytes when processed, at most {MOST_PROMPT_BYTES} are "
+                "accepted",
             )
         return expanded, prepared
 

@@ -285,6 +285,19 @@ class InputProcessor:
             num_virtual_tokens=num_virtual,
         )
 
+    def writes_quickly(self, params: SamplingParams) -> bool:
+        """Whether the constraint of parameters, if they have one, delays `make_request` without
+        `check_grammar` by less than another thread would."""
+        constraint = params.structured_outputs
+        if constraint is None or self._grammars is None:
+            return not params.constrains
+        return self._grammars.writes_quickly(constraint)
+
+    def checks_quickly(self, request: Request) -> bool:
+        """Whether `check_grammar` has no grammar to compile."""
+        grammar = request.grammar
+        return grammar is None or self._grammars is None or self._grammars.knows(grammar)
+
     def check_grammar(self, request: Request) -> None:
         """Checks the constraint of a request that was made without.
 
@@ -381,8 +394,8 @@ class InputProcessor:
         if prompt.token_ids is not None:
             token_ids = prompt.token_ids
             packed = _packed_plain_ids(token_ids, self._vocab_size)
-            if packed is None:
-                token_ids = self._plain_ids(token_ids)
+            # A copy: outputs hold it, and the user's list may be that of several prompts.
+            token_ids = self._plain_ids(token_ids) if packed is None else list(token_ids)
         else:
             assert prompt.text is not None
             if self._tokenizer is None:

@@ -81,7 +81,7 @@ class EngineLoop:
             except EngineDeadError as error:  # while no request runs
                 return self._report_death(error)
             for data in arrived:
-                self._handle(messages.decode_to_engine(data))
+                self._handle_data(data)
             if self._engine.has_unfinished and self._parent.num_unsent < self._most_unsent:
                 try:
                     outputs = self._step()
@@ -114,6 +114,19 @@ class EngineLoop:
         if unsent:
             self._parent.flush()
         return self._parent.receive()
+
+    def _handle_data(self, data: bytes) -> None:
+        """Handles a message. A request that cannot be read fails alone."""
+        try:
+            message = messages.decode_to_engine(data)
+        except Exception as error:
+            key = messages.key_of_request(data)
+            if key is None:
+                raise
+            logger.error("a request could not be read: %s", error)
+            self._send(messages.RequestFailed(key, messages.error_to_wire(error)))
+            return
+        self._handle(message)
 
     def _handle(self, message: messages.Message) -> None:
         if isinstance(message, messages.AddRequest):

@@ -30,7 +30,7 @@ from hetero_llm.core.errors import (
 )
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.histogram import Histogram
-from hetero_llm.core.images import PromptImages
+from hetero_llm.core.images import MOST_PROMPT_BYTES, PromptImages
 from hetero_llm.core.lora import AdapterRef
 from hetero_llm.core.outputs import CompletionOutput, RequestMetrics, TokenLogprobs
 from hetero_llm.core.pooling import PoolingRequest, PoolingResult
@@ -187,6 +187,8 @@ _ARRAY_DTYPES = ("<f4", "<i4", "<i8", "|u1")
 def _plain(value: Any) -> Any:
     """Converts arrays, mappings, numpy's numbers and subclasses of plain types into plain data."""
     if isinstance(value, np.ndarray):
+        if value.dtype.str not in _ARRAY_DTYPES:
+            raise TypeError(f"an array of {value.dtype} cannot travel to another process")
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, Mapping):
         return dict(value)
@@ -236,6 +238,18 @@ def decode_from_engine(data: bytes) -> FromEngine:
     return _from_engine.decode(data)
 
 
+def key_of_request(data: bytes) -> str | None:
+    """The key in a message that starts a request, though `decode_to_engine` may refuse the rest;
+    None: the message does something else, or is broken."""
+    try:
+        match msgspec.msgpack.decode(data):
+            case ["AddRequest", str(key), *_] | ["AddPooling", {"key": str(key)}, *_]:
+                return key
+    except msgspec.DecodeError:
+        pass
+    return None
+
+
 # -- requests -------------------------------------------------------------------------------
 
 _DEFAULTS = SamplingParams()
@@ -249,7 +263,10 @@ def request_to_wire(key: str, request: Request) -> AddRequest:
 
     Raises:
         SamplingError: as `params_to_wire`.
+        PromptError: the arrays of the prompt are too large, or of a type that does not travel.
     """
+    if request.images is not None:
+        _check_arrays(request.images)
     kind = request.params.output_kind
     if kind is RequestOutputKind.CUMULATIVE:
         kind = RequestOutputKind.DELTA
@@ -270,6 +287,18 @@ def request_to_wire(key: str, request: Request) -> AddRequest:
         request.adapter,
         request.num_virtual_tokens,
     )
+
+
+def _check_arrays(images: PromptImages) -> None:
+    for item in images.items:
+        for name, array in item.arrays.items():
+            if array.dtype.str not in _ARRAY_DTYPES:
+                known = ", ".join(_ARRAY_DTYPES)
+                reason = f"arrays of this type cannot go to the engine's process ({known} can)"
+                raise PromptError(name, str(array.dtype), reason)
+    if images.num_bytes > MOST_PROMPT_BYTES:
+        reason = f"at most {MOST_PROMPT_BYTES} bytes of arrays may come with a prompt"
+        raise PromptError("prompt", f"{images.num_bytes} bytes", reason)
 
 
 def request_from_wire(message: AddRequest) -> Request:

@@ -136,7 +136,8 @@ class Replica:
         process: ready.
         name: for messages.
         handle: called with every message but heartbeats.
-        fail: called with a sentence once the process has ended, or a step has failed.
+        fail: called with a sentence once the process has ended, a step has failed, or a message
+            cannot be read.
 
     Attributes:
         metrics, histograms: of the last heartbeat.
@@ -189,7 +190,11 @@ class Replica:
         socket = self.process.socket
         for data in socket.receive():
             self._last_message = time.monotonic()
-            message = messages.decode_from_engine(data)
+            try:
+                message = messages.decode_from_engine(data)
+            except Exception as error:  # else the messages behind it would be lost in silence
+                self._fail(f"{self._name} is dead: it sent what cannot be read: {error}")
+                return
             if isinstance(message, messages.Heartbeat):
                 self.metrics, self.histograms = message.metrics, message.histograms
             elif isinstance(message, messages.Dead):

@@ -1,17 +1,11 @@
-"""Products of fp8 rows with an fp8 matrix, for as few rows as leave them bound by memory.
+"""Products of fp8 rows with an fp8 matrix, for rows that fill a tile of the tensor cores or two.
 
-y = (rows' codes @ matrix's codes^T) * scales of rows * scales of features + bias. Codes go from
-shared memory to the tensor cores as they are: nothing is converted, so that a program keeps more
-bytes in flight than `quantized_gemm`'s, and K is split, which the library does not do for so few
-rows. As there, the weight tile is the left operand and the rows are the right one.
-
-Rows come in one part, rounded to e4m3, or in two, whose sum is the row in 16 bits
-(`quantize_rows.QuantizedRows`): the second part costs a second pass of the tensor cores over a tile
-that is in shared memory, and no bytes of weights.
-
-Hopper's tensor cores keep about 14 bits of the sums of such products. With two parts the sums of
-each tile of K are added up in float32 (as DeepSeek-V3 does it, technical report, 3.3.2); with one
-part they stay in the tensor cores, as the library's do.
+y = (rows' codes @ matrix's codes^T) * scales of rows * scales of features + bias. The library takes
+the same codes (`torch._scaled_mm`) and is slow where features are few: of 128 rows the product with
+4,096 features of 14,336 inputs takes 37 us there and 23 us here, where K is split, that with 28,672
+features 35 and 36 (one H200, commit 9f2ad46). As in `quantized_gemm`, the weight tile is the left
+operand and the rows are the right one. Sums stay in the tensor cores, which keep about 14 bits of
+them on Hopper, as the library's do.
 
 Wrapper `fp8_linear`, reference `fp8_linear_reference`; timed by `bench.kernels.quantized_gemm`.
 """
@@ -45,13 +39,13 @@ from hetero_llm.gpu.kernels.skinny_gemm import (
 MAX_ROWS = 256
 """Of one product. Which numbers of rows take it is up to `quantized_product`."""
 
-_BLOCKS = (16, 32, 64, 128)  # with 8, Triton 3.6 takes the tensor cores' 16-bit products
-_SHARED_BYTES = 227 << 10  # of a multiprocessor from sm_90 on
+_BLOCK_M = 128
+_MULTIPROCESSORS = 132  # of the card that launches were measured on
 
 
 @triton.jit
 def _load_codes(codes, columns, rows, m, width, EVEN_K: tl.constexpr):
-    """[columns, rows] of a part of the rows; zeros outside of it."""
+    """[columns, rows] of the rows' codes; zeros outside of them."""
     inside = (rows < m)[None, :]
     if not EVEN_K:
         inside = inside & (columns < width)[:, None]
@@ -81,7 +75,7 @@ def _load_weight(
 
 @triton.jit(do_not_specialize=["m", "steps"])
 def fp8_gemm_kernel(
-    codes,  # [PARTS, m, width] e4m3, parts part_stride apart
+    codes,  # [m, width] e4m3
     scales,  # [m] float32
     data,  # [n, width] e4m3
     row_scale,  # [n] float32
@@ -92,9 +86,7 @@ def fp8_gemm_kernel(
     m,
     n,
     width,
-    part_stride,
     steps,  # tiles of K of one split
-    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -122,12 +114,7 @@ def fp8_gemm_kernel(
         columns = start + place + tl.arange(0, BLOCK_K)
         w = _load_weight(data, features, columns, n, width, EVEN_N, EVEN_K, EVICT)
         right = _load_codes(codes, columns, rows, m, width, EVEN_K)
-        if PARTS == 1:
-            sums = tl.dot(w, right, sums)
-        else:
-            rest = _load_codes(codes + part_stride, columns, rows, m, width, EVEN_K)
-            of_tile = tl.dot(w, right)
-            sums += tl.dot(w, rest, of_tile)
+        sums = tl.dot(w, right, sums)
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
     sums = sums * scales_of_features * scales_of_rows
@@ -145,52 +132,50 @@ def serves(matrix: PreparedMatrix) -> bool:
 
 def fits(config: SkinnyConfig, m: int, matrix: PreparedMatrix) -> bool:
     """Whether a product of m rows can be launched so."""
-    rows = min(m, config.block_m) if config.block_m == _BLOCKS[-1] else m
     padded = -(-matrix.padded_columns // 16) * 16
     return (
         0 < m <= MAX_ROWS
-        and config.block_m in _BLOCKS
+        and config.block_m >= 16  # with 8, Triton 3.6 takes the tensor cores' 16-bit products
         and config.prefetch == 0
         and not (config.waits and m > config.block_m)
-        and config.fits(rows, matrix.shape[0], padded)
+        and config.fits(min(m, config.block_m), matrix.shape[0], padded)
     )
 
 
-def shared_bytes(config: SkinnyConfig, parts: int) -> int:
+def shared_bytes(config: SkinnyConfig) -> int:
     """Shared memory of a program: nothing but the pipeline's tiles."""
-    return config.num_stages * config.block_k * (config.block_n + parts * config.block_m)
+    return config.num_stages * config.block_k * (config.block_n + config.block_m)
 
 
-def choose(m: int, matrix: PreparedMatrix, parts: int) -> SkinnyConfig:
-    """A launch of a product of m rows that fits, by estimate.
+def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
+    """A launch of a product of m rows that fits, by what was the fastest of 128 rows in the 8B
+    shape.
 
-    A program has a warp group, so that the tensor cores read both operands from shared memory, and
-    its pipeline takes at most half of a multiprocessor's, so that one program loads while another
-    one begins or ends. K is split until there are two programs for each multiprocessor.
+    K is split until programs are about as many as multiprocessors, no further: merging costs more
+    than a second program on some of them. If each has a multiprocessor of its own, its pipeline
+    takes nearly all shared memory, else half of it. Programs of 128 features, which read the rows
+    less often, are for matrices that have enough of them.
     """
-    block_m = next((size for size in _BLOCKS if m <= size), _BLOCKS[-1])
-    n = matrix.shape[0]
-    block_n = 128 if n >= _WIDE or block_m == 128 else 64
-    block_k = min(128 if block_n == 128 else 256, _whole(matrix.padded_columns))
-    config = SkinnyConfig(block_m, block_n, block_k, 1, 4, num_stages=6)
-    while config.num_stages > 2 and shared_bytes(config, parts) > _SHARED_BYTES // 2:
-        config = dataclasses.replace(config, num_stages=config.num_stages - 1)
-    tiles = triton.cdiv(n, block_n) * triton.cdiv(m, block_m)
-    for split in (2, 4, 8):
-        wider = dataclasses.replace(config, split_k=split)
-        if tiles * config.split_k >= _PROGRAMS or not fits(wider, m, matrix):
-            break
-        config = wider
+    row_tiles = triton.cdiv(m, _BLOCK_M)
+    block_n = 64
+    tiles = triton.cdiv(matrix.shape[0], block_n) * row_tiles
+    if tiles > 2 * _MULTIPROCESSORS:
+        block_n = 128
+        tiles = triton.cdiv(matrix.shape[0], block_n) * row_tiles
+    split = 1
+    while split < _MOST_SPLITS and 10 * tiles * split < 9 * _MULTIPROCESSORS:
+        split *= 2
+    alone = tiles * split <= _MULTIPROCESSORS
+    width = matrix.padded_columns
+    block_k = min(256 if alone else 128, max(32, 1 << (width.bit_length() - 1)))
+    stages = 4 if block_n == 64 else 3
+    config = SkinnyConfig(_BLOCK_M, block_n, block_k, split, num_warps=4, num_stages=stages)
+    while not fits(config, m, matrix):  # few columns
+        config = dataclasses.replace(config, split_k=config.split_k // 2)
     return config
 
 
-_WIDE = 1 << 14  # features that make programs enough of 128
-_PROGRAMS = 200
-
-
-def _whole(width: int) -> int:
-    """The largest power of two that is no larger, 32 at least: what the tensor cores take."""
-    return max(32, 1 << (width.bit_length() - 1))
+_MOST_SPLITS = 4
 
 
 def plan_launch(
@@ -203,7 +188,6 @@ def plan_launch(
 ) -> Launch:
     """The launch that writes rows @ matrix^T + bias into `y`; see `fp8_linear`."""
     m, n = rows.num_rows, matrix.shape[0]
-    parts = rows.parts
     assert fits(config, m, matrix), f"{config} does not fit m={m}, n={n}"
     row_tiles = triton.cdiv(m, config.block_m)
     tiles = triton.cdiv(n, config.block_n) * row_tiles
@@ -211,7 +195,6 @@ def plan_launch(
     data = matrix.data.view(torch.float8_e4m3fn)
     width = data.shape[1]
     options: dict[str, Any] = {
-        "PARTS": parts,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -226,8 +209,7 @@ def plan_launch(
         **pdl_options(y.device),
     }
     arguments = (rows.codes, rows.scales, data, matrix.row_scale, bias, y, partials, counters)
-    part_stride = rows.codes.stride(0) if parts == 2 else 0
-    arguments += (m, n, width, part_stride, steps_per_split(width, config))
+    arguments += (m, n, width, steps_per_split(width, config))
     return Launch(fp8_gemm_kernel, (tiles, config.split_k), arguments, options)
 
 
@@ -244,7 +226,7 @@ def fp8_linear(
     in a CUDA graph after one run outside of it.
 
     Args:
-        rows: [M, K], in one part or two, M at most 256.
+        rows: [M, K], M at most 256.
         matrix: Of N rows and K columns; `serves` says yes to it.
         bias: [N] of the rows' dtype.
         config: How to launch it; by default what `choose` says.
@@ -255,7 +237,7 @@ def fp8_linear(
     assert serves(matrix) and rows.num_rows <= MAX_ROWS
     y = torch.empty((rows.num_rows, matrix.shape[0]), dtype=rows.dtype, device=matrix.device)
     if y.numel() > 0:
-        config = config or choose(rows.num_rows, matrix, rows.parts)
+        config = config or choose(rows.num_rows, matrix)
         plan_launch(rows, matrix, bias, y=y, config=config)()
     return y
 
@@ -265,8 +247,7 @@ def fp8_linear_reference(
 ) -> Tensor:
     """`fp8_linear` in plain torch, with float64 sums."""
     assert matrix.row_scale is not None
-    codes = rows.codes.view(rows.parts, -1, rows.codes.shape[-1]).double().sum(0)
-    y = codes[: rows.num_rows] @ matrix.data.view(torch.float8_e4m3fn).double().t()
+    y = rows.codes.double() @ matrix.data.view(torch.float8_e4m3fn).double().t()
     y = y * rows.scales.double() * matrix.row_scale.double()
     if bias is not None:
         y = y + bias.double()

@@ -151,7 +151,8 @@ def _prefetch(pointers, LINES: tl.constexpr):
         )
 
 
-# The counts of a window lie at an address of their own alignment: one kernel serves all windows.
+# The counts of a window lie at an address of their own alignment: one kernel serves all windows,
+# and steps that are captured or not.
 @triton.jit(do_not_specialize_on_alignment=["count_ptr"])
 def _merge(
     out_ptr, sums_ptr, states_ptr, cut_ptr, count_ptr, sink_ptr, out_stride,
@@ -343,7 +344,7 @@ def _load_query(pointers, in_tile, in_lane, WIDEN: tl.constexpr):
 
 
 # large: one loop, with a few lines for each option.
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["count_ptr"])
 def _attend(
     out_ptr, q_ptr, key_ptr, value_ptr, table_ptr, limit_ptr, position_ptr, ancestor_ptr,
     slope_ptr, kv_scale_ptr, sink_ptr, item_ptr, count_ptr, sums_ptr, states_ptr,

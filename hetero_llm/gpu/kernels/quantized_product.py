@@ -3,14 +3,14 @@
 | rows | product |
 |---|---|
 | up to `few_rows` | `quantized_linear`: weights as they are stored, rows in 16 bits |
-| those in `fp8_rows`, fp8 with a scale for each row | `fp8_linear`: rows become fp8, in two parts that add up to the row in 16 bits up to `TWO_PARTS` rows, else rounded |
-| more, fp8 or int8 with a scale for each row | rows are quantized, too, with a scale each; the library multiplies in 8 bits (`torch._scaled_mm`, `torch._int_mm`) |
+| those in `fp8_rows`, fp8 with a scale for each row | rows are quantized, too, with a scale each; `fp8_linear` multiplies in 8 bits |
+| more, fp8 or int8 with a scale for each row | the same, but the library multiplies (`torch._scaled_mm`, `torch._int_mm`) |
 | more, fp8 with a scale for each 128 x 128 | the same with a scale for each 128 columns of a row, where `find_block_product` has found that the library can |
 | more, all others | the matrix is dequantized into memory of that call, the library multiplies in 16 bits |
 
-`few_rows`, `fp8_rows`, and whether the library multiplies in 8 bits, are measured when a model is
-loaded (`gpu.switch_points`). Float32 rows, and shapes that the kernels do not serve, are multiplied with
-the dequantized matrix in their own type.
+`few_rows`, `fp8_rows`, and whether many rows are multiplied in 8 bits, are measured when a model is
+loaded (`gpu.switch_points`), for each shape. Float32 rows, and shapes that the kernels do not serve,
+are multiplied with the dequantized matrix in their own type.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch import Tensor
 from hetero_llm.gpu.kernels import fp8_gemm
 from hetero_llm.gpu.kernels.block_product import BlockProduct, block_scales, has_blocks
 from hetero_llm.gpu.kernels.dequantize import dequantize_to
-from hetero_llm.gpu.kernels.launch import INTERPRETED
 from hetero_llm.gpu.kernels.quantize_rows import QuantizedRows, quantize_rows, scale_products
 from hetero_llm.gpu.kernels.quantized_gemm import (
     MAX_ROWS,
@@ -41,10 +40,6 @@ FEW_ROWS = 64
 """Rows up to which weights are multiplied as they are stored, unless measurements say otherwise: up
 to here a product of the 8B shape is bound by its reads, by estimate."""
 
-TWO_PARTS = 64
-"""Rows up to which `fp8_linear` gets them in two parts: beyond, the tensor cores would be the limit
-and not the reads."""
-
 _MIN_INT8_ROWS = 17  # of torch._int_mm
 _ALIGNED = 16  # features and columns of library products in 8 bits
 
@@ -60,7 +55,6 @@ class QuantizedProduct:
         few_rows: rows up to which weights are multiplied as they are stored.
         in_8_bits: whether more rows may be quantized, too.
         fp8_rows: numbers of rows of which `fp8_linear` makes the product, before all others.
-        comes_quantized: a norm or gate hands over `QuantizedRows` where `quantizes` says so.
     """
 
     matrix: PreparedMatrix
@@ -68,7 +62,6 @@ class QuantizedProduct:
     few_rows: int = FEW_ROWS
     in_8_bits: bool = True
     fp8_rows: range = range(0)
-    comes_quantized: bool = False
     _block_scales: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -78,14 +71,12 @@ class QuantizedProduct:
     def __call__(self, x: Tensor | QuantizedRows, weight: object, bias: Tensor | None) -> Tensor:
         """[..., K] -> [..., N]."""
         if isinstance(x, QuantizedRows):
-            fp8 = x.parts == 2 or x.num_rows in self.fp8_rows
-            return self.by_fp8(x, bias) if fp8 else self.by_library(x, bias)
+            return self._of_quantized(x, bias, by_fp8=x.num_rows in self.fp8_rows)
         rows = x.reshape(-1, x.shape[-1])
-        if self._is_fp8(rows):
-            y = self.by_fp8(quantize_rows(rows, self.matrix, parts=self.parts(rows)), bias)
-            return y.view(*x.shape[:-1], self.matrix.shape[0])
         few = rows.shape[0] <= self.few_rows and serves(rows[:MAX_ROWS], self.matrix, bias)
-        if few:
+        if rows.shape[0] in self.fp8_rows and self.can_be_fp8(rows):
+            y = self.by_fp8(rows, bias)
+        elif few:
             y = self.of_few_rows(rows, bias)
         else:
             y = self.of_many_rows(rows, bias, in_8_bits=self.in_8_bits)
@@ -94,31 +85,22 @@ class QuantizedProduct:
     def quantizes(self, x: Tensor) -> bool:
         """Whether a product of as many rows as x has, of its type and device, quantizes them: then
         they may come as `QuantizedRows`. x: [M, anything]."""
-        if self._is_fp8(x):
-            return True
+        if x.shape[0] in self.fp8_rows:
+            return self.can_be_fp8(x)
         return x.shape[0] > self.few_rows and self.in_8_bits and self.can_quantize(x)
-
-    def parts(self, x: Tensor) -> int:
-        """In how many parts `QuantizedRows` of as many rows as x has are to come."""
-        return parts_of(x.shape[0]) if self._is_fp8(x) else 1
 
     def can_be_fp8(self, x: Tensor) -> bool:
         """Whether `fp8_linear` can make the product of as many rows of this type and device."""
         return (
             0 < x.shape[0] <= fp8_gemm.MAX_ROWS
-            and (parts_of(x.shape[0]) == 2 or self.in_8_bits)
+            and self.in_8_bits
             and fp8_gemm.serves(self.matrix)
-            and x.dtype == torch.bfloat16
-            and x.stride(-1) == 1
-            and (INTERPRETED or (x.is_cuda and _has_fp8(x.device)))
+            and self.can_quantize(x)
         )
 
-    def _is_fp8(self, x: Tensor) -> bool:
-        return x.shape[0] in self.fp8_rows and self.can_be_fp8(x)
-
-    def by_fp8(self, rows: QuantizedRows, bias: Tensor | None) -> Tensor:
-        """[M, K] -> [M, N] by `fp8_linear`."""
-        return fp8_gemm.fp8_linear(rows, self.matrix, bias)
+    def by_fp8(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[M, K] -> [M, N] by `fp8_linear`, for rows that `can_be_fp8` says yes to."""
+        return self._of_quantized(quantize_rows(x, self.matrix), bias, by_fp8=True)
 
     def can_quantize(self, x: Tensor) -> bool:
         """Whether there is a library product in 8 bits for as many rows of this type."""
@@ -137,22 +119,19 @@ class QuantizedProduct:
     def of_many_rows(self, x: Tensor, bias: Tensor | None, *, in_8_bits: bool) -> Tensor:
         """[M, K] -> [M, N] by the library, in 8 bits only where it can."""
         if in_8_bits and self.can_quantize(x):
-            return self.by_library(quantize_rows(x, self.matrix), bias)
+            return self._of_quantized(quantize_rows(x, self.matrix), bias, by_fp8=False)
         weight = torch.empty(self.matrix.shape, dtype=x.dtype, device=x.device)
         return F.linear(x, dequantize_to(self.matrix, weight), bias)
 
-    def by_library(self, rows: QuantizedRows, bias: Tensor | None) -> Tensor:
-        """[M, K] -> [M, N] by the library in 8 bits, for rows that `can_quantize` says yes to."""
+    def _of_quantized(self, rows: QuantizedRows, bias: Tensor | None, *, by_fp8: bool) -> Tensor:
+        """[M, K] -> [M, N] in 8 bits by `fp8_linear` or by the library."""
+        if by_fp8:
+            return fp8_gemm.fp8_linear(rows, self.matrix, bias)
         if self._block_scales is None:
             return multiply_in_8_bits(rows, self.matrix, bias)
         assert self.block_product is not None
         y = self.block_product(rows, self.matrix, self._block_scales)[: rows.num_rows]
         return y if bias is None else y.add_(bias)
-
-
-def parts_of(num_rows: int) -> int:
-    """In how many parts as many rows go to `fp8_linear`."""
-    return 2 if num_rows <= TWO_PARTS else 1
 
 
 def product_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +14,12 @@ from hetero_llm.core.errors import ConfigError
 from hetero_llm.engine.builders.expert_store import ExpertMemory, ExpertStore, host_experts
 from hetero_llm.gpu.expert_bank import BankMatrices, ExpertBank
 from hetero_llm.gpu.kernels.expert_requests import ON_HOST
-from hetero_llm.models.experts import Experts
+from hetero_llm.models.experts import Experts, HostMemory
+from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.quantization.matrix import BLOCK_ROWS
 from tests.gpu.test_expert_bank import EXPERTS, LAYERS, layer_of
+from tests.models.tiny import make_tiny_checkpoint
 
 CPU = torch.device("cpu")
 SLOTS, SPARES = 4, 2
@@ -108,6 +112,63 @@ def test_each_expert_is_on_one_side(form: str) -> None:
     for ours, theirs in ((bank.gate_up, other.gate_up), (bank.down, other.down)):
         for one, two in zip(tensors_of(ours), tensors_of(theirs), strict=True):
             assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+
+
+def test_pages_go_back_though_the_loader_has_views_of_them() -> None:
+    """What it reads there then are zeros."""
+    store, modules, table = settled("plain")
+    data = store((EXPERTS, 256, 256), torch.float32).fill_(1.0)
+    modules[0].gate_up = nn.Parameter(data, requires_grad=False)
+    store.settle(0, modules[0], "gate_up")
+    assert not data.any()
+    more = store((5,), torch.float32).fill_(1.0)
+    store.give_back(more)
+    assert not more.any()
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4", None])
+def test_random_weights_settle_like_those_of_files(
+    quantization: str | None, tmp_path: Path
+) -> None:
+    """Quantized ones are made of plain ones, weight after weight; the experts are those of a host
+    that holds all."""
+    changes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    folder = make_tiny_checkpoint(tmp_path, "qwen3_moe", "full", layers=2, changes=changes)
+    config = load_model_config(folder, quantization=quantization)
+    shape = (2, config.num_experts)  # type: ignore[attr-defined]
+    table = np.full(shape, ON_HOST, np.int32)
+    table[:, :2] = np.arange(4).reshape(2, 2)
+    store = ExpertStore(
+        table, num_places=table.size - 4, num_slots=4 + 2 * shape[1],
+        memory=ExpertMemory(libcuda=None), dtype=torch.bfloat16, device=CPU,
+    )  # fmt: skip
+
+    def load(memory: HostMemory) -> list[Experts]:
+        model = load_model(
+            folder, config, dtype=torch.bfloat16, device=CPU, show_progress=False,
+            load_format="dummy", expert_memory=memory,
+        )  # fmt: skip
+        return [module for module in model.modules() if isinstance(module, Experts)]
+
+    host = store.host_experts(load(store))
+    bank = store.open_bank(host, 4, staging=shape[1])
+    whole = host_experts(load(lambda shape, dtype: torch.empty(shape, dtype=dtype)))
+    other = ExpertBank(whole, 4, staging=shape[1], device=CPU)
+    other.place(table)
+    for ours, theirs in ((bank.gate_up, other.gate_up), (bank.down, other.down)):
+        for one, two in zip(tensors_of(ours), tensors_of(theirs), strict=True):
+            assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+    assert host.places is not None
+    for layer, expert in np.argwhere(table < 0).tolist():
+        place = int(host.places.table[layer, expert])
+        for name in ("gate_up", "down"):
+            mine, all_ = getattr(host.layers[layer], name), getattr(whole.layers[layer], name)
+            assert mine.kind == all_.kind == (quantization or "bfloat16")
+            for part, tensor in all_.tensors():
+                index = place if part == "data" else expert
+                found = getattr(mine, part)[index]
+                assert torch.equal(found.view(torch.uint8), tensor[expert].view(torch.uint8))
+                assert part != "data" or found.view(torch.uint8).any()
 
 
 def test_weights_leave_the_memory_that_they_were_read_to() -> None:

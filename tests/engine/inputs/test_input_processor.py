@@ -70,6 +70,13 @@ def test_one_wrong_id_in_a_long_prompt_is_named(bad: Any, reason: str, position:
     assert caught.value.value is bad
 
 
+def test_a_users_list_of_ids_stays_his_own() -> None:
+    ids = [3, 4]
+    request = make(ids)
+    request.shown_prompt_ids.append(5)  # as a user may do with an output's
+    assert ids == [3, 4] and make(ids).prompt_token_ids == [3, 4]
+
+
 def test_the_first_of_several_wrong_ids_is_named() -> None:
     with pytest.raises(PromptError, match=r"^prompt_token_ids=-3: "):
         make([1, -3, True, VOCAB, "x"])

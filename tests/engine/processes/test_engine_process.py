@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -30,8 +31,11 @@ from hetero_llm import (
 )
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.grammar import Grammar
+from hetero_llm.core.images import MOST_PROMPT_BYTES, PromptImage, PromptImages
 from hetero_llm.core.lora import AdapterRef, LoRARequest
+from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.pooling import Finish, PoolingInput, PoolingRequest, PoolingResult
+from hetero_llm.core.request import Request
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import BuiltEngine
@@ -167,6 +171,32 @@ def test_a_bad_request_changes_nothing_for_others(other: Other) -> None:
     assert str(errors["wrong"]) == "temperature=-1: must be at least 0"
 
 
+def test_a_request_that_cannot_be_read_fails_alone(other: Other) -> None:
+    other.add("good", [3])
+    strange = ["AddRequest", "strange", b"", {}, 0, 3, b"", [], [], None, 0, [],
+               {"items": [[0, 1, None, {"x": ["<f8", [1], b"12345678"]}]], "key": ""}]  # fmt: skip
+    other.socket.send(msgspec.msgpack.encode(strange))
+    inputs = [{"token_ids": ["|O", [1], b"12345678"]}]
+    pool = {"key": "pool", "inputs": inputs, "finish": {}}
+    other.socket.send(msgspec.msgpack.encode(["AddPooling", pool]))
+    errors, tokens = {}, 0
+    for message in other.messages():
+        if isinstance(message, messages.RequestFailed):
+            errors[message.key] = str(messages.error_from_wire(message.error))
+        elif isinstance(message, messages.StepOutputs):
+            tokens += len(message.outputs[0].outputs[0].token_ids)
+        if tokens == 5 and len(errors) == 2:
+            break
+    assert errors.keys() == {"strange", "pool"}
+    assert "ValidationError in the engine's process" in errors["strange"]
+    assert "an array of '|O'" in errors["pool"]
+
+
+def test_only_requests_have_a_key() -> None:
+    for data in (b"", b"\xc1", msgspec.msgpack.encode(["Abort", "a"])):
+        assert messages.key_of_request(data) is None
+
+
 def test_a_failed_step_ends_the_process(other: Other) -> None:
     other.runner.fails_at = 3
     other.add("a", [3])
@@ -249,6 +279,39 @@ def test_parameters_travel(params: SamplingParams) -> None:
     received = messages.decode_to_engine(messages.encode(sent))
     assert isinstance(received, messages.AddRequest)
     assert messages.params_from_wire(received.params) == params
+
+
+def request_with(array: np.ndarray) -> Request:
+    """A request with an image."""
+    images = PromptImages((PromptImage(0, 1, None, {"pixels": array}),), "")
+    return Request("1", None, [2], SamplingParams(), 0, frozenset(), frozenset(), 3, b"",
+                   RequestMetrics(0.0), images=images, packed_prompt=token_bytes([2]))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["<f4", "<i4", "<i8", "|u1"])
+def test_arrays_travel(dtype: str) -> None:
+    array = np.arange(6).astype(dtype).reshape(2, 3)
+    for one in (array, array.T, array[:, ::2]):  # the last two are not contiguous
+        sent = messages.request_to_wire("1", request_with(one))
+        received = messages.decode_to_engine(messages.encode(sent))
+        assert isinstance(received, messages.AddRequest) and received.images is not None
+        found = received.images.items[0].arrays["pixels"]
+        assert found.dtype == one.dtype and np.array_equal(found, one)
+
+
+@pytest.mark.parametrize("dtype", ["<f8", "<f2", ">f4", "|b1", "|O", "<c8", "<M8[s]"])
+def test_arrays_of_other_types_are_refused_before_they_leave(dtype: str) -> None:
+    array = np.zeros(2, dtype)
+    with pytest.raises(PromptError, match=r"pixels='.*': arrays of this type cannot go to"):
+        messages.request_to_wire("1", request_with(array))
+    with pytest.raises(TypeError, match="an array of .* cannot travel"):
+        messages.encode(messages.Call(1, "x", [array]))
+
+
+def test_arrays_that_are_too_large_are_refused_before_they_leave() -> None:
+    array = np.broadcast_to(np.float32(0), MOST_PROMPT_BYTES // 4 + 1)
+    with pytest.raises(PromptError, match=r"at most 1073741824 bytes of arrays may come with"):
+        messages.request_to_wire("1", request_with(array))
 
 
 def test_grammars_and_adapters_travel() -> None:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
 import pytest
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.histogram import Histogram
+from hetero_llm.engine.processes import messages
 from hetero_llm.engine.processes.engine_launcher import ReplicaPlace
-from hetero_llm.engine.processes.replica import merge_figures, merge_histograms, name_of, places
+from hetero_llm.engine.processes.replica import (
+    Replica,
+    merge_figures,
+    merge_histograms,
+    name_of,
+    places,
+)
+from hetero_llm.utils.message_socket import MessageSocket
 
 
 def devices(num_replicas: int, *, device: str = "auto", each: int = 1, visible: str) -> list[str]:
@@ -74,6 +88,20 @@ def test_histograms_are_sums() -> None:
     assert merged == {"x": observed(0.5, 1.5, 1.5, 9.0), "y": observed()}
     only = {"x": observed(1.0)}
     assert merge_histograms([only]) == only
+
+
+def test_a_message_that_cannot_be_read_is_the_end_of_an_engine() -> None:
+    ours, theirs = socket.socketpair()
+    with closing(MessageSocket(ours)) as ours_end, closing(MessageSocket(theirs)) as theirs_end:
+        process, said, handled = SimpleNamespace(socket=ours_end), [], []
+        replica = Replica(cast(Any, process), "it", handle=handled.append, fail=said.append)
+        theirs_end.send(messages.encode(messages.CallResult(1)))
+        broken = {"key": "1", "values": [["<f8", [0], b""]], "scheduled": 0.0}
+        theirs_end.send(msgspec.msgpack.encode(["PooledOutputs", [broken]]))
+        replica.receive()
+    assert handled == [messages.CallResult(1)]
+    (text,) = said
+    assert text.startswith("it is dead: it sent what cannot be read: ")
 
 
 def test_names() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from hetero_llm.gpu.kernels import quantized_product as op
 from hetero_llm.gpu.kernels.block_product import multiply_blocks_reference
+from hetero_llm.gpu.kernels.fp8_gemm import fp8_linear
 from hetero_llm.gpu.kernels.quantize_rows import quantize_rows
 from hetero_llm.gpu.kernels.quantized_gemm import MAX_ROWS, prepare
 from hetero_llm.quantization.matrix import BLOCK_ROWS, KINDS, QuantizedMatrix, dequantize
@@ -108,27 +109,25 @@ def test_rows_that_come_quantized(device):
 
 
 def test_rows_that_become_fp8_codes(device):
-    """In two parts, with the error of few rows; in one part beyond; other kinds never."""
+    """By the kernel at the numbers of rows that are given to it, with the error of rows in 8 bits;
+    other kinds never."""
     matrix = random_matrix("fp8", 48, 272, order=True).to(device)
-    product = op.QuantizedProduct(prepare(matrix), fp8_rows=range(2, 129))
-    assert not product.in_8_bits or product.can_quantize(rows(device, 2, 272))
+    product = op.QuantizedProduct(prepare(matrix), few_rows=128, fp8_rows=range(65, 129))
     bias = torch.linspace(-1, 1, 48).to(device, torch.bfloat16)
-    for m, parts in ((2, 2), (op.TWO_PARTS, 2), (op.TWO_PARTS + 1, 1)):
-        x = rows(device, m, 272)
-        assert product.quantizes(x) and product.parts(x) == parts
-        y = product(x, None, bias)
-        assert torch.equal(y, product(quantize_rows(x, product.matrix, parts=parts), None, bias))
-        expected = x.double() @ dequantize(matrix, torch.float64).t() + bias.double()
-        error = (y.double() - expected).norm() / expected.norm()
-        assert error < 6e-3 if parts == 2 else 0.01 < error < 0.04
-    alone = rows(device, 1, 272)
-    assert not product.quantizes(alone) and product.parts(alone) == 1
+    x = rows(device, 65, 272)
+    assert product.quantizes(x) and not product.quantizes(rows(device, 64, 272))
+    assert not product.quantizes(rows(device, 128, 272, dtype=torch.float16))
+    y = product(x, None, bias)
+    codes = quantize_rows(x, product.matrix)
+    assert torch.equal(y, product(codes, None, bias))
+    assert torch.equal(y, fp8_linear(codes, product.matrix, bias))
+    expected = x.double() @ dequantize(matrix, torch.float64).t() + bias.double()
+    error = (y.double() - expected).norm() / expected.norm()
+    assert 0.01 < error < 0.04
     product.in_8_bits = False
-    assert product.quantizes(rows(device, 64, 272)) and not product.quantizes(rows(device, 65, 272))
-    assert not product.quantizes(rows(device, 64, 272, dtype=torch.float16))
+    assert not product.quantizes(x)
     eight = op.QuantizedProduct(prepare(random_matrix("int8", 48, 272, device=device)))
-    eight.fp8_rows = range(2, 129)
-    assert not eight.quantizes(rows(device, 40, 272))
+    assert not eight.can_be_fp8(x)
 
 
 def test_what_8_bits_cannot_serve(device):

@@ -32,8 +32,13 @@ struct Shape {
 };
 
 // Without outputs where the layer does not have the product.
-Shape shape_of(const Model& model, int64_t index, int64_t product) {
+Shape shape_of(const Model& model, int64_t index, int64_t product, int64_t expert) {
     const HeteroModel& s = model.sizes;
+    if (expert >= 0) {
+        if (expert >= (int64_t)model.layers[index].experts.size()) return {0, 0};
+        if (product == kGateUpProduct) return {2 * s.expert_inner, s.hidden};
+        return {product == kDownProduct ? s.hidden : 0, s.expert_inner};
+    }
     const Layer& layer = model.layers[index];
     const bool sparse = !layer.experts.empty();
     switch (product) {
@@ -68,6 +73,15 @@ ShrinkBlock block_of(Format format, int64_t ranks, int64_t columns, Isa isa) {
     const int64_t folds = isa == kAmx || strips > 2 ? 1 : kPerPanel / strips;
     const int64_t depth = padded / folds;
     return {matrix_of(format, folds * strips * kStrip, depth, depth), folds};
+}
+
+// Where a slot has one of the products that it is given.
+AdapterProduct& place_in(std::vector<AdapterProduct>& products,
+                         std::vector<AdapterProduct>& experts, const Model& model,
+                         const HeteroAdapterProduct& from) {
+    if (from.expert < 0) return products[from.layer * kProducts + from.product];
+    const int64_t number = from.layer * model.sizes.experts + from.expert;
+    return experts[2 * number + (from.product == kDownProduct)];
 }
 
 // Lays out one product without memory.
@@ -164,6 +178,18 @@ char* shrunk_row(const Adapters& s, int64_t i) {
     return s.shrunk + i * s.width * element_bytes(s.format);
 }
 
+char* pair_row(const Adapters& s, int64_t pair) {
+    return s.pairs + pair * s.width * element_bytes(s.format);
+}
+
+// What the adapter of an expert's pair adds to its product; null: nothing.
+const AdapterProduct* product_of_pair(const Adapters& s, const ExpertProduct& product, int64_t i) {
+    const AdapterSlot* slot = s.slot_of[product.tokens[i]];
+    if (!slot || slot->experts.empty()) return nullptr;
+    const AdapterProduct& found = slot->experts[2 * product.number + product.down];
+    return found.ranks ? &found : nullptr;
+}
+
 // Block `index` of the columns of tokens order[first .. last).
 Rows rows_of(const Adapters& s, const AdapterRows& in, int64_t first, int64_t last, int64_t index,
              int64_t columns, float* gathered) {
@@ -207,9 +233,8 @@ void shrink_block(const Adapters& s, const AdapterProduct& p, const AdapterRows&
             add(sums, sums + fold * width, width, isa);
 }
 
-// Scales a token's sums and rounds them to the format of B.
-void place_shrunk(const Adapters& s, const AdapterProduct& p, float* sums, int64_t i, Isa isa) {
-    char* to = shrunk_row(s, i);
+// Scales a row's sums and rounds them to the format of B.
+void place_shrunk(const Adapters& s, const AdapterProduct& p, float* sums, char* to, Isa isa) {
     for (int64_t rank = 0; rank < p.ranks; ++rank) sums[rank] *= p.scales[rank];
     for (const ShrunkPart& part : p.shrunk)
         prepare_row(part.like, sums + part.first_rank, to + part.at * element_bytes(s.format),
@@ -249,8 +274,16 @@ bool shares_columns(const Adapters& s, int64_t layer, Product product, int threa
     return blocks > 1 && units < threads;
 }
 
-// Adds one part to tokens order[first .. last) of a tile.
-void expand_part(const Adapters& s, const AdapterPart& part, int64_t first, int64_t last,
+// Rows of a tile that have one adapter, `rows` of them from the tile's row `row` on, and their
+// shrunk rows; places: see StripProduct.
+struct AdaptedRun {
+    const char* shrunk;
+    int64_t row, rows;
+    const int32_t* places;
+};
+
+// Adds one part to a run of rows of a tile.
+void expand_part(const Adapters& s, const AdapterPart& part, const AdaptedRun& run,
                  const AdaptedTile& tile, Isa isa) {
     const int64_t begin = std::max(part.first, tile.first);
     const int64_t end = std::min(part.last, tile.first + tile.strips);
@@ -263,9 +296,9 @@ void expand_part(const Adapters& s, const AdapterPart& part, int64_t first, int6
     product.x_stride = s.width;
     product.out_stride = tile.stride;
     product.add = true;
-    product.x = shrunk_row(s, first);
-    product.rows = last - first;
-    product.places = s.order.data() + first;
+    product.x = run.shrunk;
+    product.rows = run.rows;
+    product.places = run.places;
     for (int64_t strip = begin, next; strip < end; strip = next) {
         next = std::min(end, (strip / kPerPanel + 1) * kPerPanel);
         product.panel = (const char*)part.b.data +
@@ -274,7 +307,7 @@ void expand_part(const Adapters& s, const AdapterPart& part, int64_t first, int6
         product.strips = next - strip;
         for (int64_t i = 0; i < product.strips; ++i)
             product.offsets[i] = (strip + i) % 2 ? part.odd : part.even;
-        product.out = tile.data + (s.order[first] - tile.row) * tile.stride +
+        product.out = tile.data + (run.row - tile.row) * tile.stride +
                       (strip - tile.first) * kStrip;
         multiply_strips(product, isa);
     }
@@ -293,24 +326,33 @@ int64_t lay_out_slot(Adapters& adapters, const Model& model, int64_t slot,
     if (slot < 0 || slot >= (int64_t)adapters.slots.size()) return -1;
     AdapterSlot& to = adapters.slots[slot];
     to.products.clear();
-    std::vector<AdapterProduct> products(model.sizes.layers * kProducts);
+    to.experts.clear();
+    std::vector<AdapterProduct> products(model.sizes.layers * kProducts), experts;
     const HeteroAdapterPart* parts = adapter.parts;
     for (int64_t i = 0; i < adapter.num_products; ++i) {
         const HeteroAdapterProduct& from = adapter.products[i];
         if (from.layer < 0 || from.layer >= model.sizes.layers || from.product < 0 ||
             from.product >= kProducts)
             return -1;
-        AdapterProduct& product = products[from.layer * kProducts + from.product];
-        const Shape shape = shape_of(model, from.layer, from.product);
+        const Shape shape = shape_of(model, from.layer, from.product, from.expert);
+        if (!shape.outputs) return -1;
+        if (from.expert >= 0 && experts.empty())
+            experts.resize(2 * model.sizes.layers * model.sizes.experts);
+        AdapterProduct& product = place_in(products, experts, model, from);
         if (product.ranks || !fits(from, parts, shape)) return -1;
         product = lay_out(from, parts, shape, adapters.format, isa);
         parts += from.num_parts;
     }
     to.memory = std::make_unique<Arena>();  // zeros, which padding has to be
-    for (AdapterProduct& product : products) take_memory(product, *to.memory);  // counts
+    const auto take_all = [&] {
+        for (AdapterProduct& product : products) take_memory(product, *to.memory);
+        for (AdapterProduct& product : experts) take_memory(product, *to.memory);
+    };
+    take_all();  // counts
     if (!to.memory->reserve()) return -2;
-    for (AdapterProduct& product : products) take_memory(product, *to.memory);
+    take_all();
     to.products = std::move(products);
+    to.experts = std::move(experts);
     return 0;
 }
 
@@ -321,12 +363,15 @@ void pack_slot(Adapters& adapters, const Model& model, int64_t slot,
     for (int64_t i = 0; i < adapter.num_products; given += adapter.products[i].num_parts, ++i) {
         if (i % parts != part) continue;
         const HeteroAdapterProduct& from = adapter.products[i];
-        AdapterProduct& to = adapters.slots[slot].products[from.layer * kProducts + from.product];
+        AdapterSlot& own = adapters.slots[slot];
+        AdapterProduct& to = place_in(own.products, own.experts, model, from);
+        const HeteroModel& sizes = model.sizes;
+        const int64_t inner = from.expert < 0 ? model.layers[from.layer].inner : sizes.expert_inner;
         pack_a(to, from, is_bf16);
         std::memcpy(to.scales, from.scales, from.ranks * 4);
         for (int64_t p = 0; p < from.num_parts; ++p) {
             if (from.product == kGateUpProduct)
-                pack_pair(to.parts[0], given[p], model.layers[from.layer].inner, is_bf16);
+                pack_pair(to.parts[0], given[p], inner, is_bf16);
             else
                 pack(to.parts[p].b, given[p].b, is_bf16, given[p].rank, 0, given[p].rows,
                      given[p].first_row % kPanel);
@@ -334,7 +379,8 @@ void pack_slot(Adapters& adapters, const Model& model, int64_t slot,
     }
 }
 
-bool plan_adapters(Adapters& s, const HeteroStep& step, int threads, int64_t padded_inputs) {
+bool plan_adapters(Adapters& s, const HeteroStep& step, int threads, int64_t padded_inputs,
+                   int64_t experts_per_token) {
     s.groups.clear();
     if (!step.adapter_slots) return false;
     std::fill(s.counts.begin(), s.counts.end(), 0);
@@ -346,17 +392,20 @@ bool plan_adapters(Adapters& s, const HeteroStep& step, int threads, int64_t pad
         }
     if (!total) return false;
     int64_t depth_blocks = 0;
+    s.of_experts = false;
     s.sums_width = s.width = 0;
     for (size_t i = 0; i < s.slots.size(); ++i) {
         const int64_t first = s.counts[i], last = first + s.counts[i + 1];
         s.counts[i + 1] = last;
         if (first == last) continue;
         s.groups.push_back({&s.slots[i], first, last});
-        for (const AdapterProduct& p : s.slots[i].products) {
-            s.sums_width = std::max(s.sums_width, round_up(p.ranks, kPanel));
-            s.width = std::max(s.width, p.width);
-            depth_blocks = std::max(depth_blocks, (int64_t)p.blocks.size());
-        }
+        for (const auto* products : {&s.slots[i].products, &s.slots[i].experts})
+            for (const AdapterProduct& p : *products) {
+                s.sums_width = std::max(s.sums_width, round_up(p.ranks, kPanel));
+                s.width = std::max(s.width, p.width);
+                depth_blocks = std::max(depth_blocks, (int64_t)p.blocks.size());
+            }
+        s.of_experts |= !s.slots[i].experts.empty();
     }
     s.order.resize(total);
     int64_t token = 0;
@@ -371,6 +420,12 @@ bool plan_adapters(Adapters& s, const HeteroStep& step, int threads, int64_t pad
     s.rows.reserve(total * padded_inputs * bytes);
     s.shrunk.reserve(total * s.width * bytes);
     s.sums.reserve(depth_blocks * total * s.sums_width);
+    if (!s.of_experts) return true;
+    s.slot_of.assign(token, nullptr);
+    for (const AdapterGroup& group : s.groups)
+        for (int64_t i = group.first; i < group.last; ++i) s.slot_of[s.order[i]] = group.slot;
+    s.pairs.reserve(token * experts_per_token * s.width * bytes);
+    s.pair_rows.reserve(threads * kPairsTogether * padded_inputs * bytes);
     return true;
 }
 
@@ -398,7 +453,7 @@ bool shrink(Adapters& s, int64_t layer, Product product, const AdapterRows& in, 
                 add(own.sums + i * s.sums_width, own.more + i * s.sums_width, p.ranks, isa);
         }
         for (int64_t i = first; i < last; ++i)
-            place_shrunk(s, p, own.sums + (i - first) * s.sums_width, i, isa);
+            place_shrunk(s, p, own.sums + (i - first) * s.sums_width, shrunk_row(s, i), isa);
     });
     return split;
 }
@@ -414,7 +469,7 @@ void add_sums(Adapters& s, int64_t layer, Product product, int thread, int threa
             float* to = s.sums + i * s.sums_width;
             for (size_t b = 1; b < p->blocks.size(); ++b)
                 add(to, s.sums + (b * total + i) * s.sums_width, p->ranks, isa);
-            place_shrunk(s, *p, to, i, isa);
+            place_shrunk(s, *p, to, shrunk_row(s, i), isa);
         }
     }
 }
@@ -428,8 +483,45 @@ void expand(const Adapters& s, int64_t layer, Product product, const AdaptedTile
         const auto first = std::lower_bound(begin + group.first, end, tile.row);
         const auto last = std::lower_bound(first, end, tile.row + tile.rows);
         if (first == last) continue;
-        for (const AdapterPart& part : p->parts)
-            expand_part(s, part, first - begin, last - begin, tile, isa);
+        const AdaptedRun run{shrunk_row(s, first - begin), *first, last - first, &*first};
+        for (const AdapterPart& part : p->parts) expand_part(s, part, run, tile, isa);
+    }
+}
+
+bool adapts_pair(const Adapters& s, const ExpertProduct& product, int64_t i) {
+    return product_of_pair(s, product, i) != nullptr;
+}
+
+int64_t run_of_pairs(const Adapters& s, const ExpertProduct& product, int64_t begin, int64_t end) {
+    const AdapterSlot* slot = s.slot_of[product.tokens[begin]];
+    int64_t last = begin + 1;
+    while (last < end && s.slot_of[product.tokens[last]] == slot) ++last;
+    return last - begin;
+}
+
+void shrink_pairs(Adapters& s, const ExpertProduct& product, int64_t begin, int64_t end,
+                  const void* rows, int64_t stride, int thread, Isa isa) {
+    const AdapterProduct& p = *product_of_pair(s, product, begin);
+    const Scratch own = scratch_of(s, thread);
+    const int64_t count = end - begin;
+    const AdapterRows in{rows, stride, true};
+    for (size_t b = 0; b < p.blocks.size(); ++b) {
+        shrink_block(s, p, in, 0, count, b, own.gathered, b ? own.more : own.sums, isa);
+        for (int64_t i = 0; b && i < count; ++i)
+            add(own.sums + i * s.sums_width, own.more + i * s.sums_width, p.ranks, isa);
+    }
+    for (int64_t i = 0; i < count; ++i)
+        place_shrunk(s, p, own.sums + i * s.sums_width, pair_row(s, product.first + begin + i), isa);
+}
+
+void expand_pairs(const Adapters& s, const ExpertProduct& product, const AdaptedTile& tile,
+                  Isa isa) {
+    for (int64_t i = tile.row, count; i < tile.row + tile.rows; i += count) {
+        count = run_of_pairs(s, product, i, tile.row + tile.rows);
+        const AdapterProduct* p = product_of_pair(s, product, i);
+        if (!p) continue;
+        const AdaptedRun run{pair_row(s, product.first + i), i, count, nullptr};
+        for (const AdapterPart& part : p->parts) expand_part(s, part, run, tile, isa);
     }
 }
 

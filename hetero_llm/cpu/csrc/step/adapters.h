@@ -57,6 +57,7 @@ struct AdapterProduct {
 
 struct AdapterSlot {
     std::vector<AdapterProduct> products;  // [layers * kProducts]; none: the slot is empty
+    std::vector<AdapterProduct> experts;   // [layers * experts * 2]: gate_up, down; or none
     std::unique_ptr<Arena> memory;
 };
 
@@ -78,7 +79,15 @@ struct Adapters {
     Buffer<float> sums;                // [blocks of columns][order][sums_width]
     Buffer<float> scratch;             // [threads][scratch_size]
     Buffer<char> rows;                 // [order][padded inputs], prepared by the caller
+    // Of experts, whose rows are pairs of a token and one of its experts, an expert's one behind the
+    // other and not sorted by slot.
+    bool of_experts = false;                 // whether a token's adapter names any
+    std::vector<const AdapterSlot*> slot_of; // [tokens]; null: none
+    Buffer<char> pairs;                      // [pairs][width], as B's products take them
+    Buffer<char> pair_rows;                  // [threads][kPairsTogether][padded inputs]
 };
+
+constexpr int64_t kPairsTogether = 64;  // rows of a run of pairs that are multiplied at a time
 
 // Makes empty slots; before any is filled.
 void make_slots(Adapters& adapters, int64_t count, Format format);
@@ -92,9 +101,10 @@ int64_t lay_out_slot(Adapters& adapters, const Model& model, int64_t slot,
 void pack_slot(Adapters& adapters, const Model& model, int64_t slot,
                const HeteroAdapter& adapter, int64_t part, int64_t parts);
 
-// Sorts a step's tokens by slot and reserves scratch. padded_inputs: the most inputs of a product.
-// False if no token has an adapter.
-bool plan_adapters(Adapters& adapters, const HeteroStep& step, int threads, int64_t padded_inputs);
+// Sorts a step's tokens by slot and reserves scratch. padded_inputs: the most inputs of a product;
+// experts_per_token: 0 in a model without experts. False if no token has an adapter.
+bool plan_adapters(Adapters& adapters, const HeteroStep& step, int threads, int64_t padded_inputs,
+                   int64_t experts_per_token);
 
 // Whether an adapter of the step names the product.
 bool adapts(const Adapters& adapters, int64_t layer, Product product);
@@ -122,5 +132,30 @@ struct AdaptedTile {
 // Adds the adapters to a tile.
 void expand(const Adapters& adapters, int64_t layer, Product product, const AdaptedTile& tile,
             Isa isa);
+
+// One of the two products of an expert, `number` = layer * experts + expert, and its pairs: pair
+// first + i is that of token tokens[i].
+struct ExpertProduct {
+    int64_t number;
+    bool down;
+    const int32_t* tokens;
+    int64_t first;
+};
+
+// Whether a token's adapter names the expert's product, so that its inputs are needed.
+bool adapts_pair(const Adapters& adapters, const ExpertProduct& product, int64_t i);
+
+// How many of the pairs from `begin` on, before `end`, have the slot of the first one.
+int64_t run_of_pairs(const Adapters& adapters, const ExpertProduct& product, int64_t begin,
+                     int64_t end);
+
+// The shrink of a run of at most kPairsTogether pairs with one slot, whose adapter names the
+// product, by the calling thread. rows: of the first pair, `stride` elements apart.
+void shrink_pairs(Adapters& adapters, const ExpertProduct& product, int64_t begin, int64_t end,
+                  const void* rows, int64_t stride, int thread, Isa isa);
+
+// Adds the adapters to a tile, whose rows are pairs of the expert.
+void expand_pairs(const Adapters& adapters, const ExpertProduct& product, const AdaptedTile& tile,
+                  Isa isa);
 
 }  // namespace hetero

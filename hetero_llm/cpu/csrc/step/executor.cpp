@@ -347,7 +347,8 @@ Run make_run(Executor& e, const HeteroStep& step) {
     const int64_t across = most(2 * m.dim, r.panels * kPanel);
     // At least a normed row.
     r.tile_size = most(round_up(least(rows, kRowBlock) * across, kPanel), r.shared_stride);
-    if (plan_adapters(e.adapters, step, r.threads, r.shared_stride))
+    const int64_t chosen = e.model.sizes.experts ? e.model.sizes.experts_per_token : 0;
+    if (plan_adapters(e.adapters, step, r.threads, r.shared_stride, chosen))
         r.adapters = &e.adapters;
     e.x.reserve(r.tokens * m.hidden);
     e.attended.reserve(r.tokens * head_width);

@@ -105,9 +105,10 @@ struct HeteroAdapterPart {
 };
 
 // What an adapter adds to a product of a layer. product: 0 qkv, 1 output, 2 gate and up, 3 down (of
-// a layer with experts the shared one's), 4 router, 5 the shared expert's gate.
+// a layer with experts the shared one's), 4 router, 5 the shared expert's gate. expert: whose gate
+// and up or down it is; -1: no expert's.
 struct HeteroAdapterProduct {
-    int64_t layer, product, ranks, columns, num_parts;
+    int64_t layer, product, expert, ranks, columns, num_parts;
     const void* a;        // [ranks][columns], of all modules
     const float* scales;  // [ranks]
 };

@@ -158,11 +158,11 @@ std::vector<ExpertPart>& list_parts(const Run& r, const Layer& layer, int thread
         const Expert& own = layer.experts[e];
         if (rows)
             parts.push_back({&own.gate_up, &own.down, order.tokens + first, order.weights + first,
-                             rows, {}, {}, m.gates + first * stride * 4, stride});
+                             rows, {}, {}, m.gates + first * stride * 4, stride, e, first});
     }
     if (layer.inner)
         parts.push_back({&layer.gate_up, &layer.down, order.tokens + pairs, order.weights + pairs,
-                         r.tokens, {}, {}, r.e.gate, round_up(layer.inner, kDepth)});
+                         r.tokens, {}, {}, r.e.gate, round_up(layer.inner, kDepth), -1, pairs});
     return parts;
 }
 
@@ -188,6 +188,68 @@ void gather_inputs(const Run& r, const Layer& layer, std::vector<ExpertPart>& pa
         if (like.format == Format::kInt8) m.pair_scales[i] = from.scales[tokens[i]];
     }
     r.e.team->barrier(thread);
+}
+
+ExpertProduct expert_product(const Run& r, int64_t index, const ExpertPart& part, bool down) {
+    return {index * r.m.experts + part.expert, down, part.tokens, part.first};
+}
+
+// Rows of a run of an expert's pairs in the adapters' format, from the calling thread's scratch.
+AdapterRows prepare_pairs(const Run& r, const Layer& layer, const ExpertPart& part, bool down,
+                          int64_t begin, int64_t count, int thread) {
+    Adapters& s = *r.adapters;
+    const Matrix& matrix = down ? *part.down : *part.gate_up;
+    const int64_t size = matrix.depth, padded = round_up(size, kDepth);
+    const int64_t bytes = padded * element_bytes(s.format);
+    const Matrix like{s.format, 0, size, 0, padded, nullptr, nullptr, nullptr, {}};
+    char* to = s.pair_rows + thread * kPairsTogether * r.shared_stride * element_bytes(s.format);
+    float* values = tile_of(r, thread);
+    for (int64_t i = 0; i < count; ++i) {
+        const float* row = values;
+        if (!down)
+            rms_norm(r.e.x + part.tokens[begin + i] * r.m.hidden, layer.second_norm,
+                     (float)r.m.eps, size, values, r.isa);
+        else if (part.down->format == Format::kBf16)
+            widen((const uint16_t*)part.gates + (begin + i) * part.gate_stride, size, values,
+                  r.isa);
+        else
+            row = (const float*)part.gates + (begin + i) * part.gate_stride;
+        prepare_row(like, row, to + i * bytes, nullptr, r.isa);
+    }
+    return {to, padded, true};
+}
+
+// The shrink of all experts' gate and up, or down, whose inputs are ready. All threads call it; it
+// ends with a barrier if a token's adapter names experts.
+void shrink_experts(const Run& r, const Layer& layer, int64_t index, bool down,
+                    const std::vector<ExpertPart>& parts, int thread) {
+    if (!r.adapters || !r.adapters->of_experts) return;
+    Adapters& s = *r.adapters;
+    const int64_t pairs = r.tokens * r.m.experts_per_token;
+    const int64_t from = share(pairs, thread, r.threads), to = share(pairs, thread + 1, r.threads);
+    for (const ExpertPart& part : parts) {
+        if (part.expert < 0) continue;
+        const ExpertProduct product = expert_product(r, index, part, down);
+        const Matrix& matrix = down ? *part.down : *part.gate_up;
+        const Rows& in = down ? part.inner : part.in;
+        const int64_t last = std::min(to - part.first, part.rows);
+        for (int64_t i = std::max(from - part.first, (int64_t)0), count; i < last; i += count) {
+            count = std::min(run_of_pairs(s, product, i, last), kPairsTogether);
+            if (!adapts_pair(s, product, i)) continue;
+            AdapterRows rows{(const char*)in.data + i * in.stride * element_bytes(s.format),
+                             in.stride, true};
+            if (matrix.format != s.format)
+                rows = prepare_pairs(r, layer, part, down, i, count, thread);
+            shrink_pairs(s, product, i, i + count, rows.data, rows.stride, thread, r.isa);
+        }
+    }
+    r.e.team->barrier(thread);
+}
+
+void expand_experts(const Run& r, int64_t index, const ExpertPart& part, bool down,
+                    const AdaptedTile& tile) {
+    if (r.adapters && r.adapters->of_experts)
+        expand_pairs(*r.adapters, expert_product(r, index, part, down), tile, r.isa);
 }
 
 // gate = act(gate) * up of all parts, in units of a panel (or of a pair of strips, if there are
@@ -231,9 +293,9 @@ void gate_experts(const Run& r, const Layer& layer, int64_t index,
                     std::min(end * unit, strips_of(part.gate_up->outputs)), tile_of(r, thread),
                     [&](int64_t row, int64_t height, int64_t strip, int64_t width, float* tile,
                         int64_t stride) {
-                        if (part.gate_up == &layer.gate_up)
-                            expand_tile(r, index, kGateUpProduct,
-                                        {tile, stride, row, height, strip, width});
+                        const AdaptedTile own{tile, stride, row, height, strip, width};
+                        if (part.expert < 0) expand_tile(r, index, kGateUpProduct, own);
+                        else expand_experts(r, index, part, false, own);
                         store_gates(r, to, row, height, strip, width, tile, stride);
                     },
                     Always{});
@@ -286,9 +348,9 @@ void add_experts(const Run& r, const Layer& layer, int64_t index,
                     std::min(last * unit, strips), tile_of(r, thread),
                     [&](int64_t row, int64_t rows, int64_t strip, int64_t count, float* tile,
                         int64_t stride) {
-                        if (part.down == &layer.down)
-                            expand_tile(r, index, kDownProduct,
-                                        {tile, stride, row, rows, strip, count});
+                        const AdaptedTile own{tile, stride, row, rows, strip, count};
+                        if (part.expert < 0) expand_tile(r, index, kDownProduct, own);
+                        else expand_experts(r, index, part, true, own);
                         const int64_t column = strip * kStrip;
                         const int64_t size = std::min(count * kStrip, hidden - column);
                         for (int64_t i = row; i < row + rows; ++i, tile += stride)
@@ -357,9 +419,11 @@ void run_mixture(const Run& r, const Layer& layer, int64_t index, int thread) {
     if (layer.inner)
         shrink_inputs(r, index, kGateUpProduct, layer.gate_up, tokens_as(r, layer, kSharedInput),
                       normed, thread);
+    shrink_experts(r, layer, index, false, parts, thread);
     gate_experts(r, layer, index, parts, thread);
     team.barrier(thread);
     prepare_gates(r, layer, parts, thread);
+    shrink_experts(r, layer, index, true, parts, thread);
     if (layer.inner) {
         const Inputs gates{r.e.gate, layer.down.format == Format::kBf16, layer.down.padded_depth,
                            layer.inner, nullptr};

@@ -33,6 +33,7 @@ struct ExpertPart {
     Rows in, inner;          // inputs of gate_up, of down
     char* gates;             // [rows][gate_stride], float or as down takes it
     int64_t gate_stride;     // elements
+    int64_t expert, first;   // its number, -1 of the shared one; its first row among all pairs
 };
 
 // Whose inputs a layer's tokens are prepared as: forms may differ.

@@ -7,9 +7,7 @@
 //
 // A thread that waits at a barrier spins for its patience, then sleeps until the sender wakes it.
 // It does not yield: on a core that others want, every yield hands them a whole time slice, while a
-// thread that slept gets its core back as soon as it is woken. A wait that outlasts the patience
-// halves it, since the sender has lost its core and will be late again; a shorter wait restores it
-// bit by bit.
+// thread that slept gets its core back as soon as it is woken.
 
 #include "team.h"
 
@@ -25,10 +23,34 @@
 namespace hetero {
 namespace {
 
-// Longer than parts of a step differ on cores of our own; waking up takes 5 to 50 microseconds.
-constexpr int64_t kMostPatience = 200000, kLeastPatience = 2000;  // nanoseconds
-constexpr int64_t kRestored = 100;  // of the patience, by each shorter wait
+// Nanoseconds. The most is longer than parts of a step differ on cores of our own; waking up takes 5
+// to 50 microseconds.
+constexpr int64_t kMostPatience = 200000, kLeastPatience = 2000;
+// A wait as long is not for a part of a step that takes longer, but for a core that was taken away:
+// a time slice of Linux is some milliseconds.
+constexpr int64_t kCoreTaken = 500000;
+// For how long a thread expects that to happen again: twice as long if it does soon.
+constexpr int64_t kFirstCaution = 10'000'000, kMostCaution = 1'000'000'000;
 constexpr int kSpinsPerClock = 64;
+
+// For how long a thread spins at a barrier before it sleeps: briefly for a while after its team has
+// lost a core, since threads that sleep get theirs back as soon as they are woken; else for longer
+// than parts of a step differ, or each barrier would cost the time to wake up.
+class Patience {
+  public:
+    int64_t at(int64_t now) const { return now < careful_until_ ? kLeastPatience : kMostPatience; }
+
+    // A wait has ended now, for which the thread has slept.
+    void note_wait(int64_t now, int64_t waited) {
+        if (waited < kCoreTaken) return;
+        const bool soon = now < careful_until_ + caution_;
+        if (now >= careful_until_) caution_ = soon ? std::min(2 * caution_, kMostCaution) : kFirstCaution;
+        careful_until_ = now + caution_;
+    }
+
+  private:
+    int64_t careful_until_ = 0, caution_ = kFirstCaution;
+};
 
 // A word on a cache line of its own; a pair of lines, as Intel's prefetcher fetches pairs.
 struct alignas(128) Word {
@@ -41,7 +63,7 @@ struct alignas(128) Seat {
     int cpu = -1;
     // Only this thread uses these two.
     uint32_t barriers = 0;  // passed so far
-    int64_t patience_ns = kMostPatience;
+    Patience patience;
     std::atomic<int64_t> delay_ns{0};
     std::atomic<int64_t> slept_ns{0};  // at barriers
 };
@@ -144,9 +166,8 @@ void Team::State::wait_for(Word& signal, uint32_t barrier, Seat& seat) {
         pause_briefly();
         if (spins % kSpinsPerClock != 0) continue;
         const int64_t now = now_ns();
-        if (until == 0) until = now + seat.patience_ns;
+        if (until == 0) until = now + seat.patience.at(now);
         if (now < until) continue;
-        seat.patience_ns = std::max(seat.patience_ns / 2, kLeastPatience);
         signal.asleep.store(1, std::memory_order_seq_cst);
         uint32_t value = signal.value.load(std::memory_order_seq_cst);
         while (!reached(value)) {
@@ -154,10 +175,11 @@ void Team::State::wait_for(Word& signal, uint32_t barrier, Seat& seat) {
             value = signal.value.load(std::memory_order_seq_cst);
         }
         signal.asleep.store(0, std::memory_order_relaxed);
-        seat.slept_ns.fetch_add(now_ns() - now, std::memory_order_relaxed);
+        const int64_t awake = now_ns();
+        seat.slept_ns.fetch_add(awake - now, std::memory_order_relaxed);
+        seat.patience.note_wait(awake, awake - now);
         return;
     }
-    seat.patience_ns = std::min(seat.patience_ns + kRestored, kMostPatience);
 }
 
 void* Team::State::work(void* start) {
@@ -239,6 +261,15 @@ void hetero_team_free(hetero::Team* team) { delete team; }
 int64_t hetero_team_size(hetero::Team* team) { return team->size(); }
 
 int64_t hetero_team_slept(hetero::Team* team) { return team->slept_ns(); }
+
+// For tests: the patience of a thread at each of `count` times, each of which is the end of a wait.
+void hetero_team_patience(const int64_t* now, const int64_t* waited, int64_t count, int64_t* found) {
+    hetero::Patience patience;
+    for (int64_t i = 0; i < count; ++i) {
+        patience.note_wait(now[i], waited[i]);
+        found[i] = patience.at(now[i]);
+    }
+}
 
 void hetero_team_delay(hetero::Team* team, int64_t thread, int64_t nanoseconds) {
     team->delay((int)thread, nanoseconds);

@@ -22,7 +22,7 @@ from hetero_llm.lora.targets import adapter_targets
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
 from tests.cpu.csrc.step.test_executor import BEST, VOCAB, Part, Served, path_to, text
-from tests.helpers.adapters import TinyAdapter, merge, write_adapter
+from tests.helpers.adapters import TinyAdapter, merge, write_adapter, write_expert_adapter
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="needs the compiled library")
 
@@ -177,6 +177,62 @@ def test_merged_weights(
     of_both = max(TOLERANCE[weight_format], TOLERANCE["bf16" if dtype.itemsize == 2 else "float"])
     served = Adapted(written, weight_format, isa, 2, dtype, library=library)
     check(written, served, of_both)
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """All experts of a mixture that gives each token all of them, so that no rounding changes a
+    choice; those of one layer, in the other form; attention alone; and a rank above a strip."""
+    folder = tmp_path_factory.mktemp("experts")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB, hidden_size=72, intermediate_size=104, num_hidden_layers=2,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=24, max_position_embeddings=512,
+        num_local_experts=3, num_experts_per_tok=3, initializer_range=0.08,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).to(torch.bfloat16).float()
+    model.save_pretrained(folder / "base")
+    names = ("block_sparse_moe", "w1", "w3", "w2")
+    adapters = (
+        write_expert_adapter(folder / "a0", model, modules=names, rank=5, strength=0.3),
+        write_expert_adapter(
+            folder / "a1", model, modules=None, layers=r".*layers\.1\..*", rank=8, seed=1,
+            strength=0.4, dtype=torch.bfloat16,
+        ),
+        write_adapter(
+            folder / "a2", model, modules=".*q_proj", rank=4, strength=1.0, dtype=torch.bfloat16
+        ),
+        write_expert_adapter(folder / "a3", model, modules=None, rank=37, seed=3, strength=0.1),
+    )  # fmt: skip
+    return Written(folder / "base", adapters)
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "dtype"),
+    [
+        ("float", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("bf16", torch.float32),
+        ("int8", torch.bfloat16),
+    ],
+)
+def test_merged_experts(
+    of_experts: Written, weight_format: str, dtype: torch.dtype, library: ctypes.CDLL, isa: int
+) -> None:
+    tolerance = max(TOLERANCE[weight_format], TOLERANCE["bf16" if dtype.itemsize == 2 else "float"])
+    served = Adapted(of_experts, weight_format, isa, 2, dtype, library=library)
+    check(of_experts, served, tolerance)
+    tokens = text(1, 47)
+    logits = [of_experts.logits(which, tokens) for which in range(-1, 4)]
+    for i, one in enumerate(logits):
+        for other in logits[:i]:
+            assert (one - other).abs().max() > tolerance
+
+
+@pytest.mark.parametrize("threads", [1, 5])
+def test_experts_on_any_number_of_threads(of_experts: Written, threads: int) -> None:
+    check(of_experts, Adapted(of_experts, "float", BEST, threads, torch.float32), 2e-4)
 
 
 def test_adapters_are_told_apart(written: Written) -> None:

@@ -32,6 +32,7 @@ def library() -> ctypes.CDLL:
         ("free", None, [POINTER]),
         ("size", INT, [POINTER]),
         ("slept", INT, [POINTER]),
+        ("patience", None, [ctypes.POINTER(INT)] * 2 + [INT, ctypes.POINTER(INT)]),
         ("delay", None, [POINTER, INT, INT]),
         ("check", INT, [POINTER, INT]),
         ("time", INT, [POINTER, INT, INT]),
@@ -97,6 +98,31 @@ def test_a_delayed_thread_is_waited_for(library: ctypes.CDLL, late: int) -> None
         assert library.hetero_team_time(team, 1, 2) >= 2 * delay
         # Nobody spins or yields meanwhile: the two others sleep, but for their patience.
         assert library.hetero_team_slept(team) - slept > 2 * delay
+
+
+def patience_at(library: ctypes.CDLL, waits: list[tuple[float, float]]) -> list[int]:
+    """Microseconds of patience behind waits: when each ended, in ms, and what it took."""
+    count = len(waits)
+    times, taken, found = ((INT * count)(), (INT * count)(), (INT * count)())
+    for i, (when, wait) in enumerate(waits):
+        times[i], taken[i] = int(when * 1e6), int(wait * 1e6)
+    library.hetero_team_patience(times, taken, count, found)
+    return [each // 1000 for each in found]
+
+
+def test_threads_are_patient_unless_a_core_was_taken_lately(library: ctypes.CDLL) -> None:
+    """Parts of a step that differ make no thread sleep early, and one lost core does so for some
+    milliseconds only; if it is lost again and again, for longer."""
+    uneven = [(1000 + i, 0.3) for i in range(50)]
+    assert patience_at(library, uneven) == [200] * 50
+    lost_once = [(1000, 3), (1005, 0.02), (1009, 0.1), (1011, 0.02), (1100, 0.02)]
+    assert patience_at(library, lost_once) == [2, 2, 2, 200, 200]
+    rarely = [(1000, 3), (1100, 3), (1111, 0)]
+    assert patience_at(library, rarely) == [2, 2, 200]
+    often = [(1000, 3), (1012, 3), (1031, 0), (1034, 3), (1073, 0), (1075, 0)]
+    assert patience_at(library, often) == [2, 2, 2, 2, 2, 200]
+    always = [(1000 + 12 * i, 3) for i in range(100)]
+    assert set(patience_at(library, always)) == {2}
 
 
 def test_threads_are_pinned_and_fall_asleep(library: ctypes.CDLL) -> None:
