@@ -20,7 +20,13 @@ import numpy as np
 
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.draft_tree import DraftBatch
-from hetero_llm.core.drafter import ArrayDrafter, Drafter, PromptObserver, StepReport
+from hetero_llm.core.drafter import (
+    ArrayDrafter,
+    Drafter,
+    PromptObserver,
+    SleepingDrafter,
+    StepReport,
+)
 from hetero_llm.core.errors import AdapterError, PromptError, SamplingError
 from hetero_llm.core.request import FinishReason, Request, Sequence
 from hetero_llm.core.step import (
@@ -108,6 +114,8 @@ class Scheduler:
         self._holds_stop = holds_stop
         # Asked once: a check against a protocol takes 20 us.
         self._array_drafter = drafter if isinstance(drafter, ArrayDrafter) else None
+        self._sleeping_drafter = drafter if isinstance(drafter, SleepingDrafter) else None
+        self._num_to_sleep = self._num_slept = 0  # steps of the drafter's pause
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
         self._request_slots = RequestSlots(config.max_num_seqs)
@@ -274,7 +282,7 @@ class Scheduler:
             budget = self._schedule_waiting(sequences, num_scheduled_tokens, budget)
             waits = self.loads.any_joined
             drafter = self.drafter
-            if drafter is not None and drafter.idle:
+            if self._num_to_sleep or (drafter is not None and drafter.idle):
                 drafter = None
             if (drafter is not None or self._forces_tokens) and not waits:
                 proposed = drafter is not None
@@ -319,7 +327,7 @@ class Scheduler:
             return None
         if self._forces_tokens:
             return None
-        if self.drafter is not None and not self.drafter.idle:
+        if self.drafter is not None and not self._num_to_sleep and not self.drafter.idle:
             return None
         first = self._waiting.first
         if (
@@ -470,7 +478,7 @@ class Scheduler:
     ) -> None:
         """Reports a finished step's duration to the load queue, and to the drafter if the step had
         no prompt chunks: each for which it proposed, and some of the others, since a pause is to
-        cost nothing.
+        cost nothing, among them the last one that the drafter sleeps through.
 
         Args:
             idle_seconds: how long the device had waited for its launch.
@@ -480,9 +488,10 @@ class Scheduler:
         flight = self._in_flight[0]
         assert flight.step is step, "a step is reported before its update"
         drafter = self.drafter
-        if drafter is None or step.has_chunks:
+        if drafter is None or step.has_chunks or self._num_slept + 1 < self._num_to_sleep:
             return
-        if flight.proposed or not self.stats.num_steps % _STEPS_A_REPORT:
+        last_slept = self._num_to_sleep > 0
+        if flight.proposed or last_slept or not self.stats.num_steps % _STEPS_A_REPORT:
             count, num_tokens = len(flight.sequences), len(step.token_ids)
             if step.drafts is not None:
                 num_tokens += len(step.drafts.token_ids)
@@ -498,6 +507,7 @@ class Scheduler:
             self._grammar_drafts.step_without_drafts()
         new_prompts, self._new_prompts = self._new_prompts, []
         if new_prompts and isinstance(self.drafter, PromptObserver):
+            self._wake_drafter()
             self.drafter.prompts_started(new_prompts)
 
     def run_deferred(self) -> None:
@@ -518,7 +528,7 @@ class Scheduler:
         as the last call before its results; `schedule_next` then has to follow."""
         self._steady = None
         drafter = self._array_drafter
-        if len(self._in_flight) != 1 or drafter is None or drafter.idle:
+        if len(self._in_flight) != 1 or drafter is None or self._num_to_sleep or drafter.idle:
             return
         if self._waiting or self.loads or self._admitted or self._num_synchronous:
             return
@@ -535,9 +545,24 @@ class Scheduler:
             self.blocks.pack_changes()
 
     def observe_tokens(self) -> None:
-        """Lets the drafter learn from the tokens that the last steps sampled."""
+        """Lets the drafter learn from the tokens that the last steps sampled; called once a
+        step."""
+        if self._num_to_sleep:
+            self._num_slept += 1
+            if self._num_slept == self._num_to_sleep:
+                self._wake_drafter()
+            return
         if self.drafter is not None:
             self.drafter.run_deferred()
+            if self._sleeping_drafter is not None:
+                self._num_to_sleep = self._sleeping_drafter.num_to_sleep
+
+    def _wake_drafter(self) -> None:
+        """Ends a sleep of the drafter, at its end or before."""
+        if self._num_to_sleep:
+            assert self._sleeping_drafter is not None
+            self._sleeping_drafter.wake(self._num_slept)
+            self._num_to_sleep = self._num_slept = 0
 
     def poll_host_memory(self) -> bool:
         """Offloads blocks and collects finished transfers while nothing runs; returns whether there
@@ -945,6 +970,7 @@ class Scheduler:
     def _forget(self, request: Request) -> None:
         """Drops all state of a request whose sequences have ended."""
         if self.drafter is not None:
+            self._wake_drafter()
             self.drafter.close(request)
         self._grammar_drafts.close(request)
         self._request_slots.give_back_reserved(request)

@@ -51,7 +51,7 @@ _TABLE_AGE = 8  # times that a table of step times is used
 # large: policy of one drafter: what a step may cost, when to pause, what to learn and to share.
 class HybridDrafter:
     """See `core.drafter`: a `Drafter` that is an `ArrayDrafter`, `CostAware`, a `PromptObserver`
-    and a `BackgroundDrafter`. One thread at a time.
+    a `SleepingDrafter` and a `BackgroundDrafter`. One thread at a time.
 
     Args:
         config: with eos_token_id, voc_size and max_seq_len filled in.
@@ -66,6 +66,7 @@ class HybridDrafter:
             trie's, then the n-gram index's. To be read only.
         account: what proposals cost and gain.
         model: see Args; without one a null object.
+        num_to_sleep: see `core.drafter.SleepingDrafter`.
         states: of the running sequences. To be read only.
     """
 
@@ -109,6 +110,7 @@ class HybridDrafter:
         )  # fmt: skip
         self._tick = 0
         self.account = ProposalAccount()
+        self.num_to_sleep = 0
         # Rows of the last proposal and the verified nodes of each, until the model knows them.
         self._verified: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None
         self._has_proposed = False  # since the last `run_deferred`
@@ -175,11 +177,8 @@ class HybridDrafter:
         if not self._may_propose(len(sequences)):
             nothing = np.zeros(0, np.int32)
             return DraftBatch(np.zeros(len(sequences), np.int32), nothing, nothing)
-        begun = perf_counter()
         new = self.states.follow(sequences, limits, self._index_from)
-        batch = self._propose(sequences, new, num_rows)
-        self.account.note_work(perf_counter() - begun)
-        return batch
+        return self._propose(sequences, new, num_rows)
 
     def rows_of(self, sequences: list[Sequence]) -> NDArray[np.int64] | None:
         most = self._most_sequences
@@ -216,6 +215,7 @@ class HybridDrafter:
 
     def set_step_times(self, profile: list[tuple[int, float]], launches_ahead: bool = True) -> None:
         self.account.set_step_times(profile, launches_ahead)
+        self.account.rehearses = self._proposing_model is None
 
     def observe_step(self, report: StepReport) -> None:
         self.account.observe_step(report)
@@ -227,8 +227,8 @@ class HybridDrafter:
         account = self.account
         account.run_deferred()
         if account.paused and not self._has_work:
+            self.num_to_sleep = account.num_to_sleep
             return
-        begun = perf_counter()
         self._learn_and_forget()
         if account.ends_pause and not self._has_proposed and self.states.num_followed:
             self._end_pause()
@@ -237,8 +237,12 @@ class HybridDrafter:
         if account.ends_pause:  # nothing waits now, and it stays until the next proposal
             self._enter_step_times()
             self._step.refresh_indexes()
-        if not account.paused:
-            account.note_work(perf_counter() - begun)
+        if account.paused and not self._has_work:
+            self.num_to_sleep = account.num_to_sleep
+
+    def wake(self, num_steps: int) -> None:
+        self.num_to_sleep = 0
+        self.account.wake(num_steps)
 
     @property
     def _has_work(self) -> bool:

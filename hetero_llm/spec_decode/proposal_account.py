@@ -11,6 +11,11 @@ they may: whatever was estimated, the account knows how many steps' worth of tim
 came have saved or cost (`_settle`). A loss beyond what was saved is paid back by a pause in which
 nothing is proposed, one hundredth of a step for each step. A new text brings a little to lose, so
 that it is looked up at once.
+
+A drafter that can tell afterwards what drafts would have saved (`rehearses`) goes by the second
+rule alone. Its pauses get longer, up to one behind which the rehearsal at its end takes half a
+hundredth of the time. Proposals begin again if the rehearsal shows that they save; the more they
+owe for earlier losses, the more it has to show.
 """
 
 from __future__ import annotations
@@ -34,11 +39,15 @@ _LOSS_SHARE = 0.01  # of the time that proposals may lose in the long run
 _TO_LOSE = 0.5  # steps' worth of time that a text alone may lose before that
 _MOST_SAVED = 2.0  # steps' worth of time that may be lost again, of what drafts have saved
 _LONGEST_DEBT = 16  # steps of a pause that pays back
-_REHEARSAL_PAUSE = 8  # steps of the pause behind a rehearsal, at least
-_REHEARSAL_SHARE = 0.02  # of the time of the first such pause, at most, that the rehearsal takes
 _LEAST_SAVED = 0.2  # share of the time that drafts must have saved for a pause to end
 _REHEARSAL_WEIGHT = 2.0  # steps: what a rehearsal has saved in so many may be lost again
+_SHORTEST_REHEARSED, _LONGEST_REHEARSED = 8, 128  # steps of a pause behind which a rehearsal is due
+_FIRST_REHEARSAL = 0.2  # steps' worth of time that it takes, as long as that is not known
+_TIME_OF_REHEARSALS = 0.005  # share of the time
+_MOST_OWED = 4.0  # steps' worth of time
+_SAVED_PER_OWED = 0.3  # more to be saved in a rehearsed step for each step's worth owed
 _MOST_KEPT = 16  # reports of a pause that wait to be taken in
+_FEW_KEPT = 4  # the same where an engine waits until they are
 _TAKEN_TOGETHER = 8  # reports, where an engine waits: code and data are cold behind a step
 
 
@@ -84,17 +93,18 @@ class ProposalAccount:
     """Step times, idle times and gains of one drafter. One thread at a time.
 
     Attributes:
-        launches_ahead: whether the engine launches steps without drafts ahead. Where it does not,
-            it waits for the drafter's own work alone.
+        launches_ahead: whether the engine launches steps without drafts ahead.
+        rehearses: whether the drafter calls `note_rehearsal` at the end of each pause; without
+            effect where steps are launched ahead.
         step_times: of steps without a prompt's chunk, by their tokens.
     """
 
     def __init__(self) -> None:
-        self.launches_ahead = True
+        self.launches_ahead, self.rehearses = True, False
         self.step_times: StepTimes = verify_times()
-        self._proposal_idle, self._plain_idle, self._costs = IdleTimes(), IdleTimes(), IdleTimes()
-        self._cost = 0.0  # seconds of the drafter's own work for the next step
-        # Reports that times do not know yet, each with seconds of the drafter's work before it.
+        self._proposal_idle, self._plain_idle = IdleTimes(), IdleTimes()
+        self._cost = 0.0  # seconds of a rehearsal before the next step
+        # Reports that times do not know yet, each with seconds of a rehearsal before it.
         self._observed: list[tuple[StepReport, float]] = []
         self._num_settled = 0  # of these, whose gains and losses are accounted for
         # Moving average: tokens a second with proposals over those without, as estimated.
@@ -102,6 +112,9 @@ class ProposalAccount:
         self._saved = _TO_LOSE  # steps' worth of time that proposals may lose
         self._paused_for = 0  # steps
         self._next_pause = _MIN_PAUSE
+        # What proposals and rehearsals have saved less what they have lost, in steps' worth of
+        # time, where the drafter rehearses; and what a rehearsal takes.
+        self._balance, self._rehearsal = 0.0, _FIRST_REHEARSAL
 
     @property
     def paused(self) -> bool:
@@ -111,6 +124,17 @@ class ProposalAccount:
     def ends_pause(self) -> bool:
         """Whether the next step gets a proposal."""
         return self._paused_for <= 1
+
+    @property
+    def num_to_sleep(self) -> int:
+        """Steps of the pause at which `run_deferred` only counts; 0 where steps are launched
+        ahead."""
+        return 0 if self.launches_ahead else max(self._paused_for - 1, 0)
+
+    def wake(self, num_steps: int) -> None:
+        """Counts steps of the pause at which `run_deferred` was not called."""
+        self._paused_for -= num_steps
+        self._balance = min(self._balance + num_steps * _TIME_OF_REHEARSALS, _MOST_SAVED)
 
     @property
     def is_probing(self) -> bool:
@@ -125,53 +149,38 @@ class ProposalAccount:
     def idle_of(self, num_sequences: int) -> ProposalIdle:
         """Idle seconds before steps with `num_sequences` sequences."""
         plain = self._plain_idle.of(num_sequences)
-        if self.launches_ahead:
-            return ProposalIdle(self._proposal_idle.of(num_sequences), plain)
-        return ProposalIdle(plain + self._costs.of(num_sequences), plain)
-
-    def note_work(self, seconds: float) -> None:
-        """Notes how long the drafter has worked for the next step, while an engine that launches
-        nothing ahead waited."""
-        self._cost += seconds
+        return ProposalIdle(self._proposal_idle.of(num_sequences), plain)
 
     def observe_step(self, report: StepReport) -> None:
         """Notes a report for `run_deferred`: the device may wait now. In a pause only the first
         ones are kept: it is to cost nothing."""
-        if not self._paused_for or len(self._observed) < _MOST_KEPT:
+        most = _MOST_KEPT if self.launches_ahead else _FEW_KEPT
+        if not self._paused_for or len(self._observed) < most:
             self._observed.append((report, self._cost))
         self._cost = 0.0
 
     def run_deferred(self) -> None:
         """Takes in what was observed; called once a step while the device works. Where an engine
         waits for that, times take in several steps together, and in a pause all at its end."""
+        self._balance = min(self._balance + _TIME_OF_REHEARSALS, _MOST_SAVED)
         if self._paused_for > 1:
             self._paused_for -= 1
             return
         ended, self._paused_for = self._paused_for, 0
         reports = self._observed
-        saved = sum(self._saved_by(report) for report, _ in reports[self._num_settled :])
+        saved = 0.0
+        if not self.launches_ahead:
+            saved = sum(self._saved_by(report) for report, _ in reports[self._num_settled :])
         self._num_settled = len(reports)
         if self.launches_ahead or ended or len(reports) >= _TAKEN_TOGETHER:
-            for report, work in reports:
+            for report, before in reports:
                 self.step_times.observe(report.num_tokens, report.seconds)
-                self._observe_idle(report, work)
+                idle = self._proposal_idle if report.proposed else self._plain_idle
+                idle.observe(report.num_sequences, max(report.idle_seconds - before, 0.0))
             self._num_settled = 0
             reports.clear()
         if saved and not self.launches_ahead:
             self._settle(saved)
-
-    def _observe_idle(self, report: StepReport, work: float) -> None:
-        """Takes in for how long the device had waited for a step, `work` seconds of it for the
-        drafter."""
-        count, idle = report.num_sequences, report.idle_seconds
-        if self.launches_ahead:
-            (self._proposal_idle if report.proposed else self._plain_idle).observe(count, idle)
-            return
-        if report.proposed:
-            cost = min(work, idle)
-            self._costs.observe(count, cost)
-            idle -= cost
-        self._plain_idle.observe(count, idle)
 
     def _saved_by(self, report: StepReport) -> float:
         """How many steps without drafts the tokens of a step would have taken beyond the time that
@@ -188,9 +197,13 @@ class ProposalAccount:
 
     def _settle(self, saved: float) -> None:
         """Adds to what may be lost, and begins a pause that pays back what was lost beyond it."""
+        self._balance = min(max(self._balance + saved, -_MOST_OWED), _MOST_SAVED)
         self._saved = min(self._saved + saved, _MOST_SAVED)
         if self._saved < 0.0:
-            self._paused_for = min(ceil(-self._saved / _LOSS_SHARE), _LONGEST_DEBT)
+            if self.rehearses:
+                self._pause_for_rehearsal()
+            else:
+                self._paused_for = min(ceil(-self._saved / _LOSS_SHARE), _LONGEST_DEBT)
             self._saved = 0.0
 
     def note_rehearsal(self, saved: float, num_sequences: int, seconds: float) -> None:
@@ -201,14 +214,23 @@ class ProposalAccount:
             saved: steps without drafts, for each step of the pause that was looked at.
             seconds: that it took.
         """
-        if saved > _LEAST_SAVED:
+        plain = self.step_times.predict(num_sequences) + self._plain_idle.of(num_sequences)
+        took = min(seconds / plain, 1.0) if plain else _FIRST_REHEARSAL
+        self._cost = seconds
+        self._rehearsal += _IDLE_WEIGHT * (took - self._rehearsal)
+        self._balance = max(self._balance - took, -_MOST_OWED)
+        if saved > _LEAST_SAVED + _SAVED_PER_OWED * max(-self._balance, 0.0):
             self._saved = max(self._saved, min(_REHEARSAL_WEIGHT * saved, _MOST_SAVED))
             self._next_pause, self._gain = _MIN_PAUSE, max(self._gain, _FIRST_GAIN)
         else:
-            longest = self._longest(num_sequences, seconds)
-            shortest = max(int(longest * _PROBE_SHARE / _REHEARSAL_SHARE), _REHEARSAL_PAUSE)
-            self._paused_for = max(min(self._next_pause, longest), shortest)
-            self._next_pause = 2 * self._paused_for
+            self._pause_for_rehearsal()
+
+    def _pause_for_rehearsal(self) -> None:
+        """Begins a pause, twice as long as the last one, up to one behind which a rehearsal takes
+        its share of the time."""
+        most = min(self._rehearsal / _TIME_OF_REHEARSALS, _LONGEST_REHEARSED)
+        self._paused_for = int(max(min(self._next_pause, most), _SHORTEST_REHEARSED))
+        self._next_pause = 2 * self._paused_for
 
     def begin_text(self, num_running: int) -> None:
         """A prompt has begun: proposals may lose a little for it, divided among all that run. Where
@@ -234,6 +256,8 @@ class ProposalAccount:
             num_rows: tokens of the step without drafts.
             idle: of such a step.
         """
+        if self.rehearses and not self.launches_ahead:
+            return
         self._gain += _GAIN_WEIGHT * (gain - self._gain)
         if self._gain < 1.0:  # the next proposal decides whether to go on
             self._gain = 1.0

@@ -78,7 +78,6 @@ def synchronous() -> ProposalAccount:
 
 def report(account: ProposalAccount, num_tokens: int = 1, num_sampled: int = 1) -> None:
     """A step with a proposal for one sequence."""
-    account.note_work(2e-4)
     seconds = account.step_times.predict(num_tokens)
     account.observe_step(StepReport(1, num_tokens, seconds, 3e-4, True, num_sampled))
     account.run_deferred()
@@ -89,14 +88,23 @@ def report_plain(account: ProposalAccount) -> None:
     account.run_deferred()
 
 
-def test_a_synchronous_engine_waits_for_the_drafters_work_alone() -> None:
+def test_all_that_a_synchronous_engine_waits_for_a_proposal_counts() -> None:
     account = synchronous()
     assert account.idle_of(1) == pytest.approx((3e-4, 1e-4), rel=0.1)
-    for _ in range(100):  # no plain step tells that the caller is slower now
-        account.note_work(2e-4)
+    for _ in range(100):
         account.observe_step(StepReport(1, 1, 1e-3, 8e-4, True, 2))
         account.run_deferred()
-    assert account.idle_of(1) == pytest.approx((8e-4, 6e-4), rel=0.1)
+    assert account.idle_of(1) == pytest.approx((8e-4, 1e-4), rel=0.1)
+
+
+def test_a_rehearsal_is_no_idle_time_of_the_step_behind_it() -> None:
+    account = synchronous()
+    account.rehearses = True
+    account.note_rehearsal(0.0, 1, 5e-4)
+    account.observe_step(StepReport(1, 1, 1e-3, 6e-4, False, 1))
+    while account.paused:
+        account.run_deferred()
+    assert account.idle_of(1).plain == pytest.approx(1e-4, rel=0.1)
 
 
 def test_what_proposals_lose_is_paid_back_by_pauses_whatever_was_estimated() -> None:
