@@ -27,6 +27,7 @@ from hetero_llm.spec_decode.lookahead.indexes import (
     LocalSuffixTrie,
 )
 from hetero_llm.spec_decode.lookahead.ngram_index import SIGNATURE_TOKENS
+from hetero_llm.spec_decode.lookahead.recurrence import recurs
 from hetero_llm.spec_decode.lookahead.sequence_state import (
     CLOSED,
     END,
@@ -38,6 +39,7 @@ from hetero_llm.spec_decode.lookahead.sequence_state import (
     NewTokens,
     SequenceRows,
     SequenceStates,
+    namespace_salt,
 )
 from hetero_llm.spec_decode.proposal_account import ProposalAccount
 from hetero_llm.spec_decode.proposal_step import ProposalStep
@@ -45,6 +47,8 @@ from hetero_llm.spec_decode.proposals import DraftModel, NoDraftModel
 from hetero_llm.utils.topology import read_topology
 
 _CHUNK = 64  # tokens of an output that enter the global cache together
+_MOST_CHECKED = 8  # sequences whose texts are checked for what recurs
+_LAST_TOKENS = 1024  # of a text that are checked
 _TABLE_AGE = 8  # times that a table of step times is used
 
 
@@ -131,6 +135,7 @@ class HybridDrafter:
         self._step.learn(none, _CHUNK, 0)
         no_tokens = self.states.follow([], [], None)
         self._step.rehearse(no_tokens, _CHUNK, 1, self.account.idle_of(1), 0)
+        recurs(np.zeros(8, np.int32), 1, [part.grams for part in self._cache.generations], 1 << 60)
         self.propose_next([], none.reshape(0, FIRST_END_ID), none, none, 1)
         self.account = ProposalAccount()
 
@@ -313,11 +318,19 @@ class HybridDrafter:
             return
         if self.account.launches_ahead:
             return  # a batch of 32 on an H200 gained 1.15 with rehearsals and debts, 1.22 without
+        begun, account = perf_counter(), self.account
+        begins_text, account.begins_text = account.begins_text, False
+        if all(len(each.token_ids) == each.num_prompt_tokens for each in sequences):
+            return
+        if not self._any_recurs(sequences):
+            account.note_nothing_recurs(perf_counter() - begun)
+            return
+        if begins_text:
+            return
         limits = [0] * len(sequences)
         new = self.states.follow(sequences, limits, self._index_from)
         if not len(new.tokens):
             return
-        begun = perf_counter()
         self._enter_step_times()
         self._tick += 1
         count = len(sequences)
@@ -327,6 +340,17 @@ class HybridDrafter:
             self._share(row)
         if saved is not None:
             self.account.note_rehearsal(saved, count, perf_counter() - begun)
+
+    def _any_recurs(self, sequences: list[Sequence]) -> bool:
+        """Whether the text of one of the sequences, of some if they are many, has come to tokens
+        that it or a cached text held before."""
+        filters = [generation.grams for generation in self._cache.generations]
+        for sequence in sequences[:_MOST_CHECKED]:
+            tokens = np.array(sequence.token_ids[-_LAST_TOKENS:], np.int32)
+            num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
+            if recurs(tokens, num_output, filters, namespace_salt(sequence.request.root_hash)):
+                return True
+        return False
 
     # -- learning ---------------------------------------------------------------------------
 

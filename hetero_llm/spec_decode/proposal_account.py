@@ -30,6 +30,7 @@ from hetero_llm.spec_decode.budget import verify_times
 _MAX_BUCKETS = 16
 _IDLE_WEIGHT = 0.1  # of a new time in the average
 _FIRST_IDLE = 2e-3  # most seconds that the first time counts for
+_FIRST_WAIT = 2e-4  # the same where an engine waits for a drafter that is called for the first time
 _GAIN_WEIGHT = 0.15  # of a proposal in the moving average of gains
 _FIRST_GAIN = 1.05  # so that a drafter begins with proposals
 _MIN_PAUSE, _MAX_PAUSE = 2, 32  # steps; twice as many after each pause that ends in a loss
@@ -42,10 +43,12 @@ _LONGEST_DEBT = 16  # steps of a pause that pays back
 _LEAST_SAVED = 0.2  # share of the time that drafts must have saved for a pause to end
 _REHEARSAL_WEIGHT = 2.0  # steps: what a rehearsal has saved in so many may be lost again
 _SHORTEST_REHEARSED, _LONGEST_REHEARSED = 8, 128  # steps of a pause behind which a rehearsal is due
+_LONGEST_UNCHECKED = 16  # steps of a pause behind which a text is checked for what recurs
 _FIRST_REHEARSAL = 0.2  # steps' worth of time that it takes, as long as that is not known
 _TIME_OF_REHEARSALS = 0.005  # share of the time
-_MOST_OWED = 4.0  # steps' worth of time
-_SAVED_PER_OWED = 0.3  # more to be saved in a rehearsed step for each step's worth owed
+_MOST_OWED = 2.0  # steps' worth of time
+_SAVED_PER_OWED = 0.1  # more of the time to be saved by rehearsed drafts, for each step's worth owed
+_FADING = 0.1  # of what a proposal takes longer than none, at each rehearsal
 _MOST_KEPT = 16  # reports of a pause that wait to be taken in
 _FEW_KEPT = 4  # the same where an engine waits until they are
 _TAKEN_TOGETHER = 8  # reports, where an engine waits: code and data are cold behind a step
@@ -61,9 +64,14 @@ class ProposalIdle(NamedTuple):
 
 class IdleTimes:
     """How long the device idles before a step: moving averages in seconds, by the number of
-    sequences (one bucket for each power of two)."""
+    sequences (one bucket for each power of two).
 
-    def __init__(self) -> None:
+    Args:
+        first: most seconds that the first time counts for.
+    """
+
+    def __init__(self, first: float = _FIRST_IDLE) -> None:
+        self._first = first
         self._seconds = [0.0] * _MAX_BUCKETS
         self._counts = [0] * _MAX_BUCKETS
 
@@ -73,9 +81,14 @@ class IdleTimes:
         at = min(num_sequences.bit_length(), _MAX_BUCKETS - 1)
         known = self._counts[at]
         weight = max(_IDLE_WEIGHT, 1.0 / (known + 1))
-        most = 2 * self._seconds[at] + 1e-4 if known else _FIRST_IDLE
+        most = 2 * self._seconds[at] + 1e-4 if known else self._first
         self._seconds[at] += weight * (min(seconds, most) - self._seconds[at])
         self._counts[at] = known + 1
+
+    def fade(self, num_sequences: int, rest: float) -> None:
+        """Brings the time nearer to `rest`: it is long ago that it was observed."""
+        at = min(num_sequences.bit_length(), _MAX_BUCKETS - 1)
+        self._seconds[at] += _FADING * min(rest - self._seconds[at], 0.0)
 
     def of(self, num_sequences: int) -> float:
         """Seconds; of a number that was not seen those of the next smaller one that was, or of the
@@ -96,6 +109,8 @@ class ProposalAccount:
         launches_ahead: whether the engine launches steps without drafts ahead.
         rehearses: whether the drafter calls `note_rehearsal` at the end of each pause; without
             effect where steps are launched ahead.
+        begins_text: whether the pause that ends was begun by a new text, alone: then proposals may
+            begin without a rehearsal.
         step_times: of steps without a prompt's chunk, by their tokens.
     """
 
@@ -115,6 +130,7 @@ class ProposalAccount:
         # What proposals and rehearsals have saved less what they have lost, in steps' worth of
         # time, where the drafter rehearses; and what a rehearsal takes.
         self._balance, self._rehearsal = 0.0, _FIRST_REHEARSAL
+        self.begins_text = False
 
     @property
     def paused(self) -> bool:
@@ -134,7 +150,7 @@ class ProposalAccount:
     def wake(self, num_steps: int) -> None:
         """Counts steps of the pause at which `run_deferred` was not called."""
         self._paused_for -= num_steps
-        self._balance = min(self._balance + num_steps * _TIME_OF_REHEARSALS, _MOST_SAVED)
+        self._balance = min(self._balance + num_steps * _LOSS_SHARE, _MOST_SAVED)
 
     @property
     def is_probing(self) -> bool:
@@ -145,6 +161,8 @@ class ProposalAccount:
         """Sets measured step times; see `core.drafter.CostAware`. Forgets what was observed."""
         self.step_times = verify_times(profile, multiplies=not launches_ahead)
         self.launches_ahead = launches_ahead
+        if not launches_ahead:
+            self._proposal_idle = IdleTimes(_FIRST_WAIT)
 
     def idle_of(self, num_sequences: int) -> ProposalIdle:
         """Idle seconds before steps with `num_sequences` sequences."""
@@ -162,7 +180,7 @@ class ProposalAccount:
     def run_deferred(self) -> None:
         """Takes in what was observed; called once a step while the device works. Where an engine
         waits for that, times take in several steps together, and in a pause all at its end."""
-        self._balance = min(self._balance + _TIME_OF_REHEARSALS, _MOST_SAVED)
+        self._balance = min(self._balance + _LOSS_SHARE, _MOST_SAVED)
         if self._paused_for > 1:
             self._paused_for -= 1
             return
@@ -216,6 +234,7 @@ class ProposalAccount:
         """
         plain = self.step_times.predict(num_sequences) + self._plain_idle.of(num_sequences)
         took = min(seconds / plain, 1.0) if plain else _FIRST_REHEARSAL
+        self._proposal_idle.fade(num_sequences, self._plain_idle.of(num_sequences))
         self._cost = seconds
         self._rehearsal += _IDLE_WEIGHT * (took - self._rehearsal)
         self._balance = max(self._balance - took, -_MOST_OWED)
@@ -224,6 +243,16 @@ class ProposalAccount:
             self._next_pause, self._gain = _MIN_PAUSE, max(self._gain, _FIRST_GAIN)
         else:
             self._pause_for_rehearsal()
+
+    def note_nothing_recurs(self, seconds: float) -> None:
+        """Notes that no text has come to what it or another one held before: the pause continues.
+
+        Args:
+            seconds: that it took to find out.
+        """
+        self._cost = seconds
+        self._paused_for = max(min(self._next_pause, _LONGEST_UNCHECKED), _SHORTEST_REHEARSED)
+        self._next_pause = 2 * self._paused_for
 
     def _pause_for_rehearsal(self) -> None:
         """Begins a pause, twice as long as the last one, up to one behind which a rehearsal takes
@@ -238,6 +267,9 @@ class ProposalAccount:
         if self.launches_ahead:
             return
         self._saved = min(self._saved + _TO_LOSE / num_running, _TO_LOSE)
+        if self.rehearses and num_running == 1:
+            self._paused_for, self._next_pause, self.begins_text = 1, _MIN_PAUSE, True
+            return
         idle = self.idle_of(num_running)
         plain = self.step_times.predict(num_running) + idle.plain
         if self._paused_for > 1 and plain and self._saved >= (idle.proposed - idle.plain) / plain:
