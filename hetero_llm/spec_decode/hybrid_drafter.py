@@ -283,7 +283,7 @@ class HybridDrafter:
         idle = self.account.idle_of(len(rows))
         batch, gain = self._step.propose(
             rows, self.step_times, num_rows, idle, self._proposing_model,
-            may_wait=not self.account.is_probing,
+            may_wait=not self.account.is_probing, most_nodes=self.account.most_nodes(num_rows),
         )  # fmt: skip
         self._verified = (rows, batch.counts) if len(batch.token_ids) else None
         self.account.note_gain(gain, num_rows, idle)
@@ -326,6 +326,7 @@ class HybridDrafter:
             account.note_nothing_recurs(perf_counter() - begun)
             return
         if begins_text:
+            account.note_text_recurs()
             return
         limits = [0] * len(sequences)
         new = self.states.follow(sequences, limits, self._index_from)
@@ -345,7 +346,7 @@ class HybridDrafter:
         """Whether the text of one of the sequences, of some if they are many, has come to tokens
         that it or a cached text held before."""
         filters = [generation.grams for generation in self._cache.generations]
-        for sequence in sequences[:_MOST_CHECKED]:
+        for sequence in sequences[-_MOST_CHECKED:]:
             tokens = np.array(sequence.token_ids[-_LAST_TOKENS:], np.int32)
             num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
             if recurs(tokens, num_output, filters, namespace_salt(sequence.request.root_hash)):

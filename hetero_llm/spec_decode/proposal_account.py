@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from hetero_llm.core.drafter import StepReport
 from hetero_llm.core.step_times import StepTimes
-from hetero_llm.spec_decode.budget import verify_times
+from hetero_llm.spec_decode.budget import MOST_ROWS, verify_times
 
 _MAX_BUCKETS = 16
 _IDLE_WEIGHT = 0.1  # of a new time in the average
@@ -47,7 +47,13 @@ _LONGEST_UNCHECKED = 16  # steps of a pause behind which a text is checked for w
 _FIRST_REHEARSAL = 0.2  # steps' worth of time that it takes, as long as that is not known
 _TIME_OF_REHEARSALS = 0.005  # share of the time
 _MOST_OWED = 2.0  # steps' worth of time
-_SAVED_PER_OWED = 0.1  # more of the time to be saved by rehearsed drafts, for each step's worth owed
+_MOST_RISKED = 4.0  # the same that drafts of a drafter which rehearses may lose again
+_TO_RISK = 0.5  # steps' worth of time that one draft may lose whatever there is to lose
+_TO_LOSE_KNOWN = 1.0  # steps' worth of time that a text which begins like another one may lose
+_DRAFT_SIZES = (63, 31, 15, 7, 5)  # nodes that a draft may be cut to; with 3 it is tried anyway
+_SAVED_PER_OWED = (
+    0.1  # more of the time to be saved by rehearsed drafts, for each step's worth owed
+)
 _FADING = 0.1  # of what a proposal takes longer than none, at each rehearsal
 _MOST_KEPT = 16  # reports of a pause that wait to be taken in
 _FEW_KEPT = 4  # the same where an engine waits until they are
@@ -216,7 +222,7 @@ class ProposalAccount:
     def _settle(self, saved: float) -> None:
         """Adds to what may be lost, and begins a pause that pays back what was lost beyond it."""
         self._balance = min(max(self._balance + saved, -_MOST_OWED), _MOST_SAVED)
-        self._saved = min(self._saved + saved, _MOST_SAVED)
+        self._saved = min(self._saved + saved, _MOST_RISKED if self.rehearses else _MOST_SAVED)
         if self._saved < 0.0:
             if self.rehearses:
                 self._pause_for_rehearsal()
@@ -244,6 +250,10 @@ class ProposalAccount:
         else:
             self._pause_for_rehearsal()
 
+    def note_text_recurs(self) -> None:
+        """Notes that a text which begins is known: proposals begin without a rehearsal."""
+        self._saved = max(self._saved, _TO_LOSE_KNOWN)
+
     def note_nothing_recurs(self, seconds: float) -> None:
         """Notes that no text has come to what it or another one held before: the pause continues.
 
@@ -267,14 +277,28 @@ class ProposalAccount:
         if self.launches_ahead:
             return
         self._saved = min(self._saved + _TO_LOSE / num_running, _TO_LOSE)
-        if self.rehearses and num_running == 1:
-            self._paused_for, self._next_pause, self.begins_text = 1, _MIN_PAUSE, True
-            return
         idle = self.idle_of(num_running)
         plain = self.step_times.predict(num_running) + idle.plain
-        if self._paused_for > 1 and plain and self._saved >= (idle.proposed - idle.plain) / plain:
+        pays = bool(plain) and self._saved >= (idle.proposed - idle.plain) / plain
+        if self.rehearses and (pays or num_running == 1):
+            self._paused_for, self._next_pause, self.begins_text = 1, _MIN_PAUSE, True
+        elif self._paused_for > 1 and pays:
             self._paused_for = 1  # the next call of `run_deferred` takes in what was observed
             self._next_pause = _MIN_PAUSE
+
+    def most_nodes(self, num_rows: int) -> int:
+        """Draft nodes of all sequences that may run in a step of `num_rows` tokens without drafts:
+        if none is accepted, the step must not lose more than there is to lose. Any number where the
+        drafter does not rehearse."""
+        if self.launches_ahead or not self.rehearses:
+            return MOST_ROWS
+        rows = self.step_times.predict(num_rows)
+        risk = max(self._saved, _TO_RISK) * (rows + self._plain_idle.of(num_rows))
+        for nodes in _DRAFT_SIZES:
+            nodes *= num_rows
+            if self.step_times.predict(num_rows + nodes) - rows <= risk:
+                return nodes
+        return 3 * num_rows
 
     def pause(self) -> None:
         """Begins the longest pause: there are too many sequences to draft for."""
