@@ -1,15 +1,15 @@
 """Whether the lookahead cache makes any prompt slower: tokens/s with it over without, by prompt.
 
-    python -m bench.speculation.any_prompt [--model demo] [--rounds 15] [--batch 1] [--prompts other] [--out FILE]
+    python -m bench.speculation.any_prompt [--rounds 15] [--batch 1] [--prompts other] [--out FILE]
 
-Prompts ("first"): the three of `hetero-llm demo`, 30 ends of held-out code, 10 pieces of prose (the licence)
-and 10 of random tokens. The engine's constants were tuned on some of these; `--prompts other` are
-others on which none was (other_prompts.py tells the rule). Greedy unless `--temperature` is given.
+Prompts ("first"): the three of `hetero-llm demo`, 30 ends of held-out code, 10 pieces of prose (the
+licence) and 10 of random tokens. The engine's constants were tuned on these. `--prompts other` are
+52 more of other kinds, see other_prompts.py for their rule. Greedy unless `--temperature` is given.
 They run one at a time, or, with `--batch`, in groups, each named by its first prompt; figures are
-those of the group. In each round three engines of this process are made anew: without the cache ("off"), the same again, and with it
-("on"), whose cache is empty. Every prompt runs on all three, in turns. When all have run, each runs
-again: the cache knows its text then. The demo's prompts are a new engine's first ones; the order of
-the others differs by round.
+those of the group. In each round three engines of this process are made anew: without the cache
+("off"), the same again, and with it ("on"), whose cache is empty. Every prompt runs on all three,
+in turns. When all have run, each runs again: the cache knows its text then. The demo's prompts are
+a new engine's first ones; the order of the others differs by round.
 
 "over off": tokens/s behind the first token over those of "off" beside it, median of the rounds.
 "best": the same for the fastest run of each; "cpu": the same by the CPU time of the calling

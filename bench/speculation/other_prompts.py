@@ -1,4 +1,4 @@
-"""A second set of prompts for `any_prompt`, on which no constant of the engine was tuned.
+"""A second set of prompts for `any_prompt`, of other kinds and origins than the first one.
 
 Rule: 52 prompts of seven kinds, made from the Python that runs and from seeds, without a network,
 and the same for one version of Python:
@@ -70,8 +70,10 @@ def other_prompts(vocab_size: int) -> dict[str, Prompt]:
         "numbers": [_table(rng, width) for width in _WIDTHS],
         "json": [_records(rng, indent) for indent in _INDENTS],
         "headers": [_middle(path) for path in _headers()],
-        "random": [rng.integers(3, vocab_size, _RANDOM_TOKENS).tolist() for _ in range(_NUM_RANDOM)],
-    }  # fmt: skip
+        "random": [
+            rng.integers(3, vocab_size, _RANDOM_TOKENS).tolist() for _ in range(_NUM_RANDOM)
+        ],
+    }
     return {
         f"{kind} {index}": prompt
         for kind, prompts in kinds.items()

@@ -32,8 +32,8 @@ def profile_executor(executor: Executor, cache: PagedKVCache) -> list[tuple[int,
     Sizes take turns: what other programs do meanwhile then disturbs all of them, and each size that
     runs often enough has a quiet moment. Before each measured step runs one of a single token, as
     in decoding: behind a larger step, which has filled the caches, a token takes up to half as long
-    again, and more of them would look free. Reads and writes K and V of the cache's first blocks: to
-    be called before the first request.
+    again, and more of them would look free. Reads and writes K and V of the cache's first blocks:
+    to be called before the first request.
     """
     room = min(_MEASURED[-1], cache.num_blocks * cache.shape.block_size)
     begun = perf_counter()

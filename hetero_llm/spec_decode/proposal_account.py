@@ -44,6 +44,7 @@ _LEAST_SAVED = 0.2  # share of the time that drafts must have saved for a pause 
 _REHEARSAL_WEIGHT = 2.0  # steps: what a rehearsal has saved in so many may be lost again
 _SHORTEST_REHEARSED, _LONGEST_REHEARSED = 8, 128  # steps of a pause behind which a rehearsal is due
 _LONGEST_UNCHECKED = 16  # steps of a pause behind which a text is checked for what recurs
+_SHORTEST_FAILED = 24  # the same where a rehearsal has shown nothing
 _FIRST_REHEARSAL = 0.2  # steps' worth of time that it takes, as long as that is not known
 _TIME_OF_REHEARSALS = 0.005  # share of the time
 _MOST_OWED = 2.0  # steps' worth of time
@@ -248,6 +249,7 @@ class ProposalAccount:
             self._saved = max(self._saved, min(_REHEARSAL_WEIGHT * saved, _MOST_SAVED))
             self._next_pause, self._gain = _MIN_PAUSE, max(self._gain, _FIRST_GAIN)
         else:
+            self._next_pause = max(self._next_pause, _SHORTEST_FAILED)
             self._pause_for_rehearsal()
 
     def note_text_recurs(self) -> None:

@@ -1,9 +1,9 @@
 """A quick test whether the end of a text has occurred before: no index is looked up for it.
 
-A paused drafter asks it every few steps, behind steps that take a third of a millisecond for a small
-model: it takes some microseconds, where looking up a draft takes a hundred with cold caches. "Yes"
-may be wrong and then costs a look-up; "no" is right about its own text and about all texts that the
-filters were shown.
+A paused drafter asks it every few steps, behind steps that take a third of a millisecond for a
+small model: it takes some microseconds, where looking up a draft takes a hundred with cold caches.
+"Yes" may be wrong and then costs a look-up; "no" is right about its own text and about all texts
+that the filters were shown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GRAM = 4
 """Tokens of a gram. Three of a prompt are known together with its output."""
 _NUM_GRAMS = 3
 """Grams, each one token on, of which all have to be known: six tokens."""
-_OWN_TOKENS = 6
+_OWN_TOKENS = 8
 """Last tokens of a text that have to occur earlier in it."""
 _MOST_OWN = 2048
 """Last tokens of a text among which they are searched."""
@@ -56,7 +56,8 @@ def recurs(
 
     Args:
         tokens: [T] int32, the text's last ones.
-        num_output: tokens that follow its prompt: with fewer than three, as many grams must be known.
+        num_output: tokens that follow its prompt: with fewer than three, as many grams must be
+            known.
         namespace: the text's salt in the filters.
     """
     young, old, static = filters
@@ -70,7 +71,8 @@ def _bit_of(tokens: np.ndarray, end: int, namespace: int, num_words: int) -> int
     for i in range(end - GRAM, end):
         key = (key ^ np.uint64(tokens[i] + 1)) * _MULTIPLIER
         key ^= key >> np.uint64(29)
-    return np.int64(key & np.uint64(num_words * 64 - 1))
+    bit: int = np.int64(key & np.uint64(num_words * 64 - 1))  # type: ignore[assignment]
+    return bit
 
 
 @njit(cache=True, nogil=True)

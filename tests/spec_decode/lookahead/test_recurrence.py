@@ -64,10 +64,10 @@ def test_a_filter_forgets_all() -> None:
 
 def test_a_text_that_repeats_itself_recurs() -> None:
     loop = tokens(*range(100, 109))
-    assert not recurs(tokens(1, *loop, *loop[:5]), 20, filters(), SALT)
-    assert recurs(tokens(1, *loop, *loop[:6]), 20, filters(), SALT)
-    assert recurs(np.full(7, 3, np.int32), 20, filters(), SALT)
-    assert not recurs(np.full(6, 3, np.int32), 20, filters(), SALT)
+    assert not recurs(tokens(1, *loop, *loop[:7]), 20, filters(), SALT)
+    assert recurs(tokens(1, *loop, *loop[:8]), 20, filters(), SALT)
+    assert recurs(np.full(9, 3, np.int32), 20, filters(), SALT)
+    assert not recurs(np.full(8, 3, np.int32), 20, filters(), SALT)
 
 
 def test_short_texts_do_not() -> None:
