@@ -5,6 +5,7 @@
 
 PYTHON ?= python3
 TEST_WORKERS ?= 2
+GPU_TEST_WORKERS ?= 14
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -37,7 +38,7 @@ CLIENTS := openai2 openai3 openai_agents anthropic langchain instructor litellm 
   schemathesis
 CLIENT_STAMPS := $(patsubst %,$(CLIENT_VENVS)/%/.installed,$(CLIENTS))
 
-.PHONY: install demo test test-native test-faults test-clients test-ipex test-browser test-published test-quant-tools test-ray check format docs clean
+.PHONY: install demo test test-gpu test-native test-faults test-clients test-ipex test-browser test-published test-quant-tools test-ray check format docs clean
 
 install: $(STAMP)
 
@@ -52,6 +53,11 @@ demo: $(STAMP)
 # Two workers, and threads of torch that sleep when they wait: 7.5 minutes instead of 16 on two cores.
 test: $(STAMP)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not faults" -n $(TEST_WORKERS) --dist loadfile
+
+# On one GPU and 16 cores. Most of a first run is compiling kernels, so almost as many workers as cores.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu -m "not alone" -n $(GPU_TEST_WORKERS) --dist worksteal
+	$(BIN)/python -m pytest tests/gpu -m alone
 
 # Real servers and draft workers that are killed, stopped, starved and lied to.
 test-faults: $(STAMP)

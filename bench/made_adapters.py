@@ -87,6 +87,8 @@ class MadeAdapters:
         rank = self._rank
         members: dict[str, list[tuple[int, int]]] = {}
         for target in targets.targets.values():
+            if target.expert is not None:
+                continue
             members.setdefault(target.linear, []).append((target.first_row, target.rows))
         linears = {}
         for name, places in members.items():

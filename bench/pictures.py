@@ -599,10 +599,13 @@ NOT_DRAWN = {
     "rooms/guided_decode.masks.before": "an earlier state, kept for comparison",
     "rooms/hybrid_experts.before.g": "beside the later run, in docs/benchmarks.md",
     "rooms/kernels_expert_team.fp8_rows.g": "a line of docs/history/log.md",
+    "rooms/never_slower.128.g": "two numbers, in docs/benchmarks.md",
+    "rooms/never_slower.temperatures.g": "a sentence, in docs/benchmarks.md",
     "rooms/never_slower.account.g": "one arm beside earlier runs, in docs/benchmarks.md",
     "rooms/never_slower.net_gain.g": "two of the drafts alone, cut off by a limit",
     "rooms/skinny_gemm.two_rows.g": "what launches of few rows were chosen by",
     "rooms/verify.before": "an earlier state, kept for comparison",
     "rooms/verify.after": "an earlier state, kept for comparison",
+    "rooms/verify.fewer_lines.g": "the same with 4,885 lines fewer",
 }
 """Results file to the reason why no picture shows it."""

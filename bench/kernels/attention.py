@@ -282,6 +282,31 @@ def variants(copy: float) -> Rows:
     return rows
 
 
+def eight_bits(copy: float) -> Rows:
+    """Caches in 8 bits beside bf16: e4m3 is read in pairs, e5m2 byte by byte."""
+    rows = []
+    config: Any = SimpleNamespace(
+        num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, num_layers=0, sliding_windows=(),
+        alibi_slopes=None,
+    )  # fmt: skip
+    cache: Any = SimpleNamespace()
+    context = AttentionContext(config, cache, torch.zeros(1, 1, device=DEVICE), torch.bfloat16)
+    dtypes = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+    for batch, keys in ((1, 4096), (1, 32768), (8, 4096), (32, 8192), (128, 192), (128, 1024)):
+        row: dict[str, Any] = {"context": f"{batch} x {keys}"}
+        for dtype in dtypes:
+            cache = make_cache(LAYOUTS[0], batch * keys // BLOCK, dtype)
+            tile = context.decode_tile(batch, short=keys < 512)
+            ms = attention_ms(cache, batch, keys, tile)
+            name = str(dtype).removeprefix("torch.")
+            row[f"{name} us"] = ms * 1e3
+            row[f"{name} of copy"] = bandwidth(batch, keys, ms) * dtype.itemsize / 2 / copy
+            del cache
+            torch.cuda.empty_cache()
+        rows.append(row)
+    return rows
+
+
 def prefill(_: float) -> Rows:
     """Library attention on contiguous K and V against our kernel: TFLOP/s."""
     rows = []
@@ -344,7 +369,9 @@ def _library(
         return str(error).splitlines()[0][:24]
 
 
-PARTS = {part.__name__: part for part in (layouts, tiles, trees, shared, prefill, variants)}
+PARTS = {
+    part.__name__: part for part in (layouts, tiles, trees, shared, prefill, variants, eight_bits)
+}
 
 
 def main() -> None:

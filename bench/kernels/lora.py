@@ -11,11 +11,15 @@ engine does up to 64 rows); "outside": two kernels around each product (what it 
 `--what prompts`: rows of whole prompts, with adapters by the ways of adding them, over the plain
 layers. "behind": the expands add to a product's output; "before": they write it, and the library's
 product adds to that; "gate": as before, but gate and up get theirs in the activation.
+
+`--what experts`: the experts of Qwen3-30B-A3B (128 of 2048 x 768, 8 a row) with an adapter each,
+over the same without, by number of rows and adapters; `difference` from the float32 reference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +31,11 @@ from bench.common import Rows, bench_parser, names_of, numbers, print_table, wri
 from bench.gpu_timing import graph_ms, largest_error, need_cuda
 from bench.kernels.skinny_gemm import MODELS
 from hetero_llm.gpu.kernels.activation import silu_mul
+from hetero_llm.gpu.kernels.expert_adapters import (
+    ExpertAdapters,
+    ExpertKernels,
+    adapted_experts_reference,
+)
 from hetero_llm.gpu.kernels.lora import NO_SLOT, LoraSlots
 from hetero_llm.gpu.kernels.lora_product import (
     StepRows,
@@ -37,7 +46,7 @@ from hetero_llm.gpu.kernels.lora_product import (
 from hetero_llm.gpu.kernels.norm import add_rms_norm
 from hetero_llm.gpu.kernels.skinny_gemm import linear
 
-WHAT = ("steps", "prompts")
+WHAT = ("steps", "prompts", "experts")
 ROWS = (1, 8, 32)
 PROMPTS = (512, 2048, 4096)
 SLOTS = 8
@@ -204,6 +213,53 @@ def prompts(rank: int, counts: list[int]) -> Rows:
     return rows
 
 
+# --- experts ---
+
+EXPERTS, EXPERTS_OF_ROW, EXPERT_HIDDEN, EXPERT_INNER = 128, 8, 2048, 768
+EXPERT_ROWS = (1, 8, 32, 4096)
+
+
+def expert_slots(rank: int, columns: int, features: tuple[int, ...]) -> LoraSlots:
+    like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
+    one = LoraSlots.empty(1, rank, columns, features, like)
+    sizes = SLOTS, EXPERTS
+    a = torch.empty(*sizes, *one.a.shape[1:], dtype=like.dtype, device="cuda")
+    b = torch.empty(*sizes, *one.b.shape[1:], dtype=like.dtype, device="cuda")
+    scales = torch.ones(*sizes, one.scales.shape[1], device="cuda")
+    a.normal_(std=columns**-0.5)
+    b.normal_(std=rank**-0.5)
+    return replace(one, a=a, b=b, scales=scales, experts=EXPERTS)
+
+
+def experts_with_adapters(rank: int, counts: tuple[int, ...]) -> Rows:
+    sizes = {"dtype": torch.bfloat16, "device": "cuda"}
+    gate_up = torch.empty(EXPERTS, 2 * EXPERT_INNER, EXPERT_HIDDEN, **sizes)  # type: ignore[call-overload]
+    down = torch.empty(EXPERTS, EXPERT_HIDDEN, EXPERT_INNER, **sizes)  # type: ignore[call-overload]
+    gate_up.normal_(std=EXPERT_HIDDEN**-0.5)
+    down.normal_(std=EXPERT_INNER**-0.5)
+    first = expert_slots(rank, EXPERT_HIDDEN, (EXPERT_INNER, EXPERT_INNER))
+    second = expert_slots(rank, EXPERT_INNER, (EXPERT_HIDDEN,))
+    kernels = ExpertKernels("silu", None)
+    rows: Rows = []
+    for count in counts:
+        x = torch.randn(count, EXPERT_HIDDEN, **sizes)  # type: ignore[call-overload]
+        chosen = torch.rand(count, EXPERTS, device="cuda").topk(EXPERTS_OF_ROW)
+        weights, ids = chosen.values.contiguous(), chosen.indices.int().contiguous()
+        call = (x, ids, weights, gate_up, down)
+        base = graph_ms(lambda call=call: kernels(*call))
+        for arm in ("one", "eight"):
+            slots = torch.tensor(ARMS[arm](count), dtype=torch.int32, device="cuda")
+            own = ExpertAdapters(slots, first, second)
+            taken = graph_ms(lambda call=call, own=own: kernels.adapted(*call, adapters=own))
+            wanted = adapted_experts_reference(*call, activation="silu", biases=None, adapters=own)
+            apart = largest_error(kernels.adapted(*call, adapters=own), wanted)
+            rows.append(
+                {"rows": count, "arm": arm, "base_us": base * 1e3, "adapters": taken / base,
+                 "difference": apart}
+            )  # fmt: skip
+    return rows
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = bench_parser(__doc__)
@@ -220,6 +276,9 @@ def main() -> None:
             results["rows"], worst = steps(args.rank, args.rows)
             results["worst_difference"] = worst
             print_table(results["rows"])
+        elif what == "experts":
+            results["experts"] = experts_with_adapters(args.rank, EXPERT_ROWS)
+            print_table(results["experts"])
         else:
             results["prompts"] = prompts(args.rank, args.prompts)
             print_table(results["prompts"])

@@ -1,13 +1,14 @@
 """Products with quantized weights beside cuBLAS in bf16, by kind, layer and number of rows.
 
 Few rows: our kernels with the launch that `choose` names (`us`), up to 256 rows; from 65 on also
-the other way of a `QuantizedProduct` (`many_us`). With `--tune` other launches are timed as well:
-`best_us` is the fastest, which belongs in the kernel's table. `share`: bytes of the prepared
-matrix, of x and of y, over the time, over the speed of a large copy in the same run. Weights are
-random and as many as keep L2 from holding them; all is timed in CUDA graphs. `step` adds up the
-layers of a model: what they would take in one step, and the share of the copy speed that all of it
-reaches. Many rows: `us` by the library, which quantizes rows (`bits` 8) or dequantizes the matrix
-(16), `few_us` by the kernels of few rows.
+the other way of a `QuantizedProduct` (`many_us`); fp8 with a scale for each row also by
+`fp8_linear` (`fp8_us`, rows made before). With `--tune` other launches are timed as well: `best_us`
+is the fastest, which belongs in the kernel's table. `share`: bytes of the prepared matrix, of x and
+of y, over the time, over the speed of a large copy in the same run. Weights are random and as many
+as keep L2 from holding them; all is timed in CUDA graphs. `step` adds up the layers of a model:
+what they would take in one step, and the share of the copy speed that all of it reaches. Many rows:
+`us` by the library, which quantizes rows (`bits` 8) or dequantizes the matrix (16), `few_us` by the
+kernels of few rows.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from bench.common import (
 )
 from bench.gpu_timing import copy_bandwidth, largest_error, need_cuda, queued_us
 from bench.kernels.skinny_gemm import L2_BYTES, MODELS, compile_all, label, rows_like
+from hetero_llm.gpu.kernels import fp8_gemm
 from hetero_llm.gpu.kernels.block_product import find_block_product
 from hetero_llm.gpu.kernels.dequantize import dequantize_to
+from hetero_llm.gpu.kernels.quantize_rows import quantize_rows
 from hetero_llm.gpu.kernels.quantized_gemm import (
     PreparedMatrix,
     choose,
@@ -43,7 +46,7 @@ from hetero_llm.gpu.kernels.quantized_gemm import (
     prepare,
     shared_bytes,
 )
-from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct
+from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct, parts_of
 from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig
 from hetero_llm.gpu.switch_points import POINTS
 from hetero_llm.quantization.matrix import BLOCK_ROWS, Kind, QuantizedMatrix
@@ -166,6 +169,14 @@ def time_few(
         products = [QuantizedProduct(w) for w in matrices]
         many = lambda: [p.of_many_rows(x, None, in_8_bits=True) for p in products]  # noqa: E731
         many_us = queued_us(many) / len(products)
+    fp8_us = float("nan")
+    if 1 < m <= fp8_gemm.MAX_ROWS and fp8_gemm.serves(matrices[0]):
+        made = quantize_rows(x, matrices[0], parts=parts_of(m))
+        error = largest_error(fp8_gemm.fp8_linear(made, matrices[0]), exact)
+        errors.append(
+            error if parts_of(m) == 2 else error * WORST_ERROR["few"] / WORST_ERROR["many"]
+        )
+        fp8_us = queued_us(lambda: [fp8_gemm.fp8_linear(made, w) for w in matrices]) / len(matrices)
     return {
         "bytes": matrices[0].nbytes + x.nbytes + y.nbytes,
         "bf16_us": library,
@@ -173,6 +184,7 @@ def time_few(
         "best_us": times[best],
         "best": label(best),
         "many_us": many_us,
+        "fp8_us": fp8_us,
         "error": max(errors),
     }
 
@@ -198,7 +210,7 @@ def few_rows(args: argparse.Namespace, copy: float) -> tuple[Rows, Rows]:
                 results.append(row)
                 say(row)
                 total = step.setdefault(m, defaultdict(float))
-                for part in ("bf16", "many", "chosen", "best"):
+                for part in ("bf16", "many", "fp8", "chosen", "best"):
                     us = cell["us" if part == "chosen" else f"{part}_us"]
                     total[part] += us * dims.layers / 1e3
                 total["GB"] += moved * dims.layers / 1e9

@@ -460,6 +460,12 @@ ADAPTERS = grouped(
     argument("enable_lora", False, "Accept LoRA adapters (PEFT)."),
     argument("max_loras", 1, "Most adapters in one batch.", minimum=1, maximum=_MOST_LORAS),
     argument("max_lora_rank", 16, "Highest rank of an adapter.", minimum=1, maximum=_MOST_RANK),
+    argument(
+        "lora_experts",
+        False,
+        "Accept adapters of a mixture's experts: on a GPU each slot has room for them; on a CPU "
+        "torch then serves the model.",
+    ),
     not_yet(
         "lora_extra_vocab_size",
         256,

@@ -140,6 +140,7 @@ class EngineArgTypes(TypedDict, total=False):
     enable_lora: bool
     max_loras: int
     max_lora_rank: int
+    lora_experts: bool
     lora_extra_vocab_size: int
     lora_dtype: str
     long_lora_scaling_factors: str | None
@@ -281,6 +282,7 @@ class EngineArgFields:
     enable_lora: bool
     max_loras: int
     max_lora_rank: int
+    lora_experts: bool
     lora_extra_vocab_size: int
     lora_dtype: str
     long_lora_scaling_factors: str | None

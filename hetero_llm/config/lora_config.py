@@ -11,7 +11,13 @@ from hetero_llm.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_OF_ADAPTERS = {"max_loras": 1, "max_lora_rank": 16, "max_cpu_loras": None, "lora_dtype": "auto"}
+_OF_ADAPTERS = {
+    "max_loras": 1,
+    "max_lora_rank": 16,
+    "lora_experts": False,
+    "max_cpu_loras": None,
+    "lora_dtype": "auto",
+}
 """Arguments that say something about adapters of requests, and their defaults."""
 
 
@@ -25,6 +31,7 @@ class LoraConfig:
         max_cpu_loras: adapters in host memory.
         max_rank: largest rank of a module.
         dtype: of the adapters' tensors; "auto": the model's, float32 where torch serves on a CPU.
+        experts: they may name experts of mixtures.
         merge: folder of an adapter that is added to the weights; None: none is.
     """
 
@@ -33,11 +40,12 @@ class LoraConfig:
     max_cpu_loras: int = 1
     max_rank: int = 16
     dtype: str = "auto"
+    experts: bool = False
     merge: str | None = None
 
 
 def lora_from_args(args: Mapping[str, Any]) -> LoraConfig:
-    """Reads `enable_lora`, `max_*lora*`, `lora_dtype` and `lora_merge`.
+    """Reads `enable_lora`, `max_*lora*`, `lora_dtype`, `lora_experts` and `lora_merge`.
 
     Raises:
         ConfigError: host memory is to hold fewer adapters than the device.
@@ -57,5 +65,6 @@ def lora_from_args(args: Mapping[str, Any]) -> LoraConfig:
         max_cpu_loras=on_device if in_memory is None else in_memory,
         max_rank=args["max_lora_rank"],
         dtype=args["lora_dtype"],
+        experts=enabled and args["lora_experts"],
         merge=None if merge is None else str(merge),
     )

@@ -52,11 +52,13 @@ def choose_backend(
     *,
     batch_invariant: bool,
     prompt_adapters: bool = False,
+    expert_adapters: bool = False,
 ) -> NativeBackend | None:
     """Checks the CPU's arguments and chooses.
 
     Args:
         prompt_adapters: prompts may begin with the virtual tokens of prompt adapters.
+        expert_adapters: adapters may name experts of mixtures.
 
     Returns:
         None if torch serves; the log says why if the arguments do not ask for it. IPEX is loaded
@@ -73,6 +75,9 @@ def choose_backend(
     if reason is None and prompt_adapters:
         logger.info("enable_prompt_adapter: torch serves instead of the native executor")
         reason = "prompt adapters are served by torch"
+    if reason is None and expert_adapters:
+        logger.info("lora_experts: torch serves instead of the native executor")
+        reason = "adapters of experts are served by torch"
     library = native.load() if reason is None else None
     if library is None:
         reason = reason or "the compiled library is not available"

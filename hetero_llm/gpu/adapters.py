@@ -19,12 +19,14 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.lora import NO_ADAPTER, AdapterRef
 from hetero_llm.core.null_objects import do_nothing
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.gpu.kernels.activation import gated_activation
+from hetero_llm.gpu.kernels.expert_adapters import ExpertAdapters, ExpertKernels
 from hetero_llm.gpu.kernels.lora import NO_SLOT, LoraSlots
 from hetero_llm.gpu.kernels.lora_product import (
     GateAdapters,
@@ -36,7 +38,9 @@ from hetero_llm.gpu.kernels.lora_product import (
 from hetero_llm.gpu.slot_loads import SlotLoads
 from hetero_llm.gpu.uploads import Uploads
 from hetero_llm.lora.slot_layout import SlotLayout, widths
+from hetero_llm.lora.targets import EXPERT_WEIGHTS
 from hetero_llm.models.blocks import GatedMLP
+from hetero_llm.models.experts import Experts
 from hetero_llm.models.layers import CausalLM, GatedActivation, Linear, Product
 
 assert NO_SLOT == NO_ADAPTER
@@ -107,31 +111,49 @@ class GpuAdapters:
         )
         self._uploads = Uploads(max_num_seqs, device)
         self._rows: StepRows | None = None  # of the forward pass that is made
+        self._selected_rows: StepRows | None = None  # of them, in the last layer
         self._missing: GateAdapters | None = None  # of gate and up, until their activation runs
         self._layers: list[tuple[Product, LoraSlots]] = []
         self._words: dict[int, int] = {}  # by number of rows: see `StepRows`
         modules = dict(model.named_modules())
+        of_experts: dict[str, dict[str, LoraSlots]] = {}  # by the layer and its weight
         gates = {
             module.gate_up_proj: module.activation
             for module in modules.values()
             if isinstance(module, GatedMLP) and _is_kernel(module.activation)
         }
         for name, place in layout.places.items():
-            linear = modules[name]
-            assert isinstance(linear, Linear)
             bounds = torch.tensor(place.bounds, dtype=torch.int32, device=device)
             weights = LoraSlots(
                 *layout.views(self._slots, name),
                 bounds,
                 widest=max(widths(place.bounds)),
                 alignment=math.gcd(*place.bounds),
+                experts=place.experts or 1,
             )
+            if place.experts:
+                path, _, weight = name.rpartition(".")
+                own = of_experts.setdefault(path, {})
+                own[weight] = weights
+                if len(own) == len(EXPERT_WEIGHTS):
+                    self._join_experts(modules[path], own, place.piece)
+                continue
+            linear = modules[name]
+            assert isinstance(linear, Linear)
             self._layers.append((linear.product, weights))
             deferred = linear in gates and weights.parts == 2
             if deferred:
                 activation = gates[linear]
                 activation.function = partial(self._gate, activation.name, activation.function)
             linear.product = partial(self._multiply, linear.product, weights, place.piece, deferred)
+
+    def _join_experts(self, layer: nn.Module, slots: dict[str, LoraSlots], piece: int) -> None:
+        assert isinstance(layer, Experts)
+        kernels = layer.function
+        if not isinstance(kernels, ExpertKernels):
+            reason = "no kernel computes this model's experts, so they take no adapter here"
+            raise ConfigError("lora_experts", True, reason)
+        layer.function = partial(self._multiply_experts, kernels, slots, piece)
 
     @property
     def turn(self) -> int:
@@ -160,22 +182,39 @@ class GpuAdapters:
         self._loads.pending = False
         return AdapterUse.LOADING
 
-    def begin(self, token_slots: Tensor | None, *, waits: bool = False) -> None:
+    def begin(
+        self, token_slots: Tensor | None, *, waits: bool = False, selected: Tensor | None = None
+    ) -> None:
         """Begins a forward pass.
 
         Args:
             token_slots: [T] int32, the request slot of each token; None: no token has an adapter.
             waits: slots may still be on their way (`AdapterUse.LOADING`).
+            selected: [N] int64 tokens that alone come to the end of the last layer, N other than T;
+                None: all do. A product knows by the number of its rows which ones they are.
         """
-        self._rows = None
+        self._rows = self._selected_rows = None
         self._next_piece = 0 if waits else self._loads.num_pieces
         if token_slots is not None:
-            self._rows = StepRows(
-                token_slots,
-                self._device_adapter_of,
-                num_slots=len(self._slots),
-                words=self._num_words(len(token_slots)),
-            )
+            self._rows = self._step_rows(token_slots)
+            if selected is not None:
+                assert len(selected) != len(token_slots)
+                self._selected_rows = self._step_rows(token_slots.index_select(0, selected))
+
+    def _step_rows(self, token_slots: Tensor) -> StepRows:
+        return StepRows(
+            token_slots,
+            self._device_adapter_of,
+            num_slots=len(self._slots),
+            words=self._num_words(len(token_slots)),
+        )
+
+    def _rows_of(self, x: Tensor, rows: StepRows) -> StepRows:
+        """Those of a product's inputs, `rows` or the selected ones."""
+        if len(x) == len(rows.slots):
+            return rows
+        assert self._selected_rows is not None and len(x) == len(self._selected_rows.slots)
+        return self._selected_rows
 
     def end(self) -> None:
         """Ends a forward pass: behind one that waits, all slots are filled."""
@@ -214,12 +253,25 @@ class GpuAdapters:
         if self._rows is None:
             return product(x, weight, bias)
         self._wait(piece)
+        rows = self._rows_of(x, self._rows)
         if deferred:
             y, self._missing = product_before_gate(
-                product, x, weight, bias, rows=self._rows, weights=slots
+                product, x, weight, bias, rows=rows, weights=slots
             )
             return y
-        return product_with_adapters(product, x, weight, bias, rows=self._rows, weights=slots)
+        return product_with_adapters(product, x, weight, bias, rows=rows, weights=slots)
+
+    def _multiply_experts(
+        self, kernels: ExpertKernels, slots: dict[str, LoraSlots], piece: int,
+        x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """`ExpertsFunction` with the adapters of the rows."""
+        if self._rows is None:
+            return kernels(x, ids, weights, gate_up, down)
+        self._wait(piece)
+        rows = self._rows_of(x, self._rows)
+        adapters = ExpertAdapters(rows.slots, slots["gate_up"], slots["down"])
+        return kernels.adapted(x, ids, weights, gate_up, down, adapters=adapters)
 
     def _gate(self, name: str, plain: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
         missing, self._missing = self._missing, None

@@ -28,6 +28,10 @@ _WIDE_TILES = {64: (64, 4, 3, 2), 128: (64, 8, 3, 1)}
 """By tile rows: keys, warps, stages and programs of tiles that the group of one token fills.
 StarCoder has 48 heads of 128 on one KV head, Falcon-7B 71 of 64. Not timed: what fits the registers
 and shared memory of Hopper."""
+_SINGLE_TILE, _SEVERAL_TILE = (16, 32, 4, 3, 2), (32, 32, 8, 3, 2)
+"""Of float32, by rows, keys, warps, stages and programs: sequences of one token, and of several.
+Products of float32 are unrolled multiply-adds, whose compilation takes seconds and grows with the
+tile, so few kernels with small tiles serve all steps."""
 
 
 def check_supported(config: ModelConfig) -> None:
@@ -83,6 +87,7 @@ class AttentionContext:
             self.slopes = torch.tensor(config.alibi_slopes, dtype=torch.float32, device=device)
         self._group = config.num_heads // config.num_kv_heads
         self.dtype = dtype
+        self._unrolled = dtype == torch.float32
         self._workspaces: dict[int, Workspace] = {}
         programs = _PIECES_PER_SM * num_multiprocessors(block_tables.device)
         self.max_pieces = max(1, programs // config.num_kv_heads)
@@ -99,6 +104,8 @@ class AttentionContext:
             num_tokens: tokens of the step, padding included.
             short: see `graph_set.is_short`.
         """
+        if self._unrolled:
+            return self._tile(*_SINGLE_TILE)
         if not short:
             few = num_tokens <= _FEW_ROWS
             return self._tile(16, 128, 4, 5, 1) if few else self._tile(16, 128, 4, 3, 2)
@@ -109,10 +116,14 @@ class AttentionContext:
 
     def chunk_tile(self, num_tokens: int) -> TileShape:
         """The tile of a step in which sequences have several tokens, but no draft trees."""
+        if self._unrolled:
+            return self._tile(*_SEVERAL_TILE)
         return self._tile(32, 128, 4, 3, 2) if num_tokens <= 64 else self._tile(64, 64, 4, 3, 2)
 
     def tree_tile(self, num_tokens: int, *, short: bool) -> TileShape:
         """The tile of a step with draft trees; arguments as of `decode_tile`."""
+        if self._unrolled:
+            return self._tile(*_SEVERAL_TILE)
         if short:
             return self._tile(32, 64, 4, 4, 3)
         return self._tile(32, 128, 4, 5, 1) if num_tokens <= 64 else self._tile(32, 64, 4, 5, 2)
@@ -124,6 +135,8 @@ class AttentionContext:
         if least > rows:
             rows = least
             keys, warps, stages, programs = _WIDE_TILES.get(rows, (keys, warps, stages, programs))
+        if self._unrolled:
+            keys = min(keys, _SINGLE_TILE[1])
         row_bytes = triton.next_power_of_2(self.config.head_dim) * self.dtype.itemsize
         keys = max(16, keys * 256 // max(row_bytes, 256))
         return TileShape(rows, keys, warps, stages, programs)

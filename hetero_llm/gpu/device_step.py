@@ -123,7 +123,12 @@ class DeviceStep:
         self.hidden[: buffer.layout.tokens].copy_(hidden)
 
     def run_model(
-        self, buffer: StepBuffer, attention: Attend, *, adapted: AdapterUse
+        self,
+        buffer: StepBuffer,
+        attention: Attend,
+        *,
+        adapted: AdapterUse,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Fetches the buffer whose turn it is and runs the model: [T, hidden] after the last norm,
         or what the next stage takes.
@@ -131,6 +136,7 @@ class DeviceStep:
         Args:
             buffer: how the host has filled it.
             adapted: what tokens may need of adapters.
+            selected: [N] int64 rows that the attention's `select` leaves; None: all.
         """
         inputs = buffer.inputs
         fetch_pinned(self._ring, self._turns[:1], out=buffer.words)
@@ -146,7 +152,8 @@ class DeviceStep:
             out=self._input_ids[: buffer.layout.tokens],
         )
         waits = adapted is AdapterUse.LOADING
-        self._adapters.begin(inputs.token_slots if adapted else None, waits=waits)
+        token_slots = inputs.token_slots if adapted else None
+        self._adapters.begin(token_slots, waits=waits, selected=selected)
         self._experts.begin(inputs.slot_mapping)
         if not self._embeds:  # a copy, which the layers overwrite; rows of padding stay as they are
             input_ids = self.stage_input[: buffer.layout.tokens].clone()

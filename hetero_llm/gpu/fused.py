@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from hetero_llm.gpu.collectives import PeerCollectives
 from hetero_llm.gpu.kernels.activation import activation, gated_activation
 from hetero_llm.gpu.kernels.block_product import find_block_product
-from hetero_llm.gpu.kernels.experts import experts, serves
+from hetero_llm.gpu.kernels.expert_adapters import ExpertKernels
+from hetero_llm.gpu.kernels.experts import serves
 from hetero_llm.gpu.kernels.launch import INTERPRETED
 from hetero_llm.gpu.kernels.norm import (
     MAX_NORM_SIZE,
@@ -23,7 +24,6 @@ from hetero_llm.gpu.kernels.norm import (
     quantizes_norms,
 )
 from hetero_llm.gpu.kernels.quantize_rows import LARGEST, quantize_gated
-from hetero_llm.gpu.kernels.quantized_experts import quantized_experts
 from hetero_llm.gpu.kernels.quantized_gemm import prepare, prepares
 from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct, product_of
 from hetero_llm.gpu.kernels.routing import (
@@ -104,6 +104,7 @@ def speed_up(model: CausalLM, *, few_rows: int | None = None, agree: AgreeOnNumb
         elif isinstance(module, Linear) and module.weight.device.type == "cuda":
             module.product = linear
     speed_up_experts(model)
+    quantize_where_rows_are_made(model)
     products = [
         module.product
         for module in model.modules()
@@ -115,7 +116,6 @@ def speed_up(model: CausalLM, *, few_rows: int | None = None, agree: AgreeOnNumb
     elif products and products[0].matrix.device.type == "cuda":
         measure_switch_points(products, next(model.parameters()).dtype)
         agree_on_switch_points(products, agree)
-    quantize_where_rows_are_made(model)
 
 
 def speed_up_experts(model: CausalLM) -> None:
@@ -152,22 +152,14 @@ def _function_of(module: Experts) -> ExpertsFunction:
     alone; those that have no such order stay with torch."""
     quantized, activation, biases = module.quantized, module.activation.name, module.biases
     if not quantized:
-        return partial(experts, activation=activation, biases=biases)
+        return ExpertKernels(activation, biases)
     if not all(prepares(stack.matrix) for stack in quantized.values()):
         return module.function
     prepared = {}
     for name, stack in quantized.items():
         prepared[name] = prepare(stack.matrix)
         stack.release()
-    gate_up = prepared.get("gate_up", module.gate_up)
-    down = prepared.get("down", module.down)
-
-    def function(x: Tensor, ids: Tensor, weights: Tensor, *_: Tensor) -> Tensor:
-        return quantized_experts(
-            x, ids, weights, gate_up, down, activation=activation, biases=biases
-        )
-
-    return function
+    return ExpertKernels(activation, biases, prepared.get("gate_up"), prepared.get("down"))
 
 
 def quantize_where_rows_are_made(model: CausalLM) -> None:
@@ -180,6 +172,7 @@ def quantize_where_rows_are_made(model: CausalLM) -> None:
             if isinstance(module.mlp, GatedMLP):
                 _quantize_in_norm(module.mlp_norm, module.mlp.gate_up_proj)
         elif isinstance(module, GatedMLP) and _may_quantize(module.down_proj):
+            cast(QuantizedProduct, module.down_proj.product).comes_quantized = True
             gate = module.activation
             gate.function = partial(
                 _gate_rows, name=cast(str, gate.name), linear=module.down_proj, plain=gate.function
@@ -189,7 +182,9 @@ def quantize_where_rows_are_made(model: CausalLM) -> None:
 def _quantize_in_norm(norm: nn.Module | None, linear: Linear) -> None:
     if not isinstance(norm, RMSNorm | GemmaRMSNorm) or not _may_quantize(linear):
         return
-    if quantizes_norms(cast(QuantizedProduct, linear.product).matrix):
+    product = cast(QuantizedProduct, linear.product)
+    if quantizes_norms(product.matrix):
+        product.comes_quantized = True
         norm.function = partial(
             _norm_rows, gemma=isinstance(norm, GemmaRMSNorm), linear=linear, plain=norm.function
         )
@@ -208,7 +203,12 @@ def _norm_rows(
     product = linear.product  # something else may stand in its place by now
     if not isinstance(product, QuantizedProduct) or not product.quantizes(x):
         return plain(x, residual, weight, eps)
-    rows, total = quantized_rms_norm(x, residual, weight, eps, matrix=product.matrix, gemma=gemma)
+    rows, total = quantized_rms_norm(
+        *(x, residual, weight, eps),
+        matrix=product.matrix,
+        gemma=gemma,
+        parts=product.parts(x),
+    )
     return cast(Tensor, rows), total
 
 
@@ -219,7 +219,8 @@ def _gate_rows(
     product = linear.product
     if not isinstance(product, QuantizedProduct) or not product.quantizes(gate_up):
         return plain(gate_up)
-    return cast(Tensor, quantize_gated(gate_up, name, product.matrix))
+    parts = product.parts(gate_up)
+    return cast(Tensor, quantize_gated(gate_up, name, product.matrix, parts=parts))
 
 
 class Summing(Protocol):
@@ -315,7 +316,10 @@ def _norm_of_sum(
     """`plain` of the sum over all ranks, in one launch where there is one."""
     linear = _quantizing(plain)
     product = None if linear is None else linear.product
-    quantizes = isinstance(product, QuantizedProduct) and product.quantizes(x)
+    # Two parts are left to the product's own pass: it takes less than a launch for the sum.
+    quantizes = (
+        isinstance(product, QuantizedProduct) and product.quantizes(x) and product.parts(x) == 1
+    )
     if quantizes or not collectives.norms(x):
         return plain(collectives.all_reduce(x), residual, weight, eps)
     return collectives.sum_norm(x, residual, weight, eps, gemma=gemma)

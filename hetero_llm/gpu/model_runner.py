@@ -558,9 +558,10 @@ class GpuModelRunner:
         library: tuple[LibraryRows, ...] = ()
         planned = sampled = None
         if not single:
-            # Adapters are added to the rows of the step, so all layers have to have those.
             all_rows = bool(step.prompt_logprob_spans) if shared is None else not shared.of_samples
-            if self.model.selects_rows and not all_rows and not adapted:
+            if adapted and max(1, int(step.num_samples.sum())) == num_tokens:
+                all_rows = True  # `GpuAdapters` knows the rows of a product by their number
+            if self.model.selects_rows and not all_rows:
                 sampled = self._sampled_rows.plan(step)
             library, planned = self._library.plan(
                 step.request_slots,
@@ -589,7 +590,8 @@ class GpuModelRunner:
         if step.kv_loads:
             assert self.layer_ready is not None
             attention = LayerReadyAttention(attention, self.layer_ready)
-        hidden = self._device_step.run_model(buffer, attention, adapted=adapted)
+        selected = None if sampled is None else sampled.rows
+        hidden = self._device_step.run_model(buffer, attention, adapted=adapted, selected=selected)
         if plain and num_samples:
             if sampled is None:
                 self._device_step.sample(buffer.inputs, hidden, num_samples)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor, nn
 
 from hetero_llm.core.errors import AdapterError, ConfigError
 from hetero_llm.core.lora import LoRARequest
-from hetero_llm.lora.adapter import read_adapter
+from hetero_llm.lora.adapter import LinearAdapter, read_adapter
 from hetero_llm.lora.targets import adapter_targets
 from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.experts import Experts
 from hetero_llm.models.layers import CausalLM, Linear
 
 _MOST_RANK = 1 << 16
@@ -37,14 +41,33 @@ def merge_adapter(
     except AdapterError as error:
         raise ConfigError("lora_merge", folder, str(error)) from error
     modules = dict(model.named_modules())
-    for name in adapter.linears:
-        linear = modules[name]
-        assert isinstance(linear, Linear)
-        if linear.quantized is not None:
+    for name in (*adapter.linears, *adapter.experts):
+        if _weight(modules, name) is None:
             reason = f"{name} is quantized; serve the adapter with enable_lora"
             raise ConfigError("lora_merge", folder, reason)
     for name, own in adapter.linears.items():
-        weight = modules[name].weight
-        assert isinstance(weight, torch.Tensor)
-        delta = own.delta(weight.shape[0]).to(weight.device)
-        weight.copy_(weight.float() + delta)
+        weight = _weight(modules, name)
+        assert weight is not None
+        _add(weight, own)
+    for name, experts in adapter.experts.items():
+        weights = _weight(modules, name)
+        assert weights is not None
+        for expert, own in experts.items():
+            _add(weights[expert], own)
+
+
+def _weight(modules: Mapping[str, nn.Module], name: str) -> Tensor | None:
+    """Of a `Linear`, or a parameter of `Experts`; None: it is quantized."""
+    module = modules.get(name)
+    if module is not None:
+        assert isinstance(module, Linear)
+        return None if module.quantized is not None else module.weight
+    layer, _, weight = name.rpartition(".")
+    experts = modules[layer]
+    assert isinstance(experts, Experts)
+    return None if weight in experts.quantized else getattr(experts, weight)
+
+
+def _add(weight: Tensor, own: LinearAdapter) -> None:
+    delta = own.delta(weight.shape[0]).to(weight.device)
+    weight.copy_(weight.float() + delta)

@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = frozenset({
 """Options of training, of files, or read together with another one."""
 _READ = frozenset({
     "alpha_pattern", "bias", "exclude_modules", "init_lora_weights", "lora_alpha", "peft_type", "r",
-    "rank_pattern", "target_modules", "use_rslora",
+    "rank_pattern", "target_modules", "target_parameters", "use_rslora",
 })  # fmt: skip
 _NOT_YET = {
     "alora_invocation_tokens": "an adapter that a token switches on",
@@ -37,7 +37,6 @@ _NOT_YET = {
     "lora_bias": "an adapter with biases",
     "megatron_config": "a layer of Megatron",
     "modules_to_save": "a module that was trained as a whole",
-    "target_parameters": "an adapter of a parameter that is no linear layer (experts)",
     "trainable_token_indices": "embeddings of single tokens",
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
@@ -62,6 +61,7 @@ class PeftConfig:
         exclude_modules: ends of names or a regular expression; empty: none.
         layers: numbers of the layers that have the adapter; None: all.
         layers_pattern: names of the list of layers; empty: any.
+        target_parameters: ends of names of parameters, those that hold all experts' matrices.
     """
 
     rank: int
@@ -73,6 +73,7 @@ class PeftConfig:
     exclude_modules: str | tuple[str, ...]
     layers: frozenset[int] | None
     layers_pattern: tuple[str, ...]
+    target_parameters: tuple[str, ...] = ()
 
     def rank_of(self, module: str) -> int:
         return _of_pattern(self.rank_pattern, module, self.rank)
@@ -86,6 +87,10 @@ class PeftConfig:
     def names_all(self) -> bool:
         """Whether the targets are all linear layers, which PEFT finds in the model's class."""
         return self.target_modules == _ALL_LINEAR
+
+    def names_parameter(self, parameter: str) -> bool:
+        """Whether PEFT gives an adapter to a parameter of this name."""
+        return _matches(self.target_parameters, parameter)
 
     def targets(self, module: str) -> bool:
         """Whether PEFT gives an adapter to a linear layer of this name."""
@@ -174,6 +179,7 @@ class _Options:
                 "path_initial_model_for_weight_conversion"
             )
             self._refuse("init_lora_weights", reason)
+        parameters = self._parameters()
         return PeftConfig(
             rank=self._rank("r", self._raw.get("r", 8)),
             alpha=self._alpha("lora_alpha", self._raw.get("lora_alpha", 8)),
@@ -182,10 +188,11 @@ class _Options:
                 k: self._alpha(f"alpha_pattern.{k}", v) for k, v in self._pattern("alpha")
             },
             rank_stabilized=self._flag("use_rslora"),
-            target_modules=self._modules("target_modules", required=True),
+            target_modules=self._modules("target_modules", required=not parameters),
             exclude_modules=self._modules("exclude_modules", required=False),
             layers=self._layers(),
             layers_pattern=self._layers_pattern(),
+            target_parameters=parameters,
         )
 
     def _refuse(self, name: str, reason: str, value: Any = None) -> None:
@@ -235,6 +242,12 @@ class _Options:
         if not _is_list_of(value, str) or not value:
             self._refuse(name, "must be a list of names, a regular expression or all-linear")
         return tuple(value or ())
+
+    def _parameters(self) -> tuple[str, ...]:
+        value = self._raw.get("target_parameters") or ()
+        if not _is_list_of(value, str):
+            self._refuse("target_parameters", "must be a list of names")
+        return tuple(value)
 
     def _layers(self) -> frozenset[int] | None:
         value = self._raw.get("layers_to_transform")

@@ -1,8 +1,9 @@
 """Adds adapters to the products of a model, on any device: the reference of later kernels.
 
 The tokens of a step are grouped by slot. For each group and each `Linear` that its adapter has,
-the product gets scale * (x A^T) B^T in addition; other rows are not touched. A step without an
-adapter runs the model's own products: the replacements are in place only while they are needed.
+the product gets scale * (x A^T) B^T in addition; other rows are not touched. So it is with each
+expert's products, of the tokens that chose it. A step without an adapter runs the model's own
+products: the replacements are in place only while they are needed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from hetero_llm.core.lora import NO_ADAPTER
 from hetero_llm.lora.adapter import Adapter, AdapterPart, LinearAdapter
+from hetero_llm.models.experts import Experts, adapt_nothing
 from hetero_llm.models.layers import CausalLM, Linear, Product
 
 
@@ -37,10 +39,19 @@ class _Added:
 
 
 @dataclass(frozen=True, slots=True)
+class _Slot:
+    """See `Adapter`."""
+
+    linears: Mapping[str, _Added]
+    experts: Mapping[str, Mapping[int, _Added]]
+
+
+@dataclass(frozen=True, slots=True)
 class _Group:
     """The tokens of a step with one adapter: a range, or indices [n] int64."""
 
-    linears: Mapping[str, _Added]
+    slot: int
+    own: _Slot
     rows: slice | Tensor
 
 
@@ -49,7 +60,7 @@ class AdaptedProducts:
 
     Args:
         model: ready to serve, its products in place.
-        linears: names of the layers that may have an adapter.
+        linears: names of the layers that may have an adapter; experts all may.
         num_slots: adapters at the same time.
         product: multiplies with A and B; where the model's products are row-independent, so has
             this one to be.
@@ -64,15 +75,23 @@ class AdaptedProducts:
             linear = modules[name]
             assert isinstance(linear, Linear)
             self._linears[name] = linear, linear.product
+        self._experts = {n: m for n, m in modules.items() if isinstance(m, Experts)}
         self._product = product
-        self._slots: list[Mapping[str, _Added] | None] = [None] * num_slots
+        self._slots: list[_Slot | None] = [None] * num_slots
         self._groups: list[_Group] = []
+        self._token_slots = torch.empty(0, dtype=torch.int64)  # on the device
         self._num_tokens = 0
         self._in_place = False
 
     def fill(self, slot: int, adapter: Adapter) -> None:
         """Puts an adapter into a slot, for the steps that follow."""
-        self._slots[slot] = {name: _Added.of(own) for name, own in adapter.linears.items()}
+        self._slots[slot] = _Slot(
+            {name: _Added.of(own) for name, own in adapter.linears.items()},
+            {
+                name: {expert: _Added.of(own) for expert, own in experts.items()}
+                for name, experts in adapter.experts.items()
+            },
+        )
 
     def begin_step(self, slots: np.ndarray, device: torch.device) -> None:
         """Sets the adapters of the next forward pass.
@@ -85,9 +104,12 @@ class AdaptedProducts:
         for slot in np.unique(slots).tolist():
             if slot == NO_ADAPTER:
                 continue
-            linears = self._slots[slot]
-            assert linears is not None, "a step uses a slot before it was filled"
-            self._groups.append(_Group(linears, _rows_of(np.flatnonzero(slots == slot), device)))
+            own = self._slots[slot]
+            assert own is not None, "a step uses a slot before it was filled"
+            rows = _rows_of(np.flatnonzero(slots == slot), device)
+            self._groups.append(_Group(slot, own, rows))
+        if any(group.own.experts for group in self._groups):
+            self._token_slots = torch.from_numpy(slots.astype(np.int64)).to(device)
         if bool(self._groups) != self._in_place:
             self._switch()
 
@@ -95,6 +117,8 @@ class AdaptedProducts:
         self._in_place = not self._in_place
         for name, (linear, product) in self._linears.items():
             linear.product = partial(self._multiply, name, product) if self._in_place else product
+        for name, experts in self._experts.items():
+            experts.adapt = partial(self._adapt, name) if self._in_place else adapt_nothing
 
     def _multiply(
         self, name: str, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None
@@ -104,11 +128,25 @@ class AdaptedProducts:
         assert len(x) == self._num_tokens, "a layer runs on other rows than the step's tokens"
         converted = x
         for group in self._groups:
-            own = group.linears.get(name)
+            own = group.own.linears.get(name)
             if own is not None:
                 converted = converted.to(own.a.dtype)  # once: all adapters have one type
                 self._add(own, group.rows, converted, y)
         return y
+
+    def _adapt(
+        self, layer: str, name: str, expert: int, which: Tensor | slice, x: Tensor, y: Tensor
+    ) -> None:
+        """`AdaptExpert` with the step's adapters."""
+        converted = x
+        for group in self._groups:
+            own = group.own.experts.get(f"{layer}.{name}", {}).get(expert)
+            if own is None:
+                continue
+            (rows,) = (self._token_slots[which] == group.slot).nonzero(as_tuple=True)
+            if len(rows):
+                converted = converted.to(own.a.dtype)
+                self._add(own, rows, converted, y)
 
     def _add(self, added_by: _Added, rows: slice | Tensor, x: Tensor, y: Tensor) -> None:
         product = self._product

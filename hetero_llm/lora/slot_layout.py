@@ -1,7 +1,8 @@
 """Where the adapters of all layers lie in one slot of the device's memory.
 
 Each `Linear` has its A, B and scales in a slot, for each of the matrices that the model has fused
-into it (a part); what an adapter lacks is zero. Parts are as wide as the largest rank that is
+into it (a part), and so has each expert of a mixture that may have adapters; what an adapter lacks
+is zero. Parts are as wide as the largest rank that is
 served, so the place of everything is the same in all slots and kernels find it by the slot's
 number.
 
@@ -20,21 +21,23 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from hetero_llm.lora.adapter import Adapter
-from hetero_llm.lora.targets import AdapterTargets
+from hetero_llm.lora.adapter import Adapter, LinearAdapter
+from hetero_llm.lora.targets import AdapterTargets, of_gates
 
 _ALIGNMENT = 128  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LinearPlace:
-    """Of the adapters of one `Linear`.
+    """Of the adapters of one `Linear`, or of one weight of all experts of a layer.
 
     Attributes:
         bounds: outputs at which parts begin, and N.
         columns: K.
         piece: of the slot, in which all of it lies.
-        a, b, scales: first bytes of [parts * R, K], [N, R] and [parts * R] float32.
+        a, b, scales: first bytes of [parts * R, K], [N, R] and [parts * R] float32, of each expert
+            behind the other.
+        experts: 0: it is a `Linear`.
     """
 
     bounds: tuple[int, ...]
@@ -43,6 +46,7 @@ class LinearPlace:
     a: int
     b: int
     scales: int
+    experts: int = 0
 
     @property
     def parts(self) -> int:
@@ -54,7 +58,8 @@ class SlotLayout:
     """Attributes:
     rank: R, of every part.
     dtype: of A and B.
-    places: by the name of the `Linear`, in the order in which they lie in a slot.
+    places: by the name of the `Linear` or of the experts' parameter, in the order in which they lie
+        in a slot.
     pieces: bytes of each piece of a slot, in order.
     """
 
@@ -80,6 +85,7 @@ class SlotLayout:
             for name in names:
                 bounds = all_bounds[name]
                 columns, parts = targets.sizes[name][1], len(bounds) - 1
+                experts = targets.experts.get(name, 0)
                 begins = []
                 for count in (
                     parts * rank * columns * dtype.itemsize,
@@ -87,20 +93,24 @@ class SlotLayout:
                     parts * rank * torch.float32.itemsize,
                 ):
                     begins.append(end)
-                    end += -(-count // _ALIGNMENT) * _ALIGNMENT
-                places[name] = LinearPlace(bounds, columns, piece, *begins)
+                    end += -(-count * max(experts, 1) // _ALIGNMENT) * _ALIGNMENT
+                a, b, scales = begins
+                places[name] = LinearPlace(bounds, columns, piece, a, b, scales, experts)
             sizes.append(end - begin)
         return SlotLayout(rank, dtype, places, tuple(sizes))
 
     def views(self, slots: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """A [slots, parts * R, K], B [slots, N, R] and scales [slots, parts * R] of one `Linear`.
+        """A [slots, parts * R, K], B [slots, N, R] and scales [slots, parts * R] of one `Linear`;
+        of experts [slots, experts, parts * R, K] and so on.
 
         Args:
             slots: [slots, num_bytes] uint8.
         """
         place, rank = self.places[name], self.rank
+        experts = (place.experts,) if place.experts else ()
 
-        def view(begin: int, dtype: torch.dtype, *shape: int) -> Tensor:
+        def view(begin: int, dtype: torch.dtype, *sizes: int) -> Tensor:
+            shape = (*experts, *sizes)
             count = torch.Size(shape).numel() * dtype.itemsize
             return slots[:, begin : begin + count].view(dtype).unflatten(1, shape)
 
@@ -119,14 +129,25 @@ class SlotLayout:
         packed = torch.zeros(1, self.num_bytes, dtype=torch.uint8, pin_memory=pin)
         for name, linear in adapter.linears.items():
             (a,), (b,), (scales,) = self.views(packed, name)
-            for part in linear.parts:
-                begin = self.places[name].bounds.index(part.first_row) * self.rank
-                stored = slice(part.first_rank, part.first_rank + part.rank)
-                own = slice(begin, begin + part.rank)
-                a[own] = linear.a[stored]
-                scales[own] = linear.scales[stored]
-                b[part.first_row : part.first_row + len(part.b), : part.rank] = part.b
+            self._pack(linear, (a, b, scales), self.places[name].bounds)
+        for name, experts in adapter.experts.items():
+            (a,), (b,), (scales,) = self.views(packed, name)
+            for expert, linear in experts.items():
+                matrices = (a[expert], b[expert], scales[expert])
+                self._pack(linear, matrices, self.places[name].bounds)
         return packed[0]
+
+    def _pack(
+        self, linear: LinearAdapter, to: tuple[Tensor, Tensor, Tensor], bounds: tuple[int, ...]
+    ) -> None:
+        a, b, scales = to
+        for part in linear.parts:
+            begin = bounds.index(part.first_row) * self.rank
+            stored = slice(part.first_rank, part.first_rank + part.rank)
+            own = slice(begin, begin + part.rank)
+            a[own] = linear.a[stored]
+            scales[own] = linear.scales[stored]
+            b[part.first_row : part.first_row + len(part.b), : part.rank] = part.b
 
 
 def _pieces(names: Iterable[str]) -> list[list[str]]:
@@ -154,6 +175,11 @@ def _bounds(targets: AdapterTargets) -> dict[str, tuple[int, ...]]:
             continue
         bounds = found.setdefault(target.linear, {0, targets.sizes[target.linear][0]})
         bounds |= {target.first_row, target.first_row + target.rows}
+    for target in targets.banks.values():
+        if target.here:
+            bounds = found.setdefault(target.linear, {0, target.rows})
+            if of_gates(target):
+                bounds.add(target.rows // 2)
     return {name: tuple(sorted(bounds)) for name, bounds in found.items()}
 
 

@@ -29,6 +29,8 @@ ExpertsFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 StartExperts = Callable[[Tensor, Tensor, Tensor], None]
 # (shape, dtype) -> an empty tensor in host memory, contiguous
 HostMemory = Callable[[tuple[int, ...], torch.dtype], Tensor]
+# (name of a weight of `Experts`, expert, which tokens, x [N, in], y [N, out]) adds to y
+AdaptExpert = Callable[[str, int, Tensor | slice, Tensor, Tensor], None]
 # Called with a layer and the name of a weight whose numbers are complete
 Settle = Callable[["Experts", str], None]
 
@@ -246,6 +248,7 @@ class Experts(nn.Module):
         host_memory: where the weights live that the layer's `function` does not read as they are;
             None: on the model's device, as all others.
         settle: called when one of those weights is complete; may be replaced on the instance.
+        adapt: `plain` calls it behind each product; may be replaced on the instance.
     """
 
     host_memory: HostMemory | None = None
@@ -263,6 +266,7 @@ class Experts(nn.Module):
         self.reduce: Reduce = same
         self.start: StartExperts = start_nothing
         self.settle: Settle = stay
+        self.adapt: AdaptExpert = adapt_nothing
 
     @property
     def biases(self) -> tuple[Tensor, Tensor] | None:
@@ -329,11 +333,15 @@ class Experts(nn.Module):
 
         biases = self.biases
 
-        def mlp(tokens: Tensor, expert: int) -> Tensor:
+        def mlp(which: Tensor | slice, expert: int) -> Tensor:
             first, second = (None, None) if biases is None else (b[expert] for b in biases)
+            tokens = x[which]
             inner = product(tokens, expert_weight(gate_up, expert, x.dtype), first)
+            self.adapt("gate_up", expert, which, tokens, inner)
             inner = self.activation(inner)
-            return product(inner, expert_weight(down, expert, x.dtype), second).float()
+            out = product(inner, expert_weight(down, expert, x.dtype), second)
+            self.adapt("down", expert, which, inner, out)
+            return out.float()
 
         if x.device.type == "cpu":
             return sum_by_own_tokens(mlp, x, ids, weights)
@@ -359,6 +367,10 @@ def start_nothing(x: Tensor, ids: Tensor, weights: Tensor) -> None:
     """See `StartExperts`: all experts are the layer's own."""
 
 
+def adapt_nothing(name: str, expert: int, which: Tensor | slice, x: Tensor, y: Tensor) -> None:
+    """See `AdaptExpert`: the outputs are those of the weights."""
+
+
 def stay(layer: Experts, name: str) -> None:
     """See `Settle`: weights stay where they were read to."""
 
@@ -378,8 +390,8 @@ def expert_weight(weights: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
     return dequantize(matrix, dtype) if isinstance(matrix, QuantizedMatrix) else matrix
 
 
-# (tokens [N, hidden], expert) -> [N, hidden] float32
-_MLP = Callable[[Tensor, int], Tensor]
+# (which N of the layer's tokens, expert) -> [N, hidden] float32
+_MLP = Callable[[Tensor | slice, int], Tensor]
 
 
 def sum_by_own_tokens(mlp: _MLP, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -387,7 +399,7 @@ def sum_by_own_tokens(mlp: _MLP, x: Tensor, ids: Tensor, weights: Tensor) -> Ten
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
-        total.index_add_(0, token, mlp(x[token], expert) * weights[token, choice].unsqueeze(1))
+        total.index_add_(0, token, mlp(token, expert) * weights[token, choice].unsqueeze(1))
     return total.to(x.dtype)
 
 
@@ -400,5 +412,5 @@ def sum_by_all_tokens(
         chosen = ids == expert
         share = torch.where(chosen, weights, 0.0).sum(1, keepdim=True)
         used = chosen.any(1, keepdim=True)
-        total += torch.where(used, mlp(x, expert) * share, 0.0)
+        total += torch.where(used, mlp(slice(None), expert) * share, 0.0)
     return total.to(x.dtype)

@@ -20,7 +20,7 @@ from hetero_llm.gpu.fused import speed_up
 from hetero_llm.gpu.kernels import fused_lora, lora_product
 from hetero_llm.gpu.kernels.skinny_gemm import linear
 from hetero_llm.gpu.model_runner import GpuModelRunner
-from hetero_llm.lora.adapter import Adapter, read_adapter
+from hetero_llm.lora.adapter import Adapter, LinearAdapter, read_adapter
 from hetero_llm.lora.products import AdaptedProducts
 from hetero_llm.lora.slot_layout import SlotLayout
 from hetero_llm.lora.targets import AdapterTargets, adapter_targets
@@ -30,7 +30,7 @@ from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.adapters import StepAdapters
 from hetero_llm.runner.model_runner import TorchModelRunner
 from tests.gpu.test_model_runner import MAX_LEN, SLOTS, build, step_of, steps
-from tests.helpers.adapters import write_adapter
+from tests.helpers.adapters import write_adapter, write_expert_adapter
 from tests.models.tiny import DenseAttend, make_tiny_checkpoint
 
 RANK = 16
@@ -101,17 +101,46 @@ def gpu_runner(
     )  # fmt: skip
 
 
+def test_experts_have_adapters_of_their_own(tmp_path: Path, device: torch.device) -> None:
+    """Sequences with two adapters of experts and attention, and one without, in float32."""
+    folder = make_tiny_checkpoint(
+        tmp_path / "moe", "qwen3_moe", "full", layers=1, changes={"head_dim": 16}
+    )
+    config, model, _ = build(folder, torch.device("cpu"))
+    targets = adapter_targets(model, config)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for number, modules in ((1, None), (2, ("mlp", "gate_proj", "up_proj", "down_proj"))):
+        write_expert_adapter(
+            tmp_path / f"a{number}", theirs, modules=modules, rank=3, seed=number, strength=2.0
+        )
+        wanted = LoRARequest(f"a{number}", number, str(tmp_path / f"a{number}"))
+        found.append(read_adapter(wanted, targets, max_rank=RANK, dtype=torch.float32))
+    held = targets, found
+    plain = steps()
+    work = [with_adapters(plain[0], [0, NO_ADAPTER, 1], list(enumerate(found))), *plain[1:]]
+    expected = run(torch_runner(folder, held, device), work)
+    assert run(gpu_runner(folder, held, device), work) == expected
+    assert run(gpu_runner(folder, held, device), plain) != expected
+
+
 def _on(device: torch.device, adapter: Adapter) -> Adapter:
-    linears = {
-        name: dataclasses.replace(
+    def moved(linear: LinearAdapter) -> LinearAdapter:
+        return dataclasses.replace(
             linear,
             a=linear.a.to(device),
             scales=linear.scales.to(device),
             parts=tuple(dataclasses.replace(p, b=p.b.to(device)) for p in linear.parts),
         )
-        for name, linear in adapter.linears.items()
-    }
-    return dataclasses.replace(adapter, linears=linears)
+
+    return dataclasses.replace(
+        adapter,
+        linears={name: moved(linear) for name, linear in adapter.linears.items()},
+        experts={
+            name: {expert: moved(linear) for expert, linear in experts.items()}
+            for name, experts in adapter.experts.items()
+        },
+    )
 
 
 def with_adapters(
@@ -152,6 +181,31 @@ def test_it_draws_what_the_torch_runner_draws(
     assert run(gpu_runner(checkpoint, adapters, device), work) == expected
     work[0], work[2] = plain[0], prompt
     assert run(torch_runner(checkpoint, adapters, device), work) != expected
+
+
+def test_the_last_layer_goes_on_with_sampled_rows(
+    checkpoint: Path, adapters: Any, device: torch.device
+) -> None:
+    """With adapters as without. A step with as many samples as tokens keeps all rows, since a
+    product knows them by their number."""
+    targets, found = adapters
+    config, model, cache = build(checkpoint, device)
+    speed_up(model)
+    rows: list[int] = []
+    model.layers[-1].mlp.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
+    layout = SlotLayout.of(targets, RANK, torch.float32)
+    served = GpuAdapters(
+        model, layout, Memory(found, layout), num_slots=2, max_num_seqs=SLOTS, device=device
+    )
+    runner = GpuModelRunner(
+        model, config, cache, max_num_batched_tokens=64, graphs=False, adapters=served, **SIZES
+    )
+    plain = steps()
+    work = [with_adapters(plain[0], [1, NO_ADAPTER, 0], list(enumerate(found[:2]))), plain[1]]
+    twice = step_of([(0, 21, [7, 8], 2)])
+    ours = run(runner, [*work, twice])
+    assert rows == [2, 4, 2]
+    assert run(torch_runner(checkpoint, adapters, device), [*work, twice]) == ours
 
 
 def test_draft_trees_are_verified_with_the_adapter(

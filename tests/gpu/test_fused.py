@@ -198,13 +198,13 @@ def test_quantized_layers_get_kernels_and_let_go_of_their_matrices(
 def test_norms_and_gates_write_rows_in_8_bits(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """Many rows: only those of attention are quantized by a pass of their own, and no bit changes;
-    few rows stay as they are."""
+    """Many rows, and few in two parts: only those of attention are quantized by a pass of their
+    own, and no bit changes; few rows stay as they are."""
     passes: list[int] = []
 
-    def counted(x: torch.Tensor, matrix: PreparedMatrix) -> QuantizedRows:
+    def counted(x: torch.Tensor, matrix: PreparedMatrix, *, parts: int = 1) -> QuantizedRows:
         passes.append(len(x))
-        return quantize_rows(x, matrix)
+        return quantize_rows(x, matrix, parts=parts)
 
     monkeypatch.setattr(quantized_product, "quantize_rows", counted)
     changes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -217,19 +217,26 @@ def test_norms_and_gates_write_rows_in_8_bits(
         if not fused_rows:
             monkeypatch.setattr(fused, "quantize_where_rows_are_made", lambda _: None)
         fused.speed_up(model, few_rows=0)
-        for few_rows, expected in ((0, 1 if fused_rows else 4), (rows, 0)):
+        made = 1 if fused_rows else 4
+        for few_rows, fp8_rows, expected in (
+            *((0, range(0), made), (rows, range(0), 0), (rows, range(2, 4), made)),
+        ):
             for module in model.modules():
                 if isinstance(module, layers.Linear) and module.quantized is not None:
-                    assert module.product.few_rows in (0, few_rows)  # type: ignore[attr-defined]
-                    module.product.few_rows = few_rows  # type: ignore[attr-defined]
+                    product = module.product
+                    assert isinstance(product, quantized_product.QuantizedProduct)
+                    assert product.few_rows in (0, few_rows)
+                    product.few_rows, product.fp8_rows = few_rows, fp8_rows
             passes.clear()
             with torch.no_grad():
                 hidden = model(ids, positions, DenseAttend(config, [rows]))
             assert passes == [rows] * expected
             results.append(hidden)
-    many, few, plain_many, plain_few = results
-    assert torch.equal(many, plain_many) and torch.equal(few, plain_few)
+    for fused_result, plain_result in zip(results[:3], results[3:], strict=True):
+        assert torch.equal(fused_result, plain_result)
+    many, few, in_two_parts = results[:3]
     assert 0 < (many - few).norm() < 0.3 * few.norm()
+    assert (in_two_parts - few).norm() < 0.03 * few.norm()
 
 
 class OneSum:

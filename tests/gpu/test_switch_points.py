@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hetero_llm.gpu import switch_points
+from hetero_llm.gpu.kernels.quantize_rows import QuantizedRows
 from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix, prepare
-from hetero_llm.gpu.kernels.quantized_product import FEW_ROWS, QuantizedProduct
-from hetero_llm.gpu.switch_points import Body, measure_switch_points
+from hetero_llm.gpu.kernels.quantized_product import FEW_ROWS, TWO_PARTS, QuantizedProduct
+from hetero_llm.gpu.switch_points import Body, agree_on_switch_points, measure_switch_points
 from tests.quantization.matrices import random_matrix
 
 BF16 = torch.bfloat16
@@ -26,6 +27,7 @@ class Clock:
     few: Callable[[int], float]
     eight: Callable[[int], float]
     sixteen: Callable[[int], float]
+    fp8: Callable[[int], float] = lambda rows: 9.0
     now: float = 0.0
     timings: int = 0
 
@@ -52,6 +54,15 @@ class SimulatedProduct(QuantizedProduct):
         eight = in_8_bits and self.can_quantize(x)
         self.clock.now += (self.clock.eight if eight else self.clock.sixteen)(len(x))
         return x
+
+    def by_library(self, rows: QuantizedRows, bias: Tensor | None) -> Tensor:
+        self.clock.now += self.clock.eight(rows.num_rows)
+        return rows.codes
+
+    def by_fp8(self, rows: QuantizedRows, bias: Tensor | None) -> Tensor:
+        assert rows.parts == (2 if rows.num_rows <= TWO_PARTS else 1)
+        self.clock.now += self.clock.fp8(rows.num_rows)
+        return rows.codes
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,6 +113,44 @@ def test_rows_stay_in_16_bits_where_8_are_slower(eight, few_rows, taken, caplog)
     assert found[:2] == (few_rows, taken)
     (record,) = caplog.records
     assert f"fp8 32 x 64 switch at {found[0]} rows to {8 if taken else 16} bits" in record.message
+
+
+@pytest.mark.parametrize(
+    "fp8, expected",
+    [
+        (lambda rows: 9.0, range(0)),
+        (lambda rows: 0.9, range(2, 257)),
+        (lambda rows: 0.9 if rows < 256 else 1.0, range(2, 129)),
+        (lambda rows: 0.97, range(0)),  # ahead by less than 5%
+        (lambda rows: 0.9 if 16 < rows <= 32 or rows == 128 else 1.0, range(17, 33)),
+        (lambda rows: {16: 0.9, 64: 0.5, 128: 0.5}.get(rows, 2.0), range(33, 129)),
+    ],
+)
+@pytest.mark.parametrize("comes_quantized", [True, False])
+def test_fp8_products_take_the_longest_run_where_they_are_ahead(fp8, expected, comes_quantized):
+    clock = Clock(lambda rows: 1.0, lambda rows: 1.0, lambda rows: 9.0, fp8)
+    product = SimulatedProduct(FP8, clock)
+    product.comes_quantized = comes_quantized
+    measure_switch_points([product], BF16, seconds=clock.seconds)
+    assert product.fp8_rows == expected
+    assert product.quantizes(torch.zeros(40, 64, dtype=BF16, device=DEVICE)) == (40 in expected)
+
+
+def test_fp8_rows_beyond_those_in_two_parts_need_8_bits():
+    clock = Clock(lambda rows: 1.0, lambda rows: 2.0, lambda rows: 1.0, lambda rows: 0.5)
+    product = SimulatedProduct(FP8, clock)
+    measure_switch_points([product], BF16, seconds=clock.seconds)
+    assert (product.in_8_bits, product.fp8_rows) == (False, range(2, TWO_PARTS + 1))
+
+
+def test_ranks_agree():
+    """What the first one has measured is what all use."""
+    first, second = QuantizedProduct(FP8), QuantizedProduct(FP8)
+    first.few_rows, first.in_8_bits, first.fp8_rows = 32, False, range(2, 65)
+    sent: list[int] = []
+    agree_on_switch_points([first], lambda numbers: sent.extend(numbers) or list(numbers))
+    agree_on_switch_points([second], lambda _: sent)
+    assert (second.few_rows, second.in_8_bits, second.fp8_rows) == (32, False, range(2, 65))
 
 
 def test_each_kind_and_shape_decides_for_itself():

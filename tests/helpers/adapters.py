@@ -114,6 +114,90 @@ def write_adapter(
     return TinyAdapter(folder, tensors, deltas)
 
 
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of transformers that hold the matrices of all experts of a layer."""
+    ends = (".experts.gate_up_proj", ".experts.down_proj")
+    return {name: p for name, p in model.named_parameters() if name.endswith(ends)}
+
+
+def write_expert_adapter(
+    folder: Path,
+    model: nn.Module,
+    *,
+    modules: tuple[str, str, str, str] | None,
+    layers: str = ".*",
+    rank: int = 4,
+    alpha: float = 8.0,
+    seed: int = 0,
+    strength: float = 0.3,
+) -> TinyAdapter:
+    """Writes a random adapter of all experts of a model of transformers.
+
+    Args:
+        modules: what files call the mixture and an expert's gate, up and down: each expert has an
+            adapter for each of the three, as PEFT wrote them while experts were linear layers.
+            None: the two parameters of all experts have one each, as `target_parameters` of PEFT.
+        layers: regular expression for the parameters' names.
+        strength: size of the numbers in B.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    deltas: dict[str, Tensor] = {}
+
+    def matrices(inputs: int, outputs: int, experts: int) -> tuple[Tensor, Tensor]:
+        """[experts, rank, inputs] and [experts, outputs, rank]."""
+        a = torch.randn(experts, rank, inputs, generator=generator) / math.sqrt(inputs)
+        return a, strength * torch.randn(experts, outputs, rank, generator=generator)
+
+    owners = {
+        name: model.get_submodule(name.rpartition(".")[0]) for name in expert_parameters(model)
+    }
+    for name, weight in expert_parameters(model).items():
+        if not re.fullmatch(layers, name):
+            continue
+        transposed = getattr(owners[name], "is_transposed", False)
+        experts, outputs, inputs = weight.mT.shape if transposed else weight.shape
+        parent, _, which = name.rpartition(".")
+        if modules is None:
+            a, b = matrices(inputs, outputs, experts)
+            nested = f"{parent}.base_layer" if which == "gate_up_proj" else parent
+            tensors[f"{PREFIX}{nested}.lora_A.weight"] = a.flatten(0, 1)
+            tensors[f"{PREFIX}{nested}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
+            delta = b @ a
+        else:
+            mixture, gate, up, down = modules
+            parent = parent.replace(".mlp.", f".{mixture}.")
+            deltas_of_parts = []
+            for part in (gate, up) if which == "gate_up_proj" else (down,):
+                rows = outputs // 2 if which == "gate_up_proj" else outputs
+                a, b = matrices(inputs, rows, experts)
+                for expert in range(experts):
+                    key = f"{PREFIX}{parent}.{expert}.{part}"
+                    tensors[f"{key}.lora_A.weight"] = a[expert]
+                    tensors[f"{key}.lora_B.weight"] = b[expert]
+                deltas_of_parts.append(b @ a)
+            delta = torch.cat(deltas_of_parts, 1)
+        delta *= alpha / rank
+        deltas[name] = delta.mT if transposed else delta
+    save_file({name: value.contiguous() for name, value in tensors.items()},
+              folder / "adapter_model.safetensors")  # fmt: skip
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": []
+        if modules is None
+        else rf".*\.experts\.\d+\.({'|'.join(modules[1:])})",
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]
+        if modules is None
+        else None,
+        "layers_to_transform": None,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return TinyAdapter(folder, tensors, deltas)
+
+
 def _by_pattern(pattern: Mapping[str, Any] | None, name: str, default: Any) -> Any:
     for key, value in (pattern or {}).items():
         if name == key or name.endswith(f".{key}"):
@@ -124,8 +208,11 @@ def _by_pattern(pattern: Mapping[str, Any] | None, name: str, default: Any) -> A
 @torch.no_grad()
 def merge(model: nn.Module, adapter: TinyAdapter) -> None:
     """Adds an adapter to the weights of a model of transformers, in place."""
-    modules = linear_modules(model)
+    modules, parameters = linear_modules(model), dict(model.named_parameters())
     for name, delta in adapter.deltas.items():
+        if name in parameters:
+            parameters[name] += delta
+            continue
         weight = modules[name].weight
         weight += delta.t() if isinstance(modules[name], Conv1D) else delta
 

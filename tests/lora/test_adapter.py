@@ -24,6 +24,7 @@ from tests.helpers.adapters import (
     linear_modules,
     merge,
     write_adapter,
+    write_expert_adapter,
 )
 from tests.models import tiny_moe
 from tests.models.tiny import VARIANTS, make_tiny_checkpoint
@@ -181,7 +182,8 @@ class TestLlama:
             ("bias", "all"),
             ("lora_bias", True),
             ("modules_to_save", ["lm_head"]),
-            ("target_parameters", ["experts.down_proj"]),
+            ("target_parameters", "experts.down_proj"),
+            ("target_parameters", ["mlp.up_proj.weight", 3]),
             ("layer_replication", [[0, 2]]),
             ("trainable_token_indices", [1]),
             ("init_lora_weights", "pissa_niter_4"),
@@ -301,14 +303,118 @@ class TestLlama:
             read(adapter, targets)
 
 
-def test_experts_are_refused_by_name(tmp_path: Path) -> None:
-    folder = make_tiny_checkpoint(tmp_path / "base", "mixtral")
+NAMED_AS_MLPS = ("mlp", "gate_proj", "up_proj", "down_proj")
+MIXTRAL = ("block_sparse_moe", "w1", "w3", "w2")
+EXPERTS = [
+    ("mixtral", MIXTRAL),
+    ("qwen2_moe", NAMED_AS_MLPS),
+    ("qwen3_moe", NAMED_AS_MLPS),
+    ("glm4_moe", NAMED_AS_MLPS),
+    ("minimax_m2", MIXTRAL),
+    ("phimoe", MIXTRAL),
+    *((family, None) for family in tiny_moe.FAMILIES),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "modules"), EXPERTS, ids=[f"{f}-{'modules' if m else 'banks'}" for f, m in EXPERTS]
+)
+def test_experts_get_what_merged_weights_hold(
+    tmp_path: Path, family: str, modules: tuple[str, str, str, str] | None
+) -> None:
+    """As above, for each expert, in both forms in which PEFT has written them."""
+    folder = make_tiny_checkpoint(tmp_path / "base", family, FIRST_OF_FAMILY[family])
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    adapter = write_adapter(tmp_path / "adapter", reference, modules=".*q_proj")
-    name = "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1.lora_A.weight"
-    change_tensors(adapter, {name: torch.zeros(4, 4)})
-    with pytest.raises(AdapterError, match=r"experts\.0\.w1.*experts is not available yet"):
-        read(adapter, load(folder)[1])
+    adapter = write_expert_adapter(tmp_path / "adapter", reference, modules=modules, rank=3)
+    merge(reference, adapter)
+    reference.save_pretrained(tmp_path / "merged")
+    base, targets = load(folder)
+    merged, _ = load(tmp_path / "merged")
+    found = read(adapter, targets)
+    weights, others = (dict(model.named_parameters()) for model in (base, merged))
+    assert found.linears == {} and set(found.experts) == targets.expert_weights()
+    assert len(found.experts) == len(adapter.deltas) > 0
+    for name, experts in found.experts.items():
+        delta = others[name] - weights[name]
+        own = torch.stack([experts[e].delta(delta.shape[1]) for e in range(len(delta))])
+        assert len(experts) == len(delta) and own.abs().max() > 0.1
+        torch.testing.assert_close(delta, own, atol=1e-5, rtol=1e-5)
+    others_changed = {n for n, w in weights.items() if not torch.equal(w, others[n])}
+    assert others_changed == set(found.experts)
+
+
+class TestExperts:
+    """What is refused of adapters of experts."""
+
+    @pytest.fixture
+    def base(self, tmp_path: Path) -> tuple[Any, AdapterTargets]:
+        folder = make_tiny_checkpoint(tmp_path / "base", "mixtral")
+        reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return reference, load(folder)[1]
+
+    def test_without_room_for_them(self, tmp_path: Path, base: Any) -> None:
+        model, _ = load(tmp_path / "base")
+        targets = adapter_targets(model, model.config, experts=False)
+        for number, modules in enumerate((MIXTRAL, None)):
+            adapter = write_expert_adapter(tmp_path / f"a{number}", base[0], modules=modules)
+            with pytest.raises(AdapterError, match=r"experts.*needs lora_experts"):
+                read(adapter, targets)
+
+    @pytest.mark.parametrize("modules", [MIXTRAL, None])
+    def test_attention_alone_though_the_options_name_experts(
+        self, tmp_path: Path, base: Any, modules: tuple[str, str, str, str] | None
+    ) -> None:
+        """Classes of transformers have had no module for an expert since version 5."""
+        adapter = write_adapter(tmp_path / "a", base[0], modules=".*q_proj")
+        change_config(adapter, target_modules=["q_proj", *(modules or ())[1:]])
+        assert not read(adapter, base[1]).experts
+
+    def test_some_are_missing(self, tmp_path: Path, base: Any) -> None:
+        adapter = write_expert_adapter(tmp_path / "a", base[0], modules=MIXTRAL)
+        gone = {f"layers.0.block_sparse_moe.experts.1.w3.lora_{s}.weight": None for s in "AB"}
+        change_tensors(adapter, gone)
+        with pytest.raises(AdapterError, match=r"lacks: .*experts\.1\.w3"):
+            read(adapter, base[1])
+
+    def test_parameters_that_the_options_or_the_file_lack(self, tmp_path: Path, base: Any) -> None:
+        adapter = write_expert_adapter(tmp_path / "a", base[0], modules=None)
+        change_config(adapter, target_parameters=["experts.down_proj"])
+        with pytest.raises(AdapterError, match="gate_up_proj|base_layer"):
+            read(adapter, base[1])
+        change_config(adapter, target_parameters=["mlp.gate.weight"])
+        with pytest.raises(AdapterError, match="names no parameter of"):
+            read(adapter, base[1])
+        adapter = write_expert_adapter(
+            tmp_path / "b", base[0], modules=None, layers=".*layers.0.*down_proj"
+        )
+        with pytest.raises(AdapterError, match="names parameters that .* lacks"):
+            read(adapter, base[1])
+
+    def test_shapes_and_ranks(self, tmp_path: Path, base: Any) -> None:
+        adapter = write_expert_adapter(tmp_path / "a", base[0], modules=None)
+        with pytest.raises(AdapterError, match="exceeds max_lora_rank"):
+            read(adapter, base[1], max_rank=3)
+        change_config(adapter, r=5)
+        with pytest.raises(AdapterError, match=r"the base model and r need \[20, "):
+            read(adapter, base[1])
+
+    def test_both_forms_at_once(self, tmp_path: Path, base: Any) -> None:
+        one = write_expert_adapter(tmp_path / "a", base[0], modules=None)
+        other = write_expert_adapter(tmp_path / "b", base[0], modules=MIXTRAL)
+        change_config(one, target_modules=list(MIXTRAL[1:]))
+        change_tensors(one, other.tensors)
+        with pytest.raises(AdapterError, match="one for all experts"):
+            read(one, base[1])
+
+    def test_a_router_by_its_weight(self, tmp_path: Path, base: Any) -> None:
+        """`target_parameters` may name any weight; a matrix alone is stored as a layer's."""
+        adapter = write_adapter(tmp_path / "a", base[0], modules=".*q_proj")
+        change_config(adapter, target_parameters=["layers.0.block_sparse_moe.gate.weight"])
+        key = "base_model.model.model.layers.0.block_sparse_moe.gate.lora_"
+        change_tensors(
+            adapter, {f"{key}A.weight": torch.ones(4, 32), f"{key}B.weight": torch.ones(4, 4)}
+        )
+        assert "layers.0.mlp.router.gate" in read(adapter, base[1]).linears
 
 
 def test_routers_in_float32_are_refused_by_name(tmp_path: Path) -> None:

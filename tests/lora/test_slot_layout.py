@@ -15,7 +15,7 @@ from hetero_llm.lora.slot_layout import SlotLayout
 from hetero_llm.lora.targets import AdapterTargets, Target, adapter_targets
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
-from tests.helpers.adapters import write_adapter
+from tests.helpers.adapters import write_adapter, write_expert_adapter
 from tests.models.tiny import make_tiny_checkpoint
 
 RANK = 16
@@ -57,6 +57,35 @@ def test_slots_hold_what_the_adapter_adds(parts: tuple[AdapterTargets, Adapter])
         torch.testing.assert_close(delta, expected)
         assert all(view.stride(0) * view.element_size() == layout.num_bytes
                    for view in layout.views(slots, name))  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_slots_hold_what_adapters_add_to_experts(family: str, tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path / "model", family, layers=2)
+    config = load_model_config(folder)
+    model = load_model(folder, config, dtype=torch.float32, device="cpu", show_progress=False)
+    targets = adapter_targets(model, config)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    write_expert_adapter(tmp_path / "a", theirs, modules=None, rank=5)
+    wanted = LoRARequest("a", 1, str(tmp_path / "a"))
+    adapter = read_adapter(wanted, targets, max_rank=RANK, dtype=torch.float32)
+    layout = SlotLayout.of(targets, RANK, torch.float32)
+    slots = torch.full((2, layout.num_bytes), 255, dtype=torch.uint8)
+    slots[1] = layout.pack(adapter, pin=False)
+    assert set(layout.places) == targets.linears() | targets.expert_weights()
+    for name, experts in adapter.experts.items():
+        place = layout.places[name]
+        assert place.experts == len(experts) and place.parts == (2 if "gate_up" in name else 1)
+        a, b, scales = (view[1] for view in layout.views(slots, name))
+        for expert, linear in experts.items():
+            delta = torch.zeros(targets.sizes[name])
+            for part, first in enumerate(place.bounds[:-1]):
+                own, out = (
+                    slice(part * RANK, (part + 1) * RANK),
+                    slice(first, place.bounds[part + 1]),
+                )
+                delta[out] = b[expert, out] @ (scales[expert, own, None] * a[expert, own])
+            torch.testing.assert_close(delta, linear.delta(len(delta)))
 
 
 def test_places_do_not_overlap(parts: tuple[AdapterTargets, Adapter]) -> None:

@@ -25,7 +25,7 @@ from hetero_llm.models.loader import load_model
 from hetero_llm.models.multimodal import ImageCausalLM
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.sharding import rank_parts
-from tests.helpers.adapters import write_adapter
+from tests.helpers.adapters import write_adapter, write_expert_adapter
 from tests.helpers.rank_models import Ranks, check_same_tokens, greedy, load_rank
 from tests.models.tiny import make_tiny_checkpoint
 
@@ -119,6 +119,36 @@ def test_ranks_have_their_parts_of_an_adapter(tmp_path: Path, family: str, varia
             cut = cuts.get(f"{name}.weight")
             part = expected[name]
             part = part if cut is None else part.index_select(cut.dim, cut.index())
+            torch.testing.assert_close(delta, part, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
+def test_ranks_have_their_parts_of_an_adapter_of_experts(tmp_path: Path, family: str) -> None:
+    folder = make_tiny_checkpoint(tmp_path / "base", family)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    write_expert_adapter(tmp_path / "a", theirs, modules=None)
+    request = LoRARequest("a", 1, str(tmp_path / "a"))
+    whole, ranks = load_rank(folder), Ranks(folder, 2)
+
+    def deltas(model: CausalLM) -> tuple[str, dict[str, Tensor]]:
+        targets = adapter_targets(model, whole.config)
+        adapter = read_adapter(request, targets, max_rank=64, dtype=torch.float32)
+        found = {
+            name: torch.stack([one.delta(targets.sizes[name][0]) for one in experts.values()])
+            for name, experts in adapter.experts.items()
+        }
+        return adapter.ref.content_hash, found
+
+    key, expected = deltas(whole)
+    assert expected
+    for model in ranks.models:
+        assert isinstance(model, DecoderLM)
+        cuts = rank_parts(model, whole.config).cuts
+        own_key, own = deltas(model)
+        assert own_key == key and own.keys() == expected.keys()
+        for name, delta in own.items():
+            cut = cuts[name]
+            part = expected[name].index_select(cut.dim, cut.index())
             torch.testing.assert_close(delta, part, rtol=1e-5, atol=1e-6)
 
 

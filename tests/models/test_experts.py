@@ -201,8 +201,8 @@ def test_an_expert_that_overflows_reaches_its_own_rows_only() -> None:
     experts.down[2] = float("inf")
     ids = torch.tensor([[0, 1], [2, 3], [1, 0], [5, 4]])
 
-    def mlp(rows: Tensor, expert: int) -> Tensor:
-        return F.linear(experts.activation(F.linear(rows, experts.gate_up[expert])),
+    def mlp(which: Tensor | slice, expert: int) -> Tensor:
+        return F.linear(experts.activation(F.linear(x[which], experts.gate_up[expert])),
                         experts.down[expert])  # fmt: skip
 
     weights = torch.full((4, 2), 0.5)

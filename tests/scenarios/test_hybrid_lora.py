@@ -24,7 +24,7 @@ from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.adapters import StepAdapters
 from hetero_llm.runner.model_runner import TorchModelRunner
 from tests.gpu.test_adapters import RANK, Memory, with_adapters
-from tests.helpers.adapters import write_adapter
+from tests.helpers.adapters import write_adapter, write_expert_adapter
 from tests.helpers.hybrid import open_hybrid
 from tests.models.tiny import make_tiny_checkpoint
 from tests.scenarios.test_hybrid_experts import MAX_LEN, SLOTS, STREAMS, cache_of, steps
@@ -50,7 +50,7 @@ def test_tokens_of_adapted_attention(checkpoint: Path, tmp_path: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     write_adapter(tmp_path, theirs, modules=ATTENTION, seed=1, strength=2.0)
     model = load_model(checkpoint, config, dtype=torch.float32, device=CPU, show_progress=False)
-    targets = adapter_targets(model, config)
+    targets = adapter_targets(model, config, experts=False)
     wanted = LoRARequest("a", 1, str(tmp_path))
     adapter = read_adapter(wanted, targets, max_rank=RANK, dtype=torch.float32)
     plain = steps(1)
@@ -82,16 +82,11 @@ def test_tokens_of_adapted_attention(checkpoint: Path, tmp_path: Path) -> None:
 def test_adapters_of_experts_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
     config = load_model_config(checkpoint)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    write_adapter(
-        tmp_path,
-        theirs,
-        modules=ATTENTION,
-        options={"target_parameters": ["mlp.experts.down_proj"]},
-    )
+    write_expert_adapter(tmp_path, theirs, modules=None)
     with open_hybrid(checkpoint, CPU, residency=0.5, most_rows=STREAMS, spares=2) as hybrid:
         targets = adapter_targets(hybrid.model, config)
-        assert any("experts" in reason for reason in targets.refused.values())
-        with pytest.raises(AdapterError, match="experts"):
+        assert not targets.banks
+        with pytest.raises(AdapterError, match="experts of which some are on the host take no"):
             read_adapter(
                 LoRARequest("a", 1, str(tmp_path)), targets, max_rank=RANK, dtype=torch.float32
             )

@@ -73,7 +73,11 @@ def prepare_adapters(
     on_gpu = backend == "cuda"
     auto = dtype if on_gpu or backend == "native" else torch.float32
     wanted = auto if config.dtype == "auto" else getattr(torch, config.dtype)
-    targets, layout, place = adapter_targets(model, model_config), None, None
+    targets = adapter_targets(model, model_config, experts=config.experts)
+    if config.experts and not targets.banks:
+        reasons = {text for text in targets.refused.values() if "experts" in text}
+        raise ConfigError("lora_experts", True, min(reasons, default="the model has no experts"))
+    layout, place = None, None
     if on_gpu:
         from hetero_llm.gpu.kernels.lora import padded_rank
 

@@ -53,6 +53,7 @@ def native_backend(
             dtype,
             batch_invariant=config.batch_invariant,
             prompt_adapters=config.prompt_adapters.enabled,
+            expert_adapters=config.lora.experts,
         )
     given = {
         "cpu_backend": cpu.backend != "native",

@@ -57,6 +57,7 @@ MOST_LOOKS = tl.constexpr(1 << 20)
 """Times that sums are read in vain: about half a second."""
 
 _TOGETHER = 128  # lines of B that are multiplied at once, of one or several adapters
+_MOST_AHEAD = tl.constexpr(8192)  # numbers of B: 32 registers of four warps
 _MOST_SHARES = 8  # of K
 _MOST_SUMS = 8192  # that a program reads at once: 64 registers of four warps
 _LEAST_TILES = 1  # of K in a share of one row
@@ -454,16 +455,23 @@ def shrink_rows(
 
 
 @triton.jit
-def _load_factors(lora, first, features, n, RANK: tl.constexpr, TOGETHER: tl.constexpr):
-    """The slots `first` and so on of those that rows name, `_NO_MORE` behind the last one, and
-    their B, [features, TOGETHER, RANK]."""
-    _, _, _, _, distinct, _, b, _, _, _, b_stride, _, _, _, _ = lora
-    named = tl.load(distinct + 1 + first + tl.arange(0, TOGETHER))
+def _load_names(lora, first, count, TOGETHER: tl.constexpr):
+    """[TOGETHER]: the slots `first` and so on of the `count` ones that rows name, `_NO_MORE` behind
+    the last one."""
+    _, _, _, _, distinct, _, _, _, _, _, _, _, _, _, _ = lora
+    index = first + tl.arange(0, TOGETHER)
+    return tl.load(distinct + 1 + index, mask=index < count, other=_NO_MORE)
+
+
+@triton.jit
+def _load_factors(lora, named, features, n, RANK: tl.constexpr):
+    """The B of slots, [features, TOGETHER, RANK]."""
+    _, _, _, _, _, _, b, _, _, _, b_stride, _, _, _, _ = lora
     # Three dimensions: the compiler sees that ranks are neighbours.
     place = features.to(tl.int64)[:, None, None] * RANK + tl.arange(0, RANK)[None, None, :]
     pointers = b + (named.to(tl.int64) * b_stride)[None, :, None] + place
     mask = (named >= 0)[None, :, None] & (features < n)[:, None, None]
-    return named, tl.load(pointers, mask=mask, other=0.0)
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -476,10 +484,13 @@ def prepare_rows(
     Args:
         feature: the first of `features`, which lie in one part.
     """
-    _, _, _, slots, _, _, _, _, bounds, _, _, _, _, _, _ = lora
-    named, factors = _load_factors(lora, 0, features, n, RANK, TOGETHER)
+    _, _, _, slots, distinct, _, _, _, bounds, _, _, _, _, _, _ = lora
+    named = tl.load(distinct + 1 + tl.arange(0, TOGETHER))
+    factors = _load_factors(lora, named, features, n, RANK)
     row_slots = tl.load(slots + rows, mask=rows < m, other=-1)
-    return factors, named, row_slots, _part_of(bounds, feature, PARTS)
+    count = tl.load(distinct)
+    more = _load_names(lora, TOGETHER, count, TOGETHER)
+    return factors, named, row_slots, _part_of(bounds, feature, PARTS), count, more
 
 
 @triton.jit
@@ -499,9 +510,15 @@ def add_to_rows(
     total, lora, prepared, features, rows, m, n, RANK: tl.constexpr, PARTS: tl.constexpr,
     SHARES: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """total [features, rows] + each row's B times its sums; `prepared`: of `prepare_rows`."""
-    _, _, sums, _, distinct, _, _, _, _, _, _, _, _, _, _ = lora
-    factors, named, row_slots, part = prepared
+    """total [features, rows] + each row's B times its sums; `prepared`: of `prepare_rows`.
+
+    Of more than TOGETHER adapters the next ones' B is on its way while these are multiplied, and
+    the names behind those: 40 adapters would wait for memory twice in each of five turns. Where B
+    takes 64 registers, a second one has no room (it spills), so only the names are there early.
+    """
+    AHEAD: tl.constexpr = features.shape[0] * TOGETHER * RANK <= _MOST_AHEAD
+    _, _, sums, _, _, _, _, _, _, _, _, _, _, _, _ = lora
+    factors, named, row_slots, part, count, names = prepared
     shares = tl.arange(0, triton.next_power_of_2(SHARES))
     line = part * RANK + tl.arange(0, RANK)
     place = (shares[:, None] * m + rows[None, :]) * (PARTS * RANK)
@@ -510,9 +527,20 @@ def add_to_rows(
     mask = mask[:, None, :] & (line >= 0)[None, :, None]
     bits = tl.load(pointers, mask=mask, other=0, volatile=True)
     low = tl.sum(_wait_for_sums(bits, pointers, mask), 0)
+    more = factors
+    if AHEAD:
+        more = _load_factors(lora, names, features, n, RANK)
+    names_behind = _load_names(lora, 2 * TOGETHER, count, TOGETHER)
     total = _add_factors(total, factors, named, low, row_slots, RANK, TOGETHER)
-    for first in tl.range(TOGETHER, tl.load(distinct), TOGETHER, num_stages=1):
-        named, factors = _load_factors(lora, first, features, n, RANK, TOGETHER)
+    for first in tl.range(TOGETHER, count, TOGETHER, num_stages=1):
+        named = names
+        names = names_behind
+        if AHEAD:
+            factors = more
+            more = _load_factors(lora, names, features, n, RANK)
+        else:
+            factors = _load_factors(lora, named, features, n, RANK)
+        names_behind = _load_names(lora, first + 2 * TOGETHER, count, TOGETHER)
         total = _add_factors(total, factors, named, low, row_slots, RANK, TOGETHER)
     return total
 

@@ -13,6 +13,9 @@ name are read (the grouped products of Punica, Chen et al. 2023):
 A layer that multiplies with several matrices at once (queries, keys and values) has a part for
 each: A of all parts one below the other, and the features of a part take that part's sums alone.
 
+Experts of a mixture have an adapter each: then a row is a pair of a token and one of its experts,
+and pairs are grouped by adapter and expert (`ExpertSlots`).
+
 Wrappers `lora_shrink` and `lora_expand`, reference `lora_reference`; timed by `bench.kernels.lora`.
 """
 
@@ -143,6 +146,7 @@ class RowGroups:
         rows: [blocks * block] int32: rows of one adapter in each block, ascending; `num_rows` where
             a block has no row.
         adapters: [blocks] int32: 1 + the adapter's slot; 0: rows without an adapter; -1: no rows.
+            With experts 1 + the slot * experts + the expert.
         num_rows: M.
         block: rows of a block, a power of two.
     """
@@ -158,6 +162,7 @@ class LoraSlots:
     """The adapters of one layer: one in each slot, zeros in a slot that is free.
 
     Slots may lie apart: the first stride of the three tensors is any; else they are contiguous.
+    With `experts`, slots have a matrix for each: a is [slots, experts, parts * R, K] and so on.
 
     Attributes:
         a: [slots, parts * R, K] of the activations' dtype; R is a power of two from `MIN_RANK` to
@@ -167,6 +172,7 @@ class LoraSlots:
         bounds: [parts + 1] int32, on the device: where parts of the features begin, and N.
         widest: features of the widest part.
         alignment: what divides all bounds.
+        experts: 1: a layer without experts.
     """
 
     a: Tensor
@@ -175,6 +181,7 @@ class LoraSlots:
     bounds: Tensor
     widest: int
     alignment: int
+    experts: int = 1
 
     @staticmethod
     def empty(
@@ -202,7 +209,7 @@ class LoraSlots:
     @property
     def rank(self) -> int:
         """R."""
-        return self.b.shape[2]
+        return self.b.shape[-1]
 
     @property
     def parts(self) -> int:
@@ -212,7 +219,7 @@ class LoraSlots:
 @triton.jit(do_not_specialize=["m", "steps"])
 def lora_shrink_kernel(
     u,  # [splits, places, PARTS * RANK] float32
-    x,  # [m, k], rows x_stride apart
+    x,  # [m / PER_ROW, k], rows x_stride apart
     rows_ptr,  # [places] int32, see RowGroups
     adapters,  # [places / BLOCK] int32
     a,  # [slots, PARTS * RANK, k], slots a_stride apart
@@ -223,6 +230,8 @@ def lora_shrink_kernel(
     a_stride,
     scale_stride,
     steps,  # blocks of columns of one split
+    EXPERTS: tl.constexpr,  # matrices of a slot, one behind the other
+    PER_ROW: tl.constexpr,  # places that share a row of x
     WIDTH: tl.constexpr,  # PARTS * RANK
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -244,12 +253,13 @@ def lora_shrink_kernel(
     exists = lines < WIDTH
     places = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     wait_and_release(PDL)
-    slot = tl.load(adapters + tile * BLOCK_M // BLOCK).to(tl.int64) - 1
-    if slot >= 0:
+    found = tl.load(adapters + tile * BLOCK_M // BLOCK).to(tl.int64) - 1
+    if found >= 0:
+        slot, expert = found // EXPERTS, found % EXPERTS
         rows = tl.load(rows_ptr + places)
         there = rows < m
-        row_pointers = x + rows.to(tl.int64)[:, None] * x_stride
-        line_pointers = a + slot * a_stride + lines[None, :] * k
+        row_pointers = x + (rows // PER_ROW).to(tl.int64)[:, None] * x_stride
+        line_pointers = a + slot * a_stride + expert * (WIDTH * k) + lines[None, :] * k
         sums = tl.zeros((BLOCK_M, LINES), tl.float32)
         for offset in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
             columns = offset + tl.arange(0, BLOCK_K)
@@ -263,7 +273,8 @@ def lora_shrink_kernel(
             if IN_INTERPRETER:
                 left, right = left.to(tl.float32), right.to(tl.float32)
             sums = tl.dot(left, right, sums, input_precision="ieee")
-        sums *= tl.load(scales + slot * scale_stride + lines, mask=exists, other=0.0)[None, :]
+        own_scales = scales + slot * scale_stride + expert * WIDTH
+        sums *= tl.load(own_scales + lines, mask=exists, other=0.0)[None, :]
         num_places = tl.num_programs(2).to(tl.int64) * BLOCK_M
         out = (split * num_places + places)[:, None] * WIDTH + lines[None, :]
         tl.store(u + out, sums, mask=exists[None, :])
@@ -295,7 +306,9 @@ def lora_expand_kernel(
     m,
     y_stride,
     b_stride,
+    expert_stride,
     splits,
+    EXPERTS: tl.constexpr,
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -324,10 +337,11 @@ def lora_expand_kernel(
         # Without an adapter there are no sums: no split and no B are read.
         adapted = slot >= 0
         splits = tl.where(adapted, splits, 0)
+        own_b = b + (slot // EXPERTS) * b_stride + (slot % EXPERTS) * expert_stride
         low = load_low(
             u, places, num_places, part, splits, b.dtype.element_ty, RANK, PARTS, BLOCK_M
         )
-        matrix = b + slot * b_stride + tl.arange(0, RANK)[:, None]
+        matrix = own_b + tl.arange(0, RANK)[:, None]
         for offset in tl.range(first, stop, BLOCK_N, num_stages=STAGES):
             features = offset + tl.arange(0, BLOCK_N)
             inside = features < stop
@@ -362,7 +376,8 @@ def lora_shrink(
     """The product of each row with A of its adapter, times the adapter's scales.
 
     Args:
-        x: [M, K] of the adapters' dtype, rows contiguous.
+        x: [M, K] of the adapters' dtype, rows contiguous; fewer rows where as many of the groups'
+            rows share each, one behind the other, as experts do.
         groups: of the M rows.
         config: How to launch it; by default what `choose` says.
 
@@ -370,10 +385,11 @@ def lora_shrink(
         [splits, places, parts * R] float32, to be summed over the splits, for each place of
         `groups.rows`; places without a row and rows without an adapter hold anything.
     """
-    (m, k), width = x.shape, weights.a.shape[1]
+    k, width, m = x.shape[1], weights.a.shape[-2], groups.num_rows
     config = config or choose(m, weights.rank, x.dtype).shrink
-    assert x.stride(1) == 1 and x.dtype == weights.a.dtype and k == weights.a.shape[2]
-    assert groups.num_rows == m and groups.block % config.block_m == 0
+    assert x.stride(1) == 1 and x.dtype == weights.a.dtype and k == weights.a.shape[-1]
+    per_row = m // len(x) if m else 1
+    assert per_row * len(x) == m and groups.block % config.block_m == 0
     assert x.is_cuda or INTERPRETED
     lines = min(_MOST_LINES, triton.next_power_of_2(width))
     line_tiles, places = triton.cdiv(width, lines), len(groups.rows)
@@ -386,6 +402,8 @@ def lora_shrink(
     lora_shrink_kernel[(line_tiles, splits, places // config.block_m)](
         *(u, x, groups.rows, groups.adapters, weights.a, weights.scales, m, k),
         *(x.stride(0), weights.a.stride(0), weights.scales.stride(0), steps),
+        EXPERTS=weights.experts,
+        PER_ROW=per_row,
         WIDTH=width,
         LINES=lines,
         BLOCK=groups.block,
@@ -427,7 +445,7 @@ def lora_expand(
     if config is None:
         launches = choose(m, rank, weights.b.dtype)
         config = launches.add if add else launches.write
-    assert y.stride(1) == 1 and y.shape[1] == weights.b.shape[1]
+    assert y.stride(1) == 1 and y.shape[1] == weights.b.shape[-2]
     assert bias is None or (not add and bias.dtype == y.dtype and bias.is_contiguous())
     assert u.shape[1:] == (len(groups.rows), weights.parts * rank) and u.is_contiguous()
     assert groups.num_rows == m and groups.block % config.block_m == 0
@@ -436,7 +454,8 @@ def lora_expand(
     tiles = triton.cdiv(weights.widest, config.tiles * config.block_n)
     lora_expand_kernel[(tiles, len(groups.rows) // config.block_m, weights.parts)](
         *(y, u, bias, groups.rows, groups.adapters, weights.b, weights.bounds),
-        *(m, y.stride(0), weights.b.stride(0), u.shape[0]),
+        *(m, y.stride(0), weights.b.stride(0), y.shape[1] * rank, u.shape[0]),
+        EXPERTS=weights.experts,
         RANK=rank,
         PARTS=weights.parts,
         BLOCK=groups.block,

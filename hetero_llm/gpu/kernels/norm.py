@@ -92,16 +92,16 @@ def _add_rms_norm(
 
 @triton.jit
 def _quantized_rms_norm(
-    codes_ptr, scales_ptr, width, scale_stride, x_ptr, residual_ptr, weight_ptr, eps,
+    codes_ptr, scales_ptr, width, part_width, scale_stride, x_ptr, residual_ptr, weight_ptr, eps,
     SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GEMMA: tl.constexpr,
-    FP8: tl.constexpr, LARGEST: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
-    PDL: tl.constexpr,
+    PARTS: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr, LANES: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, PADDED)
     row = _normed_row(x_ptr, residual_ptr, weight_ptr, eps, columns, SIZE, HAS_RESIDUAL, GEMMA, PDL)
     store_quantized_row(
-        *(row.to(tl.float32), codes_ptr, scales_ptr, width, scale_stride),
-        *(tl.program_id(0).to(tl.int64), SIZE, PADDED, FP8, LARGEST, LANES, GROUP),
+        *(row.to(tl.float32), codes_ptr, scales_ptr, width, part_width, scale_stride),
+        *(tl.program_id(0).to(tl.int64), SIZE, PADDED, PARTS, FP8, LARGEST, LANES, GROUP),
     )
 
 
@@ -254,6 +254,7 @@ def quantized_rms_norm(
     *,
     matrix: PreparedMatrix,
     gemma: bool,
+    parts: int = 1,
 ) -> tuple[QuantizedRows, torch.Tensor]:
     """`quantize_rows` of the norm of `add_rms_norm` or `add_gemma_rms_norm`, bit by bit, and the
     sum.
@@ -261,16 +262,17 @@ def quantized_rms_norm(
     Args:
         x: [T, size], and the others as there.
         matrix: That the norm will be multiplied with; see `quantizes_norms`.
+        parts: 1 or 2, see `QuantizedRows.empty`.
     """
     _check(x, residual, weight)
     assert quantizes_norms(matrix) and x.shape[1] == matrix.shape[1]
     total = x if residual is None else residual
-    rows = QuantizedRows.empty(len(x), matrix, x.dtype)
+    rows = QuantizedRows.empty(len(x), matrix, x.dtype, parts=parts)
     if x.numel() > 0:
         _quantized_rms_norm[(len(x),)](
             *(*rows.arguments, x, total, weight, eps),
             **_row_options(x, residual),
-            **format_options(matrix),
+            **format_options(matrix, parts),
             GEMMA=gemma,
         )
     return rows, total

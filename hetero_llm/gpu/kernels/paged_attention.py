@@ -17,6 +17,11 @@ those whose bit is set in its ancestor mask. A plain row at position p has limit
 node i of a draft tree has its sequence's length as limit and the bits of itself and its ancestors,
 so the key of a node is at position limit + number of its ancestors.
 
+Keys and values in e4m3 come to few rows as lanes of 16 bits, two neighbours of a token each: so
+they go from shared memory to the tensor cores' operands as 16-bit numbers do, transposed by the
+load, and become numbers of 16 bits in registers. Even and odd dimensions are two products. (The
+compiler takes bytes out of shared memory one by one.)
+
 A sink is a learned score of each query head that takes part in the softmax without a value
 (gpt-oss; "Efficient Streaming Language Models with Attention Sinks", Xiao et al. 2023, compares
 with one that is 0): a whole tile begins its sums with it, and cut tiles get it once, when their
@@ -39,6 +44,7 @@ from hetero_llm.gpu.kernels.launch import (
     pdl_options,
     wait_and_release,
 )
+from hetero_llm.gpu.kernels.quantized_elements import FP8, parts
 
 WORK_FIELDS = 8
 """int32 fields of a work item: request slot whose block table is read, first row, rows, key begin,
@@ -55,6 +61,7 @@ MAX_GROUP = 128
 """Most query heads on a KV head: a tile has whole groups of rows."""
 TREE_NODES = 64
 _LOG2_E = 1.4426950408889634
+_ROWS_OF_GROUPS = 64
 _MERGED_AT_ONCE = 16
 _MERGING_PROGRAMS = 64  # for each head; few, since a step that cuts nothing launches them too
 
@@ -144,7 +151,8 @@ def _prefetch(pointers, LINES: tl.constexpr):
         )
 
 
-@triton.jit
+# The counts of a window lie at an address of their own alignment: one kernel serves all windows.
+@triton.jit(do_not_specialize_on_alignment=["count_ptr"])
 def _merge(
     out_ptr, sums_ptr, states_ptr, cut_ptr, count_ptr, sink_ptr, out_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
@@ -326,6 +334,14 @@ def _keep(sums_ptr, states_ptr, kept, lines, dims, in_tile, acc, highest, weight
     tl.store(state + TILE_M, weight, mask=in_tile)
 
 
+@triton.jit
+def _load_query(pointers, in_tile, in_lane, WIDEN: tl.constexpr):
+    q = tl.load(pointers, mask=in_tile[:, None] & in_lane[None, :], other=0.0)
+    if WIDEN:
+        q = q.to(tl.float32)
+    return q
+
+
 # large: one loop, with a few lines for each option.
 @triton.jit
 def _attend(
@@ -337,10 +353,15 @@ def _attend(
     BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    LANES: tl.constexpr,  # elements of a row of the cache: int16 lanes of two e4m3, or as PADDED
 ):  # fmt: skip
     HAS_SLOPES: tl.constexpr = slope_ptr is not None
+    IN_PAIRS: tl.constexpr = LANES < PADDED
+    NOTHING: tl.constexpr = 0 if IN_PAIRS else 0.0
     dims = tl.arange(0, PADDED)
+    lanes = tl.arange(0, LANES)
     in_dim = dims < DIM
+    in_lane = lanes < DIM // (PADDED // LANES)
     lines, columns = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
     total = tl.load(count_ptr) * KV_HEADS
     for index in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1):
@@ -365,14 +386,13 @@ def _attend(
         if PDL:  # the first keys reach L2 while the previous kernel still runs
             _fetch_early(
                 keys, values, table, begin, end, columns, block_stride, token_stride, BLOCK,
-                (DIM * key_ptr.dtype.element_ty.primitive_bitwidth) // 1024,
+                (DIM * key_ptr.dtype.element_ty.primitive_bitwidth) // (1024 * (PADDED // LANES)),
             )  # fmt: skip
         wait_and_release(PDL)
-        q = tl.load(
-            q_ptr + (row * q_stride + q_head * DIM)[:, None] + dims[None, :], mask=valid, other=0.0
-        )
-        if WIDEN:
-            q = q.to(tl.float32)
+        q_row = q_ptr + (row * q_stride + q_head * DIM)[:, None]
+        q = _load_query(q_row + (lanes * (PADDED // LANES))[None, :], in_tile, in_lane, WIDEN)
+        if IN_PAIRS:
+            odd_q = _load_query(q_row + (lanes * 2 + 1)[None, :], in_tile, in_lane, WIDEN)
         factor = scale
         if kv_scale_ptr is not None:
             factor = scale * tl.load(kv_scale_ptr + head)
@@ -381,16 +401,23 @@ def _attend(
         else:
             highest = tl.full((TILE_M,), float("-inf"), tl.float32)
             weight = tl.zeros((TILE_M,), tl.float32)
-        acc = tl.zeros((TILE_M, PADDED), tl.float32)
+        acc = tl.zeros((TILE_M, LANES), tl.float32)
+        odd_acc = tl.zeros((TILE_M, LANES), tl.float32)
         for start in tl.range(begin, end, TILE_N):
             token = start + columns
             exists = token < end
             block = tl.load(table + token // BLOCK, mask=exists, other=0).to(tl.int64)
-            place = (block * block_stride + (token % BLOCK) * token_stride)[:, None] + dims[None, :]
-            loadable = exists[:, None] & in_dim[None, :]
-            k = tl.load(keys + place, mask=loadable, other=0.0)
-            v = tl.load(values + place, mask=loadable, other=0.0)
-            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * factor
+            place = (block * block_stride + (token % BLOCK) * token_stride)[:, None] + lanes[
+                None, :
+            ]
+            loadable = exists[:, None] & in_lane[None, :]
+            k = tl.load(keys + place, mask=loadable, other=NOTHING)
+            v = tl.load(values + place, mask=loadable, other=NOTHING)
+            if IN_PAIRS:
+                even_k, odd_k = parts(tl.trans(k), FP8, q_ptr.dtype.element_ty)
+                scores = tl.dot(odd_q, odd_k, tl.dot(q, even_k)) * factor
+            else:
+                scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * factor
             scores = _change(
                 scores, token, limit, position, ancestors, slope, start + TILE_N > seen_by_all,
                 SOFTCAP, HAS_SLOPES, HAS_TREE,
@@ -400,8 +427,17 @@ def _attend(
             p, shrink, highest = _weigh(scores, highest)
             weight = weight * shrink + tl.sum(p, 1)
             acc = acc * shrink[:, None]
-            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+            if IN_PAIRS:
+                # To float16 in half the instructions; it holds e4m3 and weights up to 1.
+                even_v, odd_v = parts(v, FP8, tl.float16)
+                p = p.to(tl.float32 if WIDEN else tl.float16)
+                acc = tl.dot(p, even_v, acc)
+                odd_acc = tl.dot(p, odd_v, odd_acc * shrink[:, None])
+            else:
+                acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
 
+        if IN_PAIRS:
+            acc = tl.reshape(tl.join(acc, odd_acc), (TILE_M, PADDED))
         if kv_scale_ptr is not None:
             acc = acc * tl.load(kv_scale_ptr + KV_HEADS + head)
         if piece < 0:
@@ -475,7 +511,11 @@ def paged_attention(
     ancestors = rows.ancestors
     grid = (num_multiprocessors(q.device) * tile.programs,)
     sizes = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "TILE_M": tile.rows}
-    sizes["PADDED"] = triton.next_power_of_2(dim)
+    padded = triton.next_power_of_2(dim)
+    sizes["PADDED"] = padded
+    in_pairs = _comes_in_pairs(q, key_cache, tile)
+    if in_pairs:
+        key_cache, value_cache = key_cache.view(torch.int16), value_cache.view(torch.int16)
     _attend[grid](
         *(out, q, key_cache, value_cache, block_tables, rows.limits, rows.positions),
         *(rows.positions if ancestors is None else ancestors, slopes, kv_scales, sinks),
@@ -490,6 +530,7 @@ def paged_attention(
         SOFTCAP=0.0 if softcap is None else softcap * _LOG2_E,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         WIDEN=INTERPRETED,  # its dot takes no bfloat16
+        LANES=padded // 2 if in_pairs else padded,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **pdl_options(q.device),
@@ -505,6 +546,20 @@ def paged_attention(
         **pdl_options(q.device),
     )
     return out
+
+
+def _comes_in_pairs(q: torch.Tensor, key_cache: torch.Tensor, tile: TileShape) -> bool:
+    """Whether keys and values are read as lanes of two dimensions. Tiles of 64 rows and more take
+    the tensor cores' products that have both operands in shared memory."""
+    return (
+        key_cache.dtype == torch.float8_e4m3fn
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and tile.rows < _ROWS_OF_GROUPS
+        and q.shape[2] >= 2 * MIN_HEAD_DIM
+        and q.shape[2] % 2 == 0
+        and all(stride % 2 == 0 for stride in key_cache.stride()[:3])
+        and key_cache.data_ptr() % 4 == 0
+    )
 
 
 def _check(

@@ -8,6 +8,12 @@ products of such rows.
 - `store_quantized_row` does the same for kernels that own a row in the order of its columns.
 - `scale_products_kernel` turns the int32 sums of an int8 product into outputs.
 
+Rows in fp8 may come in two parts: the first is the row rounded to e4m3, the second what is left of
+it, rounded to e4m3, too. With a power of two as the row's scale four bits of the significand lie in
+each, so bfloat16 numbers down to 2^-10 of the row's largest are the sums of their parts exactly,
+and the error of smaller ones is at most 2^-18 of it. Products of both parts, added up, are those of
+the row in 16 bits.
+
 Wrappers `quantize_rows`, `quantize_gated` and `scale_products`, references `*_reference`; timed by
 `bench.kernels.quantized_gemm` and `bench.kernels.elementwise`.
 """
@@ -30,6 +36,7 @@ LARGEST = {"fp8": 448.0, "int8": 127.0}
 """What the largest number of a row, or of a group of its columns, becomes."""
 
 _TILE = 1024  # lanes of one piece of a row
+_FEW_ROWS = 256  # which leave most multiprocessors idle: pieces are larger, with more threads
 _SMALLEST = tl.constexpr(1e-30)  # a row of zeros has a scale, too
 # In PTX, since ptxas 12.8 takes lanes apart wrongly that Triton's own conversion has put together.
 _TWO_FP8 = tl.constexpr("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;")
@@ -46,8 +53,8 @@ class QuantizedRows:
 
     Attributes:
         codes: [M', K'] float8_e4m3fn or int8, in the order of the bytes of `PreparedMatrix.data`,
-            columns past K zero. M' is the number of rows M; where groups of columns have scales,
-            the next multiple of 4, and rows past M hold anything.
+            columns past K zero; in two parts [2, M', K']. M' is the number of rows M; where groups
+            of columns have scales, the next multiple of 4, and rows past M hold anything.
         scales: what codes are to be multiplied with, float32: [M, 1], or [M', groups] of strides
             (1, M'), as the library wants them.
         num_rows: M.
@@ -60,9 +67,16 @@ class QuantizedRows:
     dtype: torch.dtype
 
     @staticmethod
-    def empty(num_rows: int, matrix: PreparedMatrix, dtype: torch.dtype) -> QuantizedRows:
-        """Memory for rows of a matrix's K columns."""
+    def empty(
+        num_rows: int, matrix: PreparedMatrix, dtype: torch.dtype, *, parts: int = 1
+    ) -> QuantizedRows:
+        """Memory for rows of a matrix's K columns.
+
+        Args:
+            parts: 2 for fp8 with a scale for each row alone.
+        """
         assert matrix.kind in LARGEST, matrix.kind
+        assert parts == 1 or (parts == 2 and matrix.kind == "fp8" and not matrix.group)
         of_kind = torch.float8_e4m3fn if matrix.kind == "fp8" else torch.int8
         device, padded = matrix.device, num_rows
         if matrix.group:
@@ -70,19 +84,27 @@ class QuantizedRows:
             scales = torch.empty((matrix.groups, padded), device=device).t()
         else:
             scales = torch.empty((num_rows, 1), device=device)
-        codes = torch.empty((padded, matrix.padded_columns), dtype=of_kind, device=device)
+        shape = (padded, matrix.padded_columns)
+        codes = torch.empty(shape if parts == 1 else (2, *shape), dtype=of_kind, device=device)
         return QuantizedRows(codes, scales, num_rows, dtype)
 
     @property
+    def parts(self) -> int:
+        return 1 if self.codes.ndim == 2 else 2
+
+    @property
     def arguments(self) -> tuple[Any, ...]:
-        """What kernels write to: lanes of codes, scales, lanes of a row, stride of scales."""
+        """What kernels write to: lanes of codes, scales, lanes of a row and of a part, stride of
+        scales."""
         lanes = self.codes.view(torch.int16)
-        return lanes, self.scales, lanes.shape[1], self.scales.stride(1)
+        num_rows, width = lanes.shape[-2:]
+        return lanes, self.scales, width, num_rows * width, self.scales.stride(1)
 
 
-def format_options(matrix: PreparedMatrix) -> dict[str, Any]:
+def format_options(matrix: PreparedMatrix, parts: int) -> dict[str, Any]:
     """Constants of kernels that write rows for this matrix."""
     return {
+        "PARTS": parts,
         "FP8": matrix.kind == "fp8",
         "LARGEST": LARGEST[matrix.kind],
         "LANES": matrix.lanes,
@@ -131,42 +153,65 @@ def _join_codes(low, high):
 
 
 @triton.jit
+def _store_scale(scale, peak, LARGEST: tl.constexpr, PARTS: tl.constexpr):
+    """Stores a row's scale; returns what its values are to be multiplied with."""
+    inverse = LARGEST / peak
+    if PARTS == 1:
+        tl.store(scale, peak / LARGEST)
+    else:  # a power of two
+        inverse = (inverse.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        tl.store(scale, 1.0 / inverse)
+    return inverse
+
+
+@triton.jit
 def store_quantized_row(
-    values, codes, scales, width, scale_stride, row, k,
-    PADDED: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr, LANES: tl.constexpr,
-    GROUP: tl.constexpr,
+    values, codes, scales, width, part_width, scale_stride, row, k,
+    PADDED: tl.constexpr, PARTS: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
+    LANES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Quantizes values [PADDED] float32, zeros from k on: the result of `quantize_rows_kernel`,
     bit by bit. PADDED holds a chunk and a group at least."""
     if GROUP == 0:
         peak = tl.maximum(tl.max(tl.abs(values), 0), _SMALLEST)
-        tl.store(scales + row, peak / LARGEST)
-        scaled = values * (LARGEST / peak)
+        scaled = values * _store_scale(scales + row, peak, LARGEST, PARTS)
     else:
         grouped = tl.reshape(values, (PADDED // GROUP, GROUP))
         peak = tl.maximum(tl.max(tl.abs(grouped), 1), _SMALLEST)
         groups = tl.arange(0, PADDED // GROUP)
         tl.store(scales + groups * scale_stride + row, peak / LARGEST, mask=groups * GROUP < k)
         scaled = grouped * (LARGEST / peak)[:, None]
+    _store_codes(codes + row * width, scaled, width, PADDED, FP8, LANES)
+    if PARTS == 2:
+        rest = scaled - _nearest_fp8(scaled)
+        _store_codes(codes + part_width + row * width, rest, width, PADDED, FP8, LANES)
+
+
+@triton.jit
+def _store_codes(
+    codes, scaled, width, PADDED: tl.constexpr, FP8: tl.constexpr, LANES: tl.constexpr
+):
     # Threads exchange codes here, or the row's 16-bit values before, as the compiler likes.
     chunks = tl.reshape(_codes(scaled, FP8), (PADDED // (2 * LANES), 2, LANES))
     low, high = tl.split(tl.permute(chunks, (0, 2, 1)))
     chunk, inner = tl.arange(0, PADDED // (2 * LANES)), tl.arange(0, LANES)
     lane = chunk[:, None] * LANES + inner[None, :]
-    tl.store(codes + row * width + lane, _join_codes(low, high), mask=lane < width)
+    tl.store(codes + lane, _join_codes(low, high), mask=lane < width)
 
 
 @triton.jit
 def quantize_rows_kernel(
-    codes,  # [m, width] int16 lanes
+    codes,  # [PARTS, m, width] int16 lanes
     scales,  # [m] float32, or [groups] of stride scale_stride with the rows next to each other
     width,
+    part_width,  # lanes of a part
     scale_stride,
     x,  # [m, k], rows x_stride apart; with a NAME [m, 2 k], gate first
     order,  # [k] int32, or None
     k,
     x_stride,
     NAME: tl.constexpr,  # of `activate`, or "": x is quantized as it is
+    PARTS: tl.constexpr,
     FP8: tl.constexpr,
     LARGEST: tl.constexpr,
     LANES: tl.constexpr,
@@ -203,13 +248,15 @@ def quantize_rows_kernel(
             lanes = _lanes(low.to(tl.float32) * inverse, high.to(tl.float32) * inverse, FP8)
             tl.store(codes + lane, lanes, mask=lane < width)
     if GROUP == 0:
-        tl.store(scales + row, peak / LARGEST)
-        inverse = LARGEST / peak
+        inverse = _store_scale(scales + row, peak, LARGEST, PARTS)
         for piece in tl.static_range(PIECES):
             lane = piece * TILE + tl.arange(0, TILE)
-            low, high = lows[piece].to(tl.float32), highs[piece].to(tl.float32)
-            lanes = _lanes(low * inverse, high * inverse, FP8)
-            tl.store(codes + lane, lanes, mask=lane < width)
+            low = lows[piece].to(tl.float32) * inverse
+            high = highs[piece].to(tl.float32) * inverse
+            tl.store(codes + lane, _lanes(low, high, FP8), mask=lane < width)
+            if PARTS == 2:
+                rest = _lanes(low - _nearest_fp8(low), high - _nearest_fp8(high), FP8)
+                tl.store(codes + part_width + lane, rest, mask=lane < width)
 
 
 @triton.jit
@@ -250,42 +297,47 @@ def scale_products_kernel(
     tl.store(y + row * n + features, values.to(y.dtype.element_ty), mask=inside)
 
 
-def quantize_rows(x: Tensor, matrix: PreparedMatrix) -> QuantizedRows:
+def quantize_rows(x: Tensor, matrix: PreparedMatrix, *, parts: int = 1) -> QuantizedRows:
     """Rows in the 8-bit kind of the matrix that they are to be multiplied with.
 
     Args:
         x: [M, K] float32, bf16 or fp16, rows contiguous.
         matrix: Of K columns, of kind fp8 or int8; groups of columns are whole chunks or there are
             none.
+        parts: 1 or 2, see `QuantizedRows.empty`.
     """
-    return _quantize_rows(x, matrix, "")
+    return _quantize_rows(x, matrix, "", parts)
 
 
-def quantize_gated(gate_up: Tensor, name: str, matrix: PreparedMatrix) -> QuantizedRows:
+def quantize_gated(
+    gate_up: Tensor, name: str, matrix: PreparedMatrix, *, parts: int = 1
+) -> QuantizedRows:
     """`quantize_rows` of `gated_activation(gate_up, name)`, bit by bit.
 
     Args:
         gate_up: [M, 2 * K], gate first; float32, bf16 or fp16; rows contiguous.
         name: One of `layers.Activation` that config.json can name.
-        matrix: As of `quantize_rows`.
+        matrix, parts: As of `quantize_rows`.
     """
-    return _quantize_rows(gate_up, matrix, KINDS[name])
+    return _quantize_rows(gate_up, matrix, KINDS[name], parts)
 
 
-def _quantize_rows(x: Tensor, matrix: PreparedMatrix, kind: str) -> QuantizedRows:
+def _quantize_rows(x: Tensor, matrix: PreparedMatrix, kind: str, parts: int) -> QuantizedRows:
     m, k = x.shape[0], matrix.shape[1]
     assert x.ndim == 2 and x.shape[1] == (2 * k if kind else k), (x.shape, k)
     assert x.stride(1) == 1 and x.device == matrix.device and (x.is_cuda or INTERPRETED)
     assert matrix.group % matrix.chunk == 0, (matrix.group, matrix.chunk)
     assert matrix.group == 0 or matrix.order is None, "groups of columns in another order"
-    rows = QuantizedRows.empty(m, matrix, x.dtype)
-    codes, scales, width, scale_stride = rows.arguments
-    tile = min(_TILE, max(triton.next_power_of_2(width), matrix.group // 2))
+    rows = QuantizedRows.empty(m, matrix, x.dtype, parts=parts)
+    width = rows.arguments[2]
+    tile = min(
+        _TILE if m > _FEW_ROWS else 4 * _TILE, max(triton.next_power_of_2(width), matrix.group // 2)
+    )
     if m > 0:
         quantize_rows_kernel[(m,)](
-            *(codes, scales, width, scale_stride, x, matrix.order, k, x.stride(0)),
+            *(*rows.arguments, x, matrix.order, k, x.stride(0)),
             NAME=kind,
-            **format_options(matrix),
+            **format_options(matrix, parts),
             PIECES=triton.cdiv(width, tile),
             TILE=tile,
             num_warps=max(1, tile // 256),
@@ -294,9 +346,9 @@ def _quantize_rows(x: Tensor, matrix: PreparedMatrix, kind: str) -> QuantizedRow
     return rows
 
 
-def quantize_rows_reference(x: Tensor, matrix: PreparedMatrix) -> QuantizedRows:
+def quantize_rows_reference(x: Tensor, matrix: PreparedMatrix, *, parts: int = 1) -> QuantizedRows:
     """`quantize_rows` in plain torch."""
-    rows = QuantizedRows.empty(x.shape[0], matrix, x.dtype)
+    rows = QuantizedRows.empty(x.shape[0], matrix, x.dtype, parts=parts)
     m, k, group = x.shape[0], x.shape[1], matrix.group or x.shape[1]
     peaks = (
         torch.nn.functional.pad(x.float().abs(), (0, -k % group)).unflatten(1, (-1, group)).amax(2)
@@ -304,12 +356,20 @@ def quantize_rows_reference(x: Tensor, matrix: PreparedMatrix) -> QuantizedRows:
     peaks = peaks.clamp_min(_SMALLEST.value)
     largest = LARGEST[matrix.kind]
     rows.scales[:m] = peaks / largest
-    scaled = x.float() * (largest / peaks).repeat_interleave(group, 1)[:, :k]
+    inverse = largest / peaks
+    if parts == 2:
+        inverse = (inverse.view(torch.int32) & 0x7F800000).view(torch.float32)
+        rows.scales[:m] = 1 / inverse
+    scaled = x.float() * inverse.repeat_interleave(group, 1)[:, :k]
     if matrix.order is not None:
         scaled = scaled[:, matrix.order.long()]
     scaled = torch.nn.functional.pad(scaled, (0, matrix.padded_columns - k))
     chunks = matrix.padded_columns // matrix.chunk
     scaled = scaled.view(m, chunks, 2, matrix.lanes).transpose(2, 3).flatten(1)
+    if parts == 2:
+        rows.codes[0, :m] = scaled.to(rows.codes.dtype)
+        rows.codes[1, :m] = (scaled - rows.codes[0, :m].float()).to(rows.codes.dtype)
+        return rows
     rows.codes[:m] = (scaled if matrix.kind == "fp8" else (scaled + 0.5).floor()).to(
         rows.codes.dtype
     )

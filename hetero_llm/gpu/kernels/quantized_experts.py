@@ -16,6 +16,7 @@ Wrapper `quantized_experts`, reference `experts.experts_reference`; timed by
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import torch
 import triton
@@ -268,7 +269,7 @@ def quantized_experts(
     if rows == 0:
         return torch.empty_like(x)
     if not (serves(x, gate_up) and serves(x, down)):
-        first, second = (_dense(matrix, num_experts, x.dtype) for matrix in (gate_up, down))
+        first, second = (dense_weights(w, num_experts, x.dtype) for w in (gate_up, down))
         return experts(x, ids, weights, first, second, activation=activation, biases=biases)
     configs = choose_plain(rows, k, num_experts, x.itemsize)
     groups = groups_of(ids, num_experts, configs[0].block_m)
@@ -321,26 +322,42 @@ def _pair_outputs(
 ) -> Tensor:
     """[pairs, hidden], or [split_k, pairs, hidden]. `count`: of experts that the weights hold;
     `configs`: of the plain ones among the two products."""
-
-    def product(
-        x: Tensor, weights: Weights, config: GroupedConfig, activation: Gate, bias: Tensor | None
-    ) -> Tensor:
-        if isinstance(weights, Tensor):
-            return grouped_product(
-                x, weights, groups, activation=activation, config=config, bias=bias
-            )
-        parts = 2 if activation else 1
-        n = weights.shape[0] // count // parts
-        config = choose(groups, weights, n, parts)
-        y = outputs_of(x, groups, n, config)
-        plan_quantized_product(
-            x, weights, groups, y=y, activation=activation, config=config, bias=bias
-        )()
-        return y
-
     of_first, of_second = biases or (None, None)
-    middle = product(x, gate_up, configs[0], activation, of_first)
-    return product(middle, down, configs[1], "", of_second)
+    product = partial(pair_product, groups=groups, count=count)
+    middle = product(x, gate_up, config=configs[0], activation=activation, bias=of_first)
+    return product(middle, down, config=configs[1], activation="", bias=of_second)
+
+
+def pair_product(
+    x: Tensor,
+    weights: Weights,
+    *,
+    groups: Groups,
+    count: int,
+    config: GroupedConfig,
+    activation: Gate,
+    bias: Tensor | None,
+) -> Tensor:
+    """`grouped_product` with weights of either kind.
+
+    Args:
+        count: of experts that the weights hold.
+        config: of plain weights.
+
+    Returns:
+        [pairs, N] in x's dtype; [split_k, pairs, N] float32 where quantized weights without an
+        activation have their inputs split.
+    """
+    if isinstance(weights, Tensor):
+        return grouped_product(x, weights, groups, activation=activation, config=config, bias=bias)
+    parts = 2 if activation else 1
+    n = weights.shape[0] // count // parts
+    config = choose(groups, weights, n, parts)
+    y = outputs_of(x, groups, n, config)
+    plan_quantized_product(
+        x, weights, groups, y=y, activation=activation, config=config, bias=bias
+    )()
+    return y
 
 
 def outputs_of(x: Tensor, groups: Groups, n: int, config: GroupedConfig) -> Tensor:
@@ -351,7 +368,8 @@ def outputs_of(x: Tensor, groups: Groups, n: int, config: GroupedConfig) -> Tens
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-def _dense(weights: Weights, num_experts: int, dtype: torch.dtype) -> Tensor:
+def dense_weights(weights: Weights, num_experts: int, dtype: torch.dtype) -> Tensor:
+    """[experts, N, K] in `dtype`."""
     if isinstance(weights, Tensor):
         return weights
     out = torch.empty(weights.shape, dtype=dtype, device=weights.device)

@@ -130,6 +130,7 @@ class SampleWorkspace:
     blocks: torch.Tensor  # [max_rows, blocks] int32, blocks that the support may touch
     scores: torch.Tensor  # [max_rows, capacity] float32
     mask_places: torch.Tensor  # [max_rows] int32, 1 + the place of a mask that is there, else 0
+    no_slots: torch.Tensor  # [max_rows] int32, all -1: one kernel serves callers with and without
 
 
 def make_sample_workspace(
@@ -152,6 +153,7 @@ def make_sample_workspace(
         make(blocks, torch.int32),
         make(capacity, torch.float32),
         torch.zeros(max_rows, dtype=torch.int32, device=device),
+        torch.full((max_rows,), -1, dtype=torch.int32, device=device),
     )
 
 
@@ -623,7 +625,6 @@ def _finish(
     vocab,
     num_chunks,
     num_blocks,
-    HAS_SLOTS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCKS: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -660,10 +661,9 @@ def _finish(
             )
             token = sample_listed(listed, threshold, allowed_ties, noise)
     tl.store(tokens + row, token.to(tl.int64))
-    if HAS_SLOTS:
-        slot = tl.load(slots + row)
-        if slot >= 0:
-            tl.store(last_tokens + slot, token.to(tl.int64))
+    slot = tl.load(slots + row)
+    if slot >= 0:
+        tl.store(last_tokens + slot, token.to(tl.int64))
 
 
 def _check_arguments(
@@ -770,7 +770,7 @@ def sample_tokens(
     _finish[(num_rows,)](
         out,
         out if last_tokens is None else last_tokens,
-        out if slots is None else slots,
+        workspace.no_slots if slots is None else slots,
         *partial,
         workspace.blocks,
         workspace.scores,
@@ -781,7 +781,6 @@ def sample_tokens(
         vocab,
         num_chunks,
         workspace.blocks.shape[1],
-        HAS_SLOTS=slots is not None,
         CHUNKS=triton.next_power_of_2(num_chunks),
         BLOCKS=triton.next_power_of_2(workspace.blocks.shape[1]),
         CAPACITY=workspace.scores.shape[1],

@@ -143,7 +143,8 @@ def test_it_waits_for_who_comes_late(device: torch.device) -> None:
 
     thread = threading.Timer(0.01, load)
     thread.start()
-    assert state.wait(1, most_looks=MOST_LOOKS)
+    # Other processes' tests take turns on the same GPU, so patience is longer than a step's.
+    assert state.wait(1, most_looks=32 * MOST_LOOKS)
     thread.join()
     assert state.flags[3] == 12 and state.flags[9] == 22
 

@@ -235,11 +235,11 @@ def matrix_of(kind: str, size: int, device: torch.device) -> PreparedMatrix:
     return prepare(random_matrix(kind, 16, size, device=device))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8", "blocks"])
+@pytest.mark.parametrize("kind, parts", [("fp8", 1), ("fp8", 2), ("int8", 1), ("blocks", 1)])
 @pytest.mark.parametrize("size", [768, 576, 2304])
 @pytest.mark.parametrize("has_residual, gemma", [(True, False), (False, True)])
 def test_quantized_rows_equal_those_of_a_separate_pass(
-    device: torch.device, kind: str, size: int, has_residual: bool, gemma: bool
+    device: torch.device, kind: str, parts: int, size: int, has_residual: bool, gemma: bool
 ) -> None:
     torch.manual_seed(size)
     x = torch.randn(3, size, device=device).bfloat16()
@@ -248,11 +248,13 @@ def test_quantized_rows_equal_those_of_a_separate_pass(
     residual = torch.randn_like(x) * 4 if has_residual else None
     expected_residual = residual.clone() if residual is not None else None
     matrix = matrix_of(kind, size, device)
-    rows, total = quantized_rms_norm(x, residual, weight, 1e-5, matrix=matrix, gemma=gemma)
+    rows, total = quantized_rms_norm(
+        x, residual, weight, 1e-5, matrix=matrix, gemma=gemma, parts=parts
+    )
     plain = add_gemma_rms_norm if gemma else add_rms_norm
     norm, expected_total = plain(x, expected_residual, weight, 1e-5)
     assert total is (x if residual is None else residual) and torch.equal(total, expected_total)
-    assert_same_rows(rows, quantize_rows(norm, matrix))
+    assert_same_rows(rows, quantize_rows(norm, matrix, parts=parts))
 
 
 def test_norms_that_cannot_be_quantized(device: torch.device) -> None:

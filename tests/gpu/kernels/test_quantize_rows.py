@@ -37,6 +37,28 @@ def test_equals_the_reference(device, kind, m, k, dtype, order):
     torch.testing.assert_close(values, expected_values, rtol=0.13, atol=0.02)
 
 
+@pytest.mark.parametrize("m, k, order", [(5, 272, False), (2, 2300, True)])
+def test_two_parts_are_the_row(device, m, k, order):
+    """Exactly, down to 2^-9 of its largest number; below that to 2^-17 of it."""
+    generator = torch.Generator().manual_seed(k)
+    sizes = torch.exp2(torch.randint(-14, 1, (m, k), generator=generator).float())
+    x = (torch.randn(m, k, generator=generator) * sizes).to(device, torch.bfloat16)
+    x[1] = 0.0
+    matrix = prepare(random_matrix("fp8", 16, k, order=order, device=device))
+    rows = op.quantize_rows(x, matrix, parts=2)
+    assert rows.codes.shape == (2, m, matrix.padded_columns) and rows.parts == 2
+    expected = op.quantize_rows_reference(x, matrix, parts=2)
+    assert torch.equal(rows.scales, expected.scales)
+    assert torch.equal(rows.codes.float(), expected.codes.float())  # zeros have two signs
+    back = (rows.codes.float() * rows.scales).sum(0)
+    back = back.view(m, -1, matrix.lanes, 2).transpose(2, 3).flatten(1)
+    assert not back[:, k:].any()
+    ordered = x.float() if matrix.order is None else x.float()[:, matrix.order.long()]
+    error, peak = (back[:, :k] - ordered).abs(), ordered.abs().amax(1, keepdim=True)
+    assert not error[ordered.abs() >= peak * 2**-9].any()
+    assert (error <= peak * 2**-17).all()
+
+
 def blocks_of(k: int, device: torch.device) -> PreparedMatrix:
     return prepare(random_matrix("fp8", 144, k, group=128, rows=BLOCK_ROWS, device=device))
 
@@ -54,16 +76,18 @@ def test_groups_of_columns_equal_the_reference(device, m, k):
     assert m == 0 or differ.float().mean() < 5e-3
 
 
-@pytest.mark.parametrize("kind, k", [("fp8", 272), ("int8", 2300), ("blocks", 384)])
+@pytest.mark.parametrize(
+    "kind, k, parts", [("fp8", 272, 1), ("fp8", 272, 2), ("int8", 2300, 1), ("blocks", 384, 1)]
+)
 @pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
-def test_gates_equal_the_separate_pass(device, kind, k, name):
+def test_gates_equal_the_separate_pass(device, kind, k, parts, name):
     matrix = blocks_of(k, device) if kind == "blocks" else None
     matrix = matrix or prepare(random_matrix(kind, 16, k, device=device))
     generator = torch.Generator().manual_seed(k)
     gate_up = torch.randn(3, 2 * k + 8, generator=generator).to(device, torch.bfloat16)[:, 8:]
     assert_same_rows(
-        op.quantize_gated(gate_up, name, matrix),
-        op.quantize_rows(gated_activation(gate_up, name), matrix),
+        op.quantize_gated(gate_up, name, matrix, parts=parts),
+        op.quantize_rows(gated_activation(gate_up, name), matrix, parts=parts),
     )
     reference = op.quantize_gated_reference(gate_up, name, matrix)
     values = op.quantize_gated(gate_up, name, matrix).codes[:3].float()
@@ -76,7 +100,8 @@ def assert_same_rows(rows: op.QuantizedRows, expected: op.QuantizedRows) -> None
     assert rows.num_rows == m and rows.dtype == expected.dtype
     assert rows.scales.stride() == expected.scales.stride()
     assert torch.equal(rows.scales[:m], expected.scales[:m])
-    assert torch.equal(rows.codes[:m].view(torch.uint8), expected.codes[:m].view(torch.uint8))
+    codes, expected_codes = (r.codes[..., :m, :].view(torch.uint8) for r in (rows, expected))
+    assert torch.equal(codes, expected_codes)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])

@@ -107,6 +107,30 @@ def test_rows_that_come_quantized(device):
     assert torch.equal(y, product(x, None, bias))
 
 
+def test_rows_that_become_fp8_codes(device):
+    """In two parts, with the error of few rows; in one part beyond; other kinds never."""
+    matrix = random_matrix("fp8", 48, 272, order=True).to(device)
+    product = op.QuantizedProduct(prepare(matrix), fp8_rows=range(2, 129))
+    assert not product.in_8_bits or product.can_quantize(rows(device, 2, 272))
+    bias = torch.linspace(-1, 1, 48).to(device, torch.bfloat16)
+    for m, parts in ((2, 2), (op.TWO_PARTS, 2), (op.TWO_PARTS + 1, 1)):
+        x = rows(device, m, 272)
+        assert product.quantizes(x) and product.parts(x) == parts
+        y = product(x, None, bias)
+        assert torch.equal(y, product(quantize_rows(x, product.matrix, parts=parts), None, bias))
+        expected = x.double() @ dequantize(matrix, torch.float64).t() + bias.double()
+        error = (y.double() - expected).norm() / expected.norm()
+        assert error < 6e-3 if parts == 2 else 0.01 < error < 0.04
+    alone = rows(device, 1, 272)
+    assert not product.quantizes(alone) and product.parts(alone) == 1
+    product.in_8_bits = False
+    assert product.quantizes(rows(device, 64, 272)) and not product.quantizes(rows(device, 65, 272))
+    assert not product.quantizes(rows(device, 64, 272, dtype=torch.float16))
+    eight = op.QuantizedProduct(prepare(random_matrix("int8", 48, 272, device=device)))
+    eight.fp8_rows = range(2, 129)
+    assert not eight.quantizes(rows(device, 40, 272))
+
+
 def test_what_8_bits_cannot_serve(device):
     x = rows(device, 70, 256)
     eight = prepare(random_matrix("int8", 32, 256, device=device))

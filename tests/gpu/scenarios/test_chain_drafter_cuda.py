@@ -114,19 +114,6 @@ def test_no_room_for_both() -> None:
         start(num_gpu_blocks_override=None, gpu_memory_utilization=0.0001, **DRAFT)
 
 
-def test_the_profile_knows_of_the_draft_model() -> None:
-    """Both caches fit into the share of the memory that may be used."""
-    with start(num_gpu_blocks_override=None, gpu_memory_utilization=0.2, max_num_seqs=4) as llm:
-        alone = llm.engine.scheduler.blocks.num_blocks
-    with start(
-        num_gpu_blocks_override=None, gpu_memory_utilization=0.2, max_num_seqs=4, **DRAFT
-    ) as llm:
-        assert chains_of(llm).num_blocks == 4 * 32
-        # Two profile runs differ by more than this small model takes.
-        assert llm.engine.scheduler.blocks.num_blocks < 1.01 * alone
-        assert generate(llm, ragged(2))
-
-
 def test_typical_acceptance() -> None:
     """Lossy at temperature 0.7, exact for greedy requests of the same batch."""
     typical = {"spec_decoding_acceptance_method": "typical_acceptance_sampler"}

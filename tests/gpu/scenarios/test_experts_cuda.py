@@ -197,7 +197,8 @@ def test_half_precision_through_the_engine(tmp_path: Path, family: str) -> None:
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (5, 9, 20, 31)]
     params = [GREEDY] * len(prompts)
-    with start(folder, dtype="bfloat16", max_model_len=64, skip_tokenizer_init=True) as llm:
+    settings = {"max_model_len": 64, "max_num_seqs": 4, "skip_tokenizer_init": True}
+    with start(folder, dtype="bfloat16", **settings) as llm:
         found = regrets(generate(llm, prompts, params), params, folder)
         assert found.median() < TIES and found.mean() < 0.1
         alone = regrets(generate(llm, prompts[:1], params[:1]), params[:1], folder)
@@ -211,7 +212,7 @@ def test_biases_through_the_engine(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (1, 9, 20, 38)]
     params = [GREEDY] * len(prompts)
-    settings = {"max_model_len": 64, "skip_tokenizer_init": True}
+    settings = {"max_model_len": 64, "max_num_seqs": 4, "skip_tokenizer_init": True}
     for invariant in (False, True):
         with start(folder, batch_invariant=invariant, **settings) as llm:
             assert regrets(generate(llm, prompts, params), params, folder).max() < TIES

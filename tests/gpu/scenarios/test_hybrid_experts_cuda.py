@@ -37,7 +37,7 @@ from tests.scenarios.test_hybrid_experts import (
 )
 
 GIB = 1 << 30
-BF16 = {"dtype": "bfloat16"}
+BF16 = {"dtype": "bfloat16", "max_num_seqs": 8}  # more would compile one more decoding kernel
 LONG = {"max_position_embeddings": 512}  # as `serving.start` asks for
 # Sizes that the kernels of one row and blocks of scales serve.
 WIDE = {

@@ -54,7 +54,7 @@ def amplified(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def choices(model: Path, cache: torch.dtype = torch.float8_e4m3fn, **arguments: Any) -> np.ndarray:
     """The likeliest token at each position of prompts, then the first one that is generated."""
-    with start(model, dtype="bfloat16", **arguments) as llm:
+    with start(model, dtype="bfloat16", max_num_seqs=8, **arguments) as llm:
         assert runner_of(llm).cache.data.dtype == cache
         outputs = generate(llm, equal(12, 300), ASKS)
     found = [token for o in outputs for token in likeliest(o.prompt_logprobs)]

@@ -282,6 +282,7 @@ def test_steps_wait_for_their_loads(heavy: Path, eager: bool, not_lazy: bool) ->
         traffic.check_over(engine_of(llm))
 
 
+@pytest.mark.alone
 def test_steps_that_do_not_wait_go_wrong(heavy: Path) -> None:
     """The negative control: the same with layer-ready flags that never make a step wait."""
     expected = found_on_device(heavy, eager=True)
