@@ -1,14 +1,15 @@
 """Whether the lookahead cache makes any prompt slower: tokens/s with it over without, by prompt.
 
-    python -m bench.speculation.any_prompt [--model demo] [--rounds 15] [--batch 1] [--out FILE]
+    python -m bench.speculation.any_prompt [--rounds 15] [--batch 1] [--prompts other] [--out FILE]
 
-Prompts: the three of `hetero-llm demo`, 30 ends of held-out code, 10 pieces of prose (the licence)
-and 10 of random tokens; greedy unless `--temperature` is given. They run one at a time, or, with
-`--batch`, in groups, each named by its first prompt; figures are those of the group. In each round
-three engines of this process are made anew: without the cache ("off"), the same again, and with it
-("on"), whose cache is empty. Every prompt runs on all three, in turns. When all have run, each runs
-again: the cache knows its text then. The demo's prompts are a new engine's first ones; the order of
-the others differs by round.
+Prompts ("first"): the three of `hetero-llm demo`, 30 ends of held-out code, 10 pieces of prose (the
+licence) and 10 of random tokens. The engine's constants were tuned on these. `--prompts other` are
+52 more of other kinds, see other_prompts.py for their rule. Greedy unless `--temperature` is given.
+They run one at a time, or, with `--batch`, in groups, each named by its first prompt; figures are
+those of the group. In each round three engines of this process are made anew: without the cache
+("off"), the same again, and with it ("on"), whose cache is empty. Every prompt runs on all three,
+in turns. When all have run, each runs again: the cache knows its text then. The demo's prompts are
+a new engine's first ones; the order of the others differs by round.
 
 "over off": tokens/s behind the first token over those of "off" beside it, median of the rounds.
 "best": the same for the fastest run of each; "cpu": the same by the CPU time of the calling
@@ -29,6 +30,7 @@ import numpy as np
 
 from bench.common import Rows, bench_parser, median_ratio, print_table, report, settings_of
 from bench.speculation.arms import repeats
+from bench.speculation.other_prompts import Prompt, other_prompts
 from hetero_llm import LLM, SamplingParams
 from hetero_llm.commands.demo import DEMO_PROMPTS
 from hetero_llm.demo_models import heldout_prompts
@@ -41,12 +43,11 @@ _ARMS: dict[str, dict[str, Any]] = {"off": {}, "off again": {}, "on": {"use_look
 _TIMES = ("text not seen", "seen text")
 _LICENCE = Path(__file__).parents[2] / "LICENSE"
 
-Prompt = str | list[int]
 Run = dict[str, float]
 
 
 def prompts(vocab_size: int) -> dict[str, Prompt]:
-    """All prompts by name, those of the demo first."""
+    """The first set by name, those of the demo first."""
     rng = np.random.default_rng(0)
     found: dict[str, Prompt] = {f"demo {i}": text for i, text in enumerate(DEMO_PROMPTS)}
     held = heldout_prompts().prompts
@@ -59,6 +60,9 @@ def prompts(vocab_size: int) -> dict[str, Prompt]:
     for i in range(_NUM_RANDOM):
         found[f"random {i}"] = rng.integers(3, vocab_size, _RANDOM_TOKENS).tolist()
     return found
+
+
+_SETS = {"first": prompts, "other": other_prompts}
 
 
 def run(llm: LLM, prompts: list[Prompt], params: SamplingParams) -> tuple[Run, list[int]]:
@@ -142,7 +146,7 @@ def summary(rows: Rows) -> Rows:
     kinds: dict[str, Any] = {
         **{
             kind: lambda row, kind=kind: row["prompt"].startswith(kind)
-            for kind in ("demo", "code", "prose", "random")
+            for kind in dict.fromkeys(row["prompt"].split()[0] for row in rows)
         },
         "without loops": lambda row: not row["loops"],
         "with loops": lambda row: row["loops"],
@@ -176,14 +180,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="of each output")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--batch", type=int, default=1, help="prompts that run together")
+    parser.add_argument("--prompts", choices=tuple(_SETS), default="first", help="the set to run")
     args = parser.parse_args()
     params = SamplingParams(
         temperature=args.temperature, seed=0, max_tokens=args.tokens, ignore_eos=True
     )
-    runs, loops = measure(args, prompts(vocab_size=4096), params)
+    runs, loops = measure(args, _SETS[args.prompts](vocab_size=4096), params)
     rows = rows_of(runs, loops)
     print_table(rows)
-    named = "model tokens rounds threads temperature batch"
+    named = "model tokens rounds threads temperature batch prompts"
     about = {**settings_of(args, named), "goal": _GOAL, "by prompt": rows}
     report("any_prompt.c", about, summary(rows), args.out)
 

@@ -1,4 +1,4 @@
-"""The protocol of drafters, and four more that a drafter may support. Drafters are in
+"""The protocol of drafters, and five more that a drafter may support. Drafters are in
 `spec_decode`."""
 
 from __future__ import annotations
@@ -151,6 +151,24 @@ class PromptObserver(Protocol):
     def prompts_started(self, sequences: list[Sequence]) -> None:
         """Called while the device works, once for each sequence whose prompt a launched step has
         begun to compute. Sequences that fork from another first appear in `propose`."""
+
+
+@runtime_checkable
+class SleepingDrafter(Protocol):
+    """A drafter that may pause for a number of steps in which nothing is called, so that a pause
+    costs nothing.
+
+    Attributes:
+        num_to_sleep: steps, changed by `run_deferred` and `wake` alone. If it is not 0, the drafter
+            is idle, and neither `observe_step` nor `run_deferred` has to be called for so many
+            steps, unless a prompt starts or a request is closed.
+    """
+
+    num_to_sleep: int
+
+    def wake(self, num_steps: int) -> None:
+        """Called before the next call of any other method, once the drafter has slept for
+        `num_steps` steps."""
 
 
 @runtime_checkable

@@ -21,7 +21,13 @@ from numpy.typing import NDArray
 
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.draft_tree import DraftBatch
-from hetero_llm.core.drafter import ArrayDrafter, Drafter, PromptObserver, StepReport
+from hetero_llm.core.drafter import (
+    ArrayDrafter,
+    Drafter,
+    PromptObserver,
+    SleepingDrafter,
+    StepReport,
+)
 from hetero_llm.core.errors import AdapterError, PromptError, SamplingError
 from hetero_llm.core.request import FinishReason, Request, Sequence
 from hetero_llm.core.step import (
@@ -112,6 +118,8 @@ class Scheduler:
         self._holds_stop = holds_stop
         # Asked once: a check against a protocol takes 20 us.
         self._array_drafter = drafter if isinstance(drafter, ArrayDrafter) else None
+        self._sleeping_drafter = drafter if isinstance(drafter, SleepingDrafter) else None
+        self._num_to_sleep = self._num_slept = 0  # steps of the drafter's pause
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
         self._request_slots = RequestSlots(config.max_num_seqs)
@@ -309,9 +317,9 @@ class Scheduler:
 
     @property
     def _active_drafter(self) -> Drafter | None:
-        """The drafter, if it expects to propose something."""
+        """The drafter, if it is awake and expects to propose something."""
         drafter = self.drafter
-        return None if drafter is None or drafter.idle else drafter
+        return None if drafter is None or self._num_to_sleep or drafter.idle else drafter
 
     def schedule_ahead(self) -> SchedulerOutput | None:
         """Makes the step after those in flight, whose sampled tokens have not reached the host.
@@ -513,7 +521,7 @@ class Scheduler:
     ) -> None:
         """Reports a finished step's duration to the load queue, and to what chooses drafts if the
         step had no prompt chunks: each that was drafted for, and some of the others, since a pause
-        is to cost nothing.
+        is to cost nothing, among them the last one that the drafter sleeps through.
 
         Args:
             idle_seconds: how long the device had waited for its launch.
@@ -523,9 +531,10 @@ class Scheduler:
         flight = self._in_flight[0]
         assert flight.step is step, "a step is reported before its update"
         drafter = self.drafter
-        if step.has_chunks:
+        if step.has_chunks or self._num_slept + 1 < self._num_to_sleep:
             return
-        wanted = flight.proposed or not self.stats.num_steps % _STEPS_A_REPORT
+        last_slept = self._num_to_sleep > 0
+        wanted = flight.proposed or last_slept or not self.stats.num_steps % _STEPS_A_REPORT
         if drafter is None:
             if wanted or self._num_guided:
                 self._grammar_drafts.observe_step(
@@ -547,6 +556,7 @@ class Scheduler:
             self._grammar_drafts.launched(len(self._running))
         new_prompts, self._new_prompts = self._new_prompts, []
         if new_prompts and isinstance(self.drafter, PromptObserver):
+            self._wake_drafter()
             self.drafter.prompts_started(new_prompts)
 
     def run_deferred(self) -> None:
@@ -569,7 +579,9 @@ class Scheduler:
         as the last call before its results; `schedule_next` then has to follow."""
         self._steady = None
         drafter = self._array_drafter
-        if len(self._in_flight) != 1 or drafter is None or drafter.idle or self.num_stages > 1:
+        if len(self._in_flight) != 1 or drafter is None or self.num_stages > 1:
+            return
+        if self._active_drafter is None:
             return
         if self._waiting or self.loads or self._admitted or self._num_synchronous:
             return
@@ -586,9 +598,24 @@ class Scheduler:
             self.blocks.pack_changes()
 
     def observe_tokens(self) -> None:
-        """Lets the drafter learn from the tokens that the last steps sampled."""
+        """Lets the drafter learn from the tokens that the last steps sampled; called once a
+        step."""
+        if self._num_to_sleep:
+            self._num_slept += 1
+            if self._num_slept == self._num_to_sleep:
+                self._wake_drafter()
+            return
         if self.drafter is not None:
             self.drafter.run_deferred()
+            if self._sleeping_drafter is not None:
+                self._num_to_sleep = self._sleeping_drafter.num_to_sleep
+
+    def _wake_drafter(self) -> None:
+        """Ends a sleep of the drafter, at its end or before."""
+        if self._num_to_sleep:
+            assert self._sleeping_drafter is not None
+            self._sleeping_drafter.wake(self._num_slept)
+            self._num_to_sleep = self._num_slept = 0
 
     def poll_host_memory(self) -> bool:
         """Offloads blocks and collects finished transfers while nothing runs; returns whether there
@@ -999,6 +1026,7 @@ class Scheduler:
     def _forget(self, request: Request) -> None:
         """Drops all state of a request whose sequences have ended."""
         if self.drafter is not None:
+            self._wake_drafter()
             self.drafter.close(request)
         self._grammar_drafts.close(request)
         self._request_slots.give_back_reserved(request)

@@ -27,6 +27,7 @@ from hetero_llm.spec_decode.lookahead.indexes import (
     LocalSuffixTrie,
 )
 from hetero_llm.spec_decode.lookahead.ngram_index import SIGNATURE_TOKENS
+from hetero_llm.spec_decode.lookahead.recurrence import recurs
 from hetero_llm.spec_decode.lookahead.sequence_state import (
     CLOSED,
     END,
@@ -38,6 +39,7 @@ from hetero_llm.spec_decode.lookahead.sequence_state import (
     NewTokens,
     SequenceRows,
     SequenceStates,
+    namespace_salt,
 )
 from hetero_llm.spec_decode.proposal_account import ProposalAccount
 from hetero_llm.spec_decode.proposal_step import ProposalStep
@@ -45,13 +47,15 @@ from hetero_llm.spec_decode.proposals import DraftModel, NoDraftModel
 from hetero_llm.utils.topology import read_topology
 
 _CHUNK = 64  # tokens of an output that enter the global cache together
+_MOST_CHECKED = 8  # sequences whose texts are checked for what recurs
+_LAST_TOKENS = 1024  # of a text that are checked
 _TABLE_AGE = 8  # times that a table of step times is used
 
 
 # large: policy of one drafter: what a step may cost, when to pause, what to learn and to share.
 class HybridDrafter:
     """See `core.drafter`: a `Drafter` that is an `ArrayDrafter`, `CostAware`, a `PromptObserver`
-    and a `BackgroundDrafter`. One thread at a time.
+    a `SleepingDrafter` and a `BackgroundDrafter`. One thread at a time.
 
     Args:
         config: with eos_token_id, voc_size and max_seq_len filled in.
@@ -66,6 +70,7 @@ class HybridDrafter:
             trie's, then the n-gram index's. To be read only.
         account: what proposals cost and gain.
         model: see Args; without one a null object.
+        num_to_sleep: see `core.drafter.SleepingDrafter`.
         states: of the running sequences. To be read only.
     """
 
@@ -109,6 +114,7 @@ class HybridDrafter:
         )  # fmt: skip
         self._tick = 0
         self.account = ProposalAccount()
+        self.num_to_sleep = 0
         # Rows of the last proposal and the verified nodes of each, until the model knows them.
         self._verified: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None
         self._has_proposed = False  # since the last `run_deferred`
@@ -129,6 +135,7 @@ class HybridDrafter:
         self._step.learn(none, _CHUNK, 0)
         no_tokens = self.states.follow([], [], None)
         self._step.rehearse(no_tokens, _CHUNK, 1, self.account.idle_of(1), 0)
+        recurs(np.zeros(8, np.int32), 1, [part.grams for part in self._cache.generations], 1 << 60)
         self.propose_next([], none.reshape(0, FIRST_END_ID), none, none, 1)
         self.account = ProposalAccount()
 
@@ -175,11 +182,8 @@ class HybridDrafter:
         if not self._may_propose(len(sequences)):
             nothing = np.zeros(0, np.int32)
             return DraftBatch(np.zeros(len(sequences), np.int32), nothing, nothing)
-        begun = perf_counter()
         new = self.states.follow(sequences, limits, self._index_from)
-        batch = self._propose(sequences, new, num_rows)
-        self.account.note_work(perf_counter() - begun)
-        return batch
+        return self._propose(sequences, new, num_rows)
 
     def rows_of(self, sequences: list[Sequence]) -> NDArray[np.int64] | None:
         most = self._most_sequences
@@ -216,6 +220,7 @@ class HybridDrafter:
 
     def set_step_times(self, profile: list[tuple[int, float]], launches_ahead: bool = True) -> None:
         self.account.set_step_times(profile, launches_ahead)
+        self.account.rehearses = self._proposing_model is None
 
     def observe_step(self, report: StepReport) -> None:
         self.account.observe_step(report)
@@ -227,8 +232,8 @@ class HybridDrafter:
         account = self.account
         account.run_deferred()
         if account.paused and not self._has_work:
+            self.num_to_sleep = account.num_to_sleep
             return
-        begun = perf_counter()
         self._learn_and_forget()
         if account.ends_pause and not self._has_proposed and self.states.num_followed:
             self._end_pause()
@@ -237,8 +242,12 @@ class HybridDrafter:
         if account.ends_pause:  # nothing waits now, and it stays until the next proposal
             self._enter_step_times()
             self._step.refresh_indexes()
-        if not account.paused:
-            account.note_work(perf_counter() - begun)
+        if account.paused and not self._has_work:
+            self.num_to_sleep = account.num_to_sleep
+
+    def wake(self, num_steps: int) -> None:
+        self.num_to_sleep = 0
+        self.account.wake(num_steps)
 
     @property
     def _has_work(self) -> bool:
@@ -274,7 +283,7 @@ class HybridDrafter:
         idle = self.account.idle_of(len(rows))
         batch, gain = self._step.propose(
             rows, self.step_times, num_rows, idle, self._proposing_model,
-            may_wait=not self.account.is_probing,
+            may_wait=not self.account.is_probing, most_nodes=self.account.most_nodes(num_rows),
         )  # fmt: skip
         self._verified = (rows, batch.counts) if len(batch.token_ids) else None
         self.account.note_gain(gain, num_rows, idle)
@@ -309,11 +318,20 @@ class HybridDrafter:
             return
         if self.account.launches_ahead:
             return  # a batch of 32 on an H200 gained 1.15 with rehearsals and debts, 1.22 without
+        begun, account = perf_counter(), self.account
+        begins_text, account.begins_text = account.begins_text, False
+        if all(len(each.token_ids) == each.num_prompt_tokens for each in sequences):
+            return
+        if not self._any_recurs(sequences):
+            account.note_nothing_recurs(perf_counter() - begun)
+            return
+        if begins_text:
+            account.note_text_recurs()
+            return
         limits = [0] * len(sequences)
         new = self.states.follow(sequences, limits, self._index_from)
         if not len(new.tokens):
             return
-        begun = perf_counter()
         self._enter_step_times()
         self._tick += 1
         count = len(sequences)
@@ -323,6 +341,17 @@ class HybridDrafter:
             self._share(row)
         if saved is not None:
             self.account.note_rehearsal(saved, count, perf_counter() - begun)
+
+    def _any_recurs(self, sequences: list[Sequence]) -> bool:
+        """Whether the text of one of the sequences, of some if they are many, has come to tokens
+        that it or a cached text held before."""
+        filters = [generation.grams for generation in self._cache.generations]
+        for sequence in sequences[-_MOST_CHECKED:]:
+            tokens = np.array(sequence.token_ids[-_LAST_TOKENS:], np.int32)
+            num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
+            if recurs(tokens, num_output, filters, namespace_salt(sequence.request.root_hash)):
+                return True
+        return False
 
     # -- learning ---------------------------------------------------------------------------
 

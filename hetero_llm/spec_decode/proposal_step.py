@@ -402,6 +402,7 @@ class ProposalStep:
         model: DraftModel | None,
         *,
         may_wait: bool,
+        most_nodes: int = MOST_ROWS,
     ) -> tuple[DraftBatch, float]:
         """Drafts for the sequences whose tokens were taken in last.
 
@@ -412,6 +413,7 @@ class ProposalStep:
             idle: of the device.
             model: a draft model, which has got the new tokens already; its drafts are added.
             may_wait: whether to wait for the model where that pays.
+            most_nodes: of all drafts together.
 
         Returns:
             the drafts, and what they gain (`budget.choose`).
@@ -425,7 +427,7 @@ class ProposalStep:
                 may_wait=may_wait,
             )  # fmt: skip
             self.merge(model.drafts)
-        return self.choose(num_rows, idle)
+        return self.choose(num_rows, idle, most_nodes)
 
     def look_up(self, count: int) -> None:
         """Drafts for the first `count` sequences from the indexes; threads share large batches."""
@@ -449,14 +451,17 @@ class ProposalStep:
         self._arrays.put("of_model", drafts)
         _merge_model(self._arrays.table, self._count)
 
-    def choose(self, num_rows: int, idle: ProposalIdle) -> tuple[DraftBatch, float]:
+    def choose(
+        self, num_rows: int, idle: ProposalIdle, most_nodes: int = MOST_ROWS
+    ) -> tuple[DraftBatch, float]:
         """Chooses the nodes that make tokens come fastest and notes which sequence got which; see
         `propose`."""
         count, buffers = self._count, self._buffers
         self._number += 1
+        max_tokens = min(self._max_tokens, num_rows + most_nodes)
         gain, size, self._least_kept, self.has_blocks = _choose(
             self._arrays.table, count, self._number, num_rows, idle.proposed, idle.plain,
-            self._max_tokens, self._target, self._depth,
+            max_tokens, self._target, self._depth,
         )  # fmt: skip
         batch = DraftBatch(
             buffers.kept[:count].copy(),

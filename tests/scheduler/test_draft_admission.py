@@ -596,3 +596,66 @@ def test_a_drafter_that_breaks_the_contract_is_noticed(answer: Any, message: str
     served.engine.add_request(make_request("a", [1, 2, 3], GREEDY))
     with pytest.raises(AssertionError, match=message):
         served.engine.step()
+
+
+class SleepingChainDrafter(ChainDrafter):
+    """Proposes once, then sleeps for some steps, and so on. `calls`: what is called, in order."""
+
+    def __init__(self, sleep: int) -> None:
+        super().__init__(2, 2)
+        self._sleep = sleep
+        self.num_to_sleep = 0
+        self.calls: list[str] = []
+
+    def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
+        self.calls.append("propose")
+        self.idle = True
+        return super().propose(sequences, limits, num_rows)
+
+    def observe_step(self, report: StepReport) -> None:
+        self.calls.append("drafts" if report.proposed else "plain")
+
+    def run_deferred(self) -> None:
+        self.calls.append("run")
+        self.num_to_sleep = self._sleep if self.idle else 0
+
+    def wake(self, num_steps: int) -> None:
+        self.calls.append(f"wake {num_steps}")
+        self.idle, self.num_to_sleep = False, 0
+
+    def prompts_started(self, sequences: list[Sequence]) -> None:
+        self.calls.append("prompt")
+
+    def close(self, request: Request) -> None:
+        self.calls.append("close")
+
+
+def test_a_drafter_that_sleeps_is_left_alone() -> None:
+    drafter = SleepingChainDrafter(6)
+    served = make_engine(False, drafter=drafter)
+    served.engine.add_request(make_request("a", [1, 2, 3], GREEDY))
+    for _ in range(2):  # the prompt, and a step with drafts
+        served.engine.step()
+    assert drafter.calls == ["prompt", "run", "propose", "drafts", "run"]
+    drafter.calls.clear()
+    for _ in range(6):
+        served.engine.step()
+    assert drafter.calls == ["plain", "wake 6"], "the last one is reported"
+    served.engine.step()
+    assert drafter.calls[2:] == ["propose", "drafts", "run"]
+
+
+def test_a_prompt_and_an_end_wake_a_drafter() -> None:
+    drafter = SleepingChainDrafter(100)
+    served = make_engine(False, drafter=drafter)
+    served.engine.add_request(make_request("a", [1, 2, 3], GREEDY))
+    for _ in range(4):
+        served.engine.step()
+    drafter.calls.clear()
+    served.engine.add_request(make_request("b", [4, 5], GREEDY))
+    served.engine.step()
+    assert drafter.calls[:2] == ["wake 2", "prompt"]
+    served.engine.step()
+    drafter.calls.clear()
+    served.engine.abort("a")
+    assert drafter.calls == ["wake 0", "close"]

@@ -78,7 +78,6 @@ def synchronous() -> ProposalAccount:
 
 def report(account: ProposalAccount, num_tokens: int = 1, num_sampled: int = 1) -> None:
     """A step with a proposal for one sequence."""
-    account.note_work(2e-4)
     seconds = account.step_times.predict(num_tokens)
     account.observe_step(StepReport(1, num_tokens, seconds, 3e-4, True, num_sampled))
     account.run_deferred()
@@ -89,14 +88,23 @@ def report_plain(account: ProposalAccount) -> None:
     account.run_deferred()
 
 
-def test_a_synchronous_engine_waits_for_the_drafters_work_alone() -> None:
+def test_all_that_a_synchronous_engine_waits_for_a_proposal_counts() -> None:
     account = synchronous()
     assert account.idle_of(1) == pytest.approx((3e-4, 1e-4), rel=0.1)
-    for _ in range(100):  # no plain step tells that the caller is slower now
-        account.note_work(2e-4)
+    for _ in range(100):
         account.observe_step(StepReport(1, 1, 1e-3, 8e-4, True, 2))
         account.run_deferred()
-    assert account.idle_of(1) == pytest.approx((8e-4, 6e-4), rel=0.1)
+    assert account.idle_of(1) == pytest.approx((8e-4, 1e-4), rel=0.1)
+
+
+def test_a_rehearsal_is_no_idle_time_of_the_step_behind_it() -> None:
+    account = synchronous()
+    account.rehearses = True
+    account.note_rehearsal(0.0, 1, 5e-4)
+    account.observe_step(StepReport(1, 1, 1e-3, 6e-4, False, 1))
+    while account.paused:
+        account.run_deferred()
+    assert account.idle_of(1).plain == pytest.approx(1e-4, rel=0.1)
 
 
 def test_what_proposals_lose_is_paid_back_by_pauses_whatever_was_estimated() -> None:
@@ -157,6 +165,96 @@ def test_a_rehearsal_decides_whether_a_pause_goes_on() -> None:
         report_plain(account)
     account.note_rehearsal(1.0, 1, 2e-5)
     assert not account.paused and not account.is_probing
+
+
+def rehearsing(*, launches_ahead: bool = False) -> ProposalAccount:
+    account = synchronous()
+    account.set_step_times(PROFILE, launches_ahead)
+    account.rehearses = True
+    report_plain(account)
+    return account
+
+
+def run_out(account: ProposalAccount) -> None:
+    """Proposals that find nothing, until a pause."""
+    while not account.paused:
+        report(account)
+
+
+def test_pauses_between_rehearsals_get_longer() -> None:
+    account = rehearsing()
+    run_out(account)
+    pauses = []
+    for _ in range(6):
+        pauses.append(account.num_to_sleep)
+        account.wake(account.num_to_sleep)
+        account.run_deferred()
+        assert not account.paused
+        account.note_rehearsal(0.0, 1, 2e-4)
+    assert pauses[0] < 10 < pauses[1] < pauses[2] <= 128
+    assert min(pauses[3:]) > 30, "a rehearsal of a fifth of a step, every forty"
+
+
+def test_where_nothing_recurs_nothing_is_rehearsed() -> None:
+    account = rehearsing()
+    run_out(account)
+    for _ in range(4):
+        account.wake(account.num_to_sleep)
+        account.run_deferred()
+        account.note_nothing_recurs(1e-5)
+        assert 7 <= account.num_to_sleep <= 16
+
+
+def test_the_more_is_owed_the_more_a_rehearsal_has_to_show() -> None:
+    account = rehearsing()
+    account.note_rehearsal(0.3, 1, 1e-5)
+    assert not account.paused
+    for _ in range(3):
+        account.note_rehearsal(0.9, 1, 1e-5)
+        report(account, 8)  # eight tokens, one accepted
+        report(account, 8)
+        run_out(account)
+    account.note_rehearsal(0.3, 1, 1e-5)
+    assert account.paused
+    account.wake(account.num_to_sleep)
+    account.run_deferred()
+    account.note_rehearsal(0.9, 1, 1e-5)
+    assert not account.paused
+
+
+def test_a_draft_risks_no_more_than_there_is_to_lose() -> None:
+    account = rehearsing()
+    account.set_step_times([*PROFILE[:2], (4, 1.4e-3), (8, 2e-3), (16, 3.2e-3), (64, 9e-3)], False)
+    report_plain(account)
+    run_out(account)
+    few = account.most_nodes(1)
+    account.wake(account.num_to_sleep)
+    account.run_deferred()
+    account.note_rehearsal(0.9, 1, 1e-5)
+    some = account.most_nodes(1)
+    for _ in range(10):
+        report(account, 8, 8)
+    assert few < some < account.most_nodes(1)
+
+
+def test_a_text_alone_is_checked_at_its_beginning() -> None:
+    account = rehearsing()
+    for _ in range(5):
+        report(account, 8, 8)
+    account.begin_text(1)
+    assert account.paused and account.ends_pause and account.begins_text
+    account.run_deferred()
+    assert not account.paused
+
+
+def test_an_engine_that_launches_ahead_neither_sleeps_nor_cuts_drafts() -> None:
+    account = rehearsing(launches_ahead=True)
+    nodes = account.most_nodes(1)
+    account.begin_text(1)
+    assert not account.paused and not account.begins_text
+    account.pause()
+    assert account.paused and account.num_to_sleep == 0
+    assert account.most_nodes(1) == nodes > 1000
 
 
 def test_an_engine_that_launches_ahead_pays_no_losses_back() -> None:

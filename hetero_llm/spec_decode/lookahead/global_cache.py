@@ -22,10 +22,14 @@ from hetero_llm.spec_decode.lookahead.indexes import (
     ngram_params,
     trie_params,
 )
+from hetero_llm.spec_decode.lookahead.recurrence import GramFilter
 from hetero_llm.spec_decode.lookahead.sequence_state import SEPARATOR
 
 BEGIN, NEW, SPACE, TICK = range(4)
 """Columns of `GenerationContent.documents`."""
+
+_STATIC_TOKENS = 1 << 18
+"""Tokens for which a generation without a bound has a filter of grams: more make it less sharp."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,10 +74,12 @@ class Generation:
         text: [room] int32.
         end: tokens of it in use, separators included.
         indexes: of the text. To be read only.
+        grams: of the text, whether it is indexed or not. To be read only.
     """
 
     def __init__(self, indexes: Sequence[GlobalIndex] = (), room: int = 0) -> None:
         self.indexes = indexes
+        self.grams = GramFilter(room or _STATIC_TOKENS)
         self._documents = array("q")
         self.text: NDArray[np.int32] = np.empty(room, np.int32)
         self.end = 0
@@ -81,7 +87,8 @@ class Generation:
     @property
     def num_bytes(self) -> int:
         indexes = sum(index.num_bytes for index in self.indexes)
-        return self.text.nbytes + indexes + 8 * len(self._documents)
+        own = self.text.nbytes + self.grams.words.nbytes + 8 * len(self._documents)
+        return own + indexes
 
     @property
     def num_documents(self) -> int:
@@ -90,6 +97,7 @@ class Generation:
     def clear(self) -> None:
         self.end = 0
         self._documents = array("q")
+        self.grams.clear()
         for index in self.indexes:
             index.clear()
 
@@ -128,6 +136,7 @@ class Generation:
         self.text[self.end] = SEPARATOR
         self.text[start:end] = tokens
         self.end = end
+        self.grams.add(tokens, namespace)
         self._documents.extend((start, start + num_known, namespace, tick))
         return start
 
