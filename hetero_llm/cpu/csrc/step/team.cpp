@@ -29,7 +29,7 @@ constexpr int64_t kMostPatience = 200000, kLeastPatience = 2000;
 // A wait as long is not for a part of a step that takes longer, but for a core that was taken away:
 // a time slice of Linux is some milliseconds.
 constexpr int64_t kCoreTaken = 500000;
-// For how long a thread expects that to happen again: twice as long if it does soon.
+// For how long a thread expects that to happen again: four times as long if it does soon.
 constexpr int64_t kFirstCaution = 10'000'000, kMostCaution = 1'000'000'000;
 constexpr int kSpinsPerClock = 64;
 
@@ -43,8 +43,8 @@ class Patience {
     // A wait has ended now, for which the thread has slept.
     void note_wait(int64_t now, int64_t waited) {
         if (waited < kCoreTaken) return;
-        const bool soon = now < careful_until_ + caution_;
-        if (now >= careful_until_) caution_ = soon ? std::min(2 * caution_, kMostCaution) : kFirstCaution;
+        const bool careful = now < careful_until_, soon = now < careful_until_ + caution_;
+        if (!careful) caution_ = soon ? std::min(4 * caution_, kMostCaution) : kFirstCaution;
         careful_until_ = now + caution_;
     }
 
