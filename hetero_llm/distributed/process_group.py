@@ -73,12 +73,17 @@ def open_group(
         RuntimeError: not all ranks came in time.
     """
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d
 
     check_no_group(rank.size)
     on_gpu = device.type == "cuda"
     # Torch opens the file again when it frees the group's last part, perhaps long after the group
     # was left, and would write to whatever had the number then: this one is never given back.
     kept = os.dup(store)
+    # A start that failed leaves a thread behind that still waits in here, see `run_watched`. Torch
+    # names groups by a count, which a rank's new process would begin anew: rank 0 would wait for
+    # keys of another name.
+    distributed_c10d._world.group_count = 0
     with group_environment():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
