@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from hetero_llm.distributed.process_group import close_group, create_store, open_group
@@ -25,3 +28,26 @@ def test_a_group_that_is_freed_late_does_not_touch_other_files(tmp_path: Path) -
     gc.collect()
     os.close(other)
     assert (tmp_path / "other").read_bytes() == content
+
+
+def test_a_group_behind_one_that_no_rank_joined() -> None:
+    """The other rank is a new process, whose first group it is."""
+    cpu, abandoned = torch.device("cpu"), create_store()
+    with pytest.raises(RuntimeError, match="(?i)time"):
+        open_group(Rank(0, 2), abandoned, cpu, timeout=0.2)
+    store = create_store()
+    code = (
+        "import torch\n"
+        "from hetero_llm.distributed.process_group import close_group, open_group\n"
+        "from hetero_llm.models.collectives import Rank\n"
+        f"open_group(Rank(1, 2), {store}, torch.device('cpu'), timeout=120)\n"
+        "close_group()\n"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code], pass_fds=(store,))
+    try:
+        assert open_group(Rank(0, 2), store, cpu, timeout=120).size() == 2
+    finally:
+        close_group()
+        os.close(store)
+        os.close(abandoned)
+    assert other.wait() == 0
