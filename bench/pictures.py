@@ -590,6 +590,7 @@ NOT_DRAWN = {
     "rooms/kernels_fp8_gemm": "as `.tuning`, of fp8 rows; a table: docs/benchmarks.md",
     "rooms/kernels_quantized_stack.tuning": "what launches of 8 bits were chosen by",
     "rooms/kernels_lora_row.tuning": "what launches with an adapter of one row were chosen by",
+    "rooms/kernels_lora.experts.g": "a sentence of docs/history/log.md",
     "rooms/kernels_lora.many": "what ways of adding adapters to many rows were chosen by",
     "kernels_lora.g": "a table: docs/benchmarks.md",
     "kernels_expert_layouts.c": "a table: docs/design/hybrid_experts.md",
