@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hetero_llm.models.collectives import same
 from hetero_llm.models.config_reader import ACTIVATIONS
-from hetero_llm.models.experts import Experts, start_nothing, stay
+from hetero_llm.models.experts import Experts, adapt_nothing, start_nothing, stay
 from hetero_llm.models.layers import (
     Activation,
     GatedActivation,
@@ -170,6 +170,7 @@ class FlatExperts(Experts):
         self.reduce = same
         self.start = start_nothing
         self.settle = stay
+        self.adapt = adapt_nothing
 
     @property
     def gate_up(self) -> nn.Parameter:  # type: ignore[override]
