@@ -310,11 +310,13 @@ def test_random_weights_in_mxfp4(folders: tuple[Path, Path]) -> None:
         )  # fmt: skip
 
 
-def test_experts_take_no_adapter(folders: tuple[Path, Path]) -> None:
+def test_adapters_of_all_experts_parameters(folders: tuple[Path, Path]) -> None:
     model = load(folders[0])
     targets = adapter_targets(model, model.config)
     for bank in ("gate_up_proj", "down_proj"):
-        assert "experts" in targets.refused[f"model.layers.0.mlp.experts.{bank}"]
+        target = targets.banks[f"model.layers.0.mlp.experts.{bank}"]
+        assert target.experts == model.config.num_experts
+        assert target.linear in targets.expert_weights()
     assert "model.layers.0.self_attn.q_proj" in targets.targets
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -218,9 +217,8 @@ def test_images_on_their_way_to_the_engine(folder: Path) -> None:
     for name, array in one.arrays.items():
         assert np.array_equal(array, other.arrays[name]) and array.dtype == other.arrays[name].dtype
     doubles = PromptImages((PromptImage(0, 1, None, {"pixel_values": np.zeros(1)}),), "")
-    strange = messages.encode(messages.request_to_wire("1", replace(request, images=doubles)))
-    with pytest.raises(msgspec.ValidationError, match="an array of '<f8'"):
-        messages.decode_to_engine(strange)
+    with pytest.raises(PromptError, match="pixel_values='float64'"):
+        messages.request_to_wire("1", replace(request, images=doubles))
 
 
 def test_errors_name_the_part() -> None:
