@@ -160,7 +160,7 @@ class SleepingDrafter(Protocol):
 
     Attributes:
         num_to_sleep: steps, changed by `run_deferred` and `wake` alone. If it is not 0, the drafter
-            is idle, and neither `observe_step` nor `run_deferred` has to be called for so many
+            is idle, and neither `observe_step` nor `run_deferred` has to be called for that many
             steps, unless a prompt starts or a request is closed.
     """
 

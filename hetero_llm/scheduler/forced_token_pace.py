@@ -28,7 +28,7 @@ not launched ahead costs up to a tenth of its time."""
 _NEAR = 4
 """A batch is timed by those larger or smaller by up to its 4th part."""
 _KEPT_STEPS = 1024
-"""A batch that has not run without drafts for so many steps is timed again before a pause."""
+"""Steps after which a batch that has not run without drafts is timed again before a pause."""
 
 
 class ForcedTokenPace(Protocol):
