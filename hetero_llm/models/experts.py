@@ -267,6 +267,10 @@ class Experts(nn.Module):
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2 * inner)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden)) if bias else None
         self.activation = GatedActivation(activation)
+        self.use_own_functions()
+
+    def use_own_functions(self) -> None:
+        """Sets what may be replaced on the instance; for the initialisers of all classes."""
         self.function: ExpertsFunction = self.plain
         self.reduce: Reduce = same
         self.start: StartExperts = start_nothing

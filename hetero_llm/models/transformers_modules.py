@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from hetero_llm.models.collectives import same
 from hetero_llm.models.config_reader import ACTIVATIONS
-from hetero_llm.models.experts import Experts, adapt_nothing, start_nothing, stay
+from hetero_llm.models.experts import Experts
 from hetero_llm.models.layers import (
     Activation,
     GatedActivation,
@@ -166,11 +165,7 @@ class FlatExperts(Experts):
         self.down_proj = down
         self.gate_up_bias = self.down_bias = None
         self.activation = FlatGatedActivation(name, activation)
-        self.function = self.plain
-        self.reduce = same
-        self.start = start_nothing
-        self.settle = stay
-        self.adapt = adapt_nothing
+        self.use_own_functions()
 
     @property
     def gate_up(self) -> nn.Parameter:  # type: ignore[override]
