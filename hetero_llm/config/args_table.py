@@ -144,8 +144,8 @@ _MODEL = grouped(
         "generation_config",
         "auto",
         "Where requests get the sampling fields that they leave out: 'auto' is the model's "
-        "generation_config.json, 'vllm' the defaults of SamplingParams, else a folder with such "
-        "a file.",
+        "generation_config.json or the metadata of its GGUF file, 'vllm' the defaults of "
+        "SamplingParams, else a folder with such a file.",
         harmless=(None,),
         kind=Kind.PATH,
     ),

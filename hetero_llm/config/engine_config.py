@@ -95,8 +95,8 @@ class CpuConfig:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Where sampling defaults come from. `source` is "auto" (the model's generation_config.json),
-    "vllm" (no file) or a folder; keys of `override` replace those of the file."""
+    """Where sampling defaults come from. `source` is "auto" (the model's generation_config.json, or
+    its GGUF file), "vllm" (no file) or a folder; keys of `override` replace those of the file."""
 
     source: str = "auto"
     override: Mapping[str, Any] = field(default_factory=dict)
