@@ -27,6 +27,7 @@ from hetero_llm.models.linear_weights import on_weight
 from hetero_llm.models.sharding import Cut, Run, runs_inside
 from hetero_llm.models.weight_files import StoredTensor, WeightFile
 from hetero_llm.quantization.formats import mxfp4
+from hetero_llm.quantization.formats.fp8 import is_scale_of_experts
 from hetero_llm.quantization.formats.mxfp4 import Mxfp4Format
 from hetero_llm.quantization.formats.scheme import CheckpointFormat, Scheme, StoredPart
 from hetero_llm.quantization.matrix import (
@@ -208,6 +209,13 @@ def plan_matrices(
     """
     if checkpoint_format is None:
         return ()
+    banked = [name for name in stored if is_scale_of_experts(name)]
+    if banked and checkpoint_format.name == "fp8":
+        raise ModelLoadError(
+            f"{banked[0]} has the scales of all experts, whose weights are stored one by one; only "
+            "a scale beside each weight can be read. quantization=fp8_block makes the same of the "
+            "plain checkpoint"
+        )
     owners = {id(weight.parameter): place for place, weight in enumerate(weights)}
     plain: set[int] = set()
     if isinstance(checkpoint_format, OnlineFormat):
