@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.experts import Experts, HostMemory, Router, SettlingMemory
-from hetero_llm.models.layers import BankView, CausalLM, Linear, RearrangedView
+from hetero_llm.models.layers import BankView, CausalLM, Float32Linear, Linear, RearrangedView
 from hetero_llm.models.linear_weights import on_weight
 from hetero_llm.models.sharding import Cut, Run, runs_inside
 from hetero_llm.models.weight_files import StoredTensor, WeightFile
@@ -453,6 +453,9 @@ class MatrixFiller:
             for _, matrix in sorted(self._matrices.pop(plan.weight), key=lambda part: part[0])
         ]
         weight = self._weights[plan.weight]
+        if isinstance(weight.layer, Linear) and weight.layer.keeps_plain:
+            self._set_plain(weight, parts)
+            return
         try:
             weight.set_quantized(parts)
         except ValueError as error:
@@ -460,9 +463,14 @@ class MatrixFiller:
                 "the layer of %s multiplies with plain weights: %s are fused in it",
                 *(plan.module, error),
             )
-            dense = torch.cat([dequantize(part, self._dtype) for part in parts])
-            dense = dense.view(weight.parameter.shape)
-            setattr(weight.layer, weight.name, nn.Parameter(dense, requires_grad=False))
+            self._set_plain(weight, parts)
+
+    def _set_plain(self, weight: LayerWeight, parts: Sequence[QuantizedMatrix]) -> None:
+        is_router = isinstance(weight.layer, Float32Linear)
+        dtype = torch.float32 if is_router else self._dtype
+        dense = torch.cat([dequantize(part, dtype) for part in parts])
+        dense = dense.view(weight.parameter.shape)
+        setattr(weight.layer, weight.name, nn.Parameter(dense, requires_grad=False))
 
 
 def _sliced(shape: tuple[int, ...], dim: int, runs: tuple[Run, ...]) -> tuple[int, ...]:

@@ -140,7 +140,7 @@ FORMS: dict[str, Form] = {
 
 
 def quantize(
-    form: Form, tensors: Mapping[str, Tensor]
+    form: Form, tensors: Mapping[str, Tensor], plain_names: re.Pattern[str] = PLAIN
 ) -> tuple[Config, dict[str, Tensor], dict[str, Tensor]]:
     """Random matrices for those of a checkpoint.
 
@@ -149,7 +149,7 @@ def quantize(
         it stands for.
     """
     modules = [name.removesuffix(".weight") for name in tensors if MATRICES.fullmatch(name)]
-    plain = [module for module in modules if PLAIN.fullmatch(module)]
+    plain = [module for module in modules if plain_names.fullmatch(module)]
     config = form.written(plain)
     read = read_format(config)
     stored, dense = dict(tensors), dict(tensors)

@@ -5,6 +5,7 @@ tests/scenarios/test_gguf."""
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hetero_llm.models.experts import Experts, expert_weight
+from hetero_llm.models.experts import Experts, Router, expert_weight
 from hetero_llm.models.layers import CausalLM, Linear
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.quantization.matrix import dequantize
-from tests.models.quantized_checkpoints import FORMS, quantize
+from tests.models.quantized_checkpoints import FORMS, Form, quantize
 from tests.models.test_loader_online import FAMILIES as DENSE
 from tests.models.test_loader_online import MIXTURES, chooses, greedy
 from tests.models.tiny import make_tiny_checkpoint, rewrite_config
@@ -124,3 +125,29 @@ def test_weights_and_tokens(family: str, form: str, originals: Any) -> None:
             assert (module.quantized is None) == any(part in name for part in left), name
     if with_tokens(family, form):
         assert chooses(plain, greedy(model, TOKENS))
+
+
+@pytest.mark.parametrize(("family", "count"), [("qwen3_moe", 2), ("glm4_moe", 1)])
+def test_routers_that_are_quantized_become_plain(family: str, count: int, tmp_path: Path) -> None:
+    """AutoRound quantizes them where it is not told otherwise. Kernels of routers take plain
+    weights, those of GLM-4.5 in float32 whatever the model's type."""
+    _, changes = FAMILIES[family]
+    changes = {**changes, "num_experts": 8, "n_routed_experts": 8}
+    folder = make_tiny_checkpoint(tmp_path, family, changes=changes, layers=2)
+    form = Form(FORMS["auto-round"].config, lambda _: {}, ("g_idx",))
+    tensors = load_file(folder / "model.safetensors")
+    config, stored, dense = quantize(form, tensors, re.compile("lm_head"))
+    rewrite_config(folder, quantization_config=config)
+    save_file(stored, folder / "model.safetensors")
+    model = load_model(
+        folder, load_model_config(folder), dtype=torch.bfloat16, device="cpu", show_progress=False
+    )
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    assert len(routers) == count
+    wanted = [dense[name] for name in sorted(dense) if name.endswith(".mlp.gate.weight")]
+    for router, weight in zip(routers, wanted, strict=True):
+        assert router.gate.quantized is None
+        assert router.gate.weight.dtype == (
+            torch.float32 if family == "glm4_moe" else torch.bfloat16
+        )
+        assert torch.equal(router.gate.weight, weight.to(router.gate.weight.dtype))
