@@ -209,13 +209,7 @@ def plan_matrices(
     """
     if checkpoint_format is None:
         return ()
-    banked = [name for name in stored if is_scale_of_experts(name)]
-    if banked and checkpoint_format.name == "fp8":
-        raise ModelLoadError(
-            f"{banked[0]} has the scales of all experts, whose weights are stored one by one; only "
-            "a scale beside each weight can be read. quantization=fp8_block makes the same of the "
-            "plain checkpoint"
-        )
+    _check_scales_of_experts(checkpoint_format, stored)
     owners = {id(weight.parameter): place for place, weight in enumerate(weights)}
     plain: set[int] = set()
     if isinstance(checkpoint_format, OnlineFormat):
@@ -269,6 +263,16 @@ def plan_matrices(
                 "multiplies with both at once"
             )
     return tuple(plans)
+
+
+def _check_scales_of_experts(checkpoint_format: CheckpointFormat, stored: Stored) -> None:
+    banked = [name for name in stored if is_scale_of_experts(name)]
+    if banked and checkpoint_format.name == "fp8":
+        raise ModelLoadError(
+            f"{banked[0]} has the scales of all experts, whose weights are stored one by one; only "
+            "a scale beside each weight can be read. quantization=fp8_block makes the same of the "
+            "plain checkpoint"
+        )
 
 
 def _never_quantized(model: CausalLM, weights: Sequence[LayerWeight]) -> set[int]:

@@ -158,7 +158,7 @@ def test_formats(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize("family", ["qwen2_moe", "phimoe", "minimax_m2"])
 @pytest.mark.parametrize("form", ["fp8 blocks", "gptq ordered"])
 def test_mixtures(tmp_path: Path, family: str, form: str) -> None:
-    """Those that test_quantized_families leaves out."""
+    """Those that test_quantized_weights_families leaves out."""
     quantized, plain = both(tmp_path, FORMATS[form], family)
     model = load(quantized)
     for experts in mixtures(model).values():

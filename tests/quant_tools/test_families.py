@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FineGrainedFP8Config
 
 from hetero_llm.models.layers import CausalLM, Linear
-from tests.models.test_quantized_families import FAMILIES, load, weights
+from tests.models.test_quantized_weights_families import FAMILIES, load, weights
 from tests.models.tiny import make_tiny_checkpoint, rewrite_config
 from tests.quant_tools.test_compressed_tensors import set_scales
 
