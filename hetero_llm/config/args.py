@@ -103,7 +103,8 @@ def _resolve(
 
 
 def add_engine_arguments(
-    parser: argparse.ArgumentParser, specs: Iterable[ArgSpec] = ENGINE_ARGS
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    specs: Iterable[ArgSpec] = ENGINE_ARGS,
 ) -> None:
     """Add a flag for every argument; one that is not given leaves no attribute.
 
@@ -113,7 +114,10 @@ def add_engine_arguments(
     groups: dict[str, argparse._ArgumentGroup] = {}
     for spec in specs:
         if spec.group not in groups:
-            groups[spec.group] = parser.add_argument_group(spec.group)
+            if isinstance(parser, argparse._ArgumentGroup):  # which has no groups of its own
+                groups[spec.group] = parser
+            else:
+                groups[spec.group] = parser.add_argument_group(spec.group)
         add_flags(groups[spec.group], spec)
     for scope in {spec.scope for spec in specs}:
         _add_foreign_flags(parser, scope)
@@ -146,7 +150,9 @@ def foreign_flags(arg: ForeignArg) -> list[str]:
     return [*arg.short, *long, *(flag.replace("_", "-") for flag in long if "_" in flag)]
 
 
-def _add_foreign_flags(parser: argparse.ArgumentParser, scope: Scope) -> None:
+def _add_foreign_flags(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, scope: Scope
+) -> None:
     """Adds the flags of vLLM that this engine lacks, without help; flags of the command stay.
 
     They are many: a parser with an attribute `words`, its command line, gets those that it needs.

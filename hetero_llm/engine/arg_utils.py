@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetero_llm.config.args import (
     ENGINE_ARGS,
@@ -19,6 +19,7 @@ from hetero_llm.config.args import (
     resolve_server_args,
     spec_of,
 )
+from hetero_llm.config.args_spec import Kind
 from hetero_llm.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from hetero_llm.config.engine_arg_types import EngineArgFields as _Fields
     from hetero_llm.config.engine_arg_types import EngineArgTypes
+
+P = TypeVar("P", argparse.ArgumentParser, argparse._ArgumentGroup)
 
 _FRONT_END = tuple(
     spec for spec in SERVER_ARGS if spec.name in ("served_model_name", "disable_log_requests")
@@ -93,9 +96,16 @@ class EngineArgs(_Fields):
         return cls(**given)
 
     @staticmethod
-    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Adds a flag for each argument; one that is not given leaves no attribute."""
-        add_engine_arguments(parser, (*ENGINE_ARGS, *_FRONT_END))
+    def add_cli_args(parser: P) -> P:
+        """Adds a flag for each argument, to a parser or to a group of one. One that is not given
+        has its default, or that of an earlier `set_defaults`."""
+        specs = (*ENGINE_ARGS, *_FRONT_END)
+        earlier = {spec.name: parser.get_default(spec.name) for spec in specs}
+        add_engine_arguments(parser, specs)
+        for spec in specs:  # argparse would append to the default of a list
+            default = None if spec.kind is Kind.LIST else spec.default
+            before = earlier[spec.name]
+            parser.set_defaults(**{spec.name: default if before is None else before})
         return parser
 
     def changed(self) -> dict[str, Any]:
@@ -122,6 +132,8 @@ class AsyncEngineArgs(EngineArgs):
 def _is_default(name: str, value: Any) -> bool:
     """Whether the value can be left out, which also spares obsolete arguments their notice."""
     spec = spec_of(name)
+    if spec is not None and spec.kind is Kind.LIST and value is None:
+        return True
     if spec is None or type(value) is not type(spec.default):
         return False
     return bool(value == spec.default)

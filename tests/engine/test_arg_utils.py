@@ -77,3 +77,21 @@ def test_arguments_from_a_command_line() -> None:
     assert isinstance(found, AsyncEngineArgs)
     assert found.changed() == {"model": "demo", "max_num_seqs": 3}
     assert (found.served_model_name, found.disable_log_requests) == (("b",), True)
+
+
+def test_flags_that_are_not_given_have_their_defaults() -> None:
+    parser = argparse.ArgumentParser()
+    group = parser.add_argument_group("Engine arguments")
+    group.set_defaults(max_num_seqs=5)
+    EngineArgs.add_cli_args(group)
+    group.set_defaults(model="demo", runner="generate")
+    args = parser.parse_args(["--dtype", "float32"])
+    assert (args.tensor_parallel_size, args.enable_lora, args.served_model_name) == (1, False, None)
+    made = EngineArgs(**vars(args))
+    assert made.changed() == {
+        "model": "demo", "dtype": "float32", "max_num_seqs": 5, "runner": "generate",
+    }  # fmt: skip
+
+
+def test_a_list_may_be_none() -> None:
+    assert EngineArgs("demo", served_model_name=None).served_model_name == ()  # type: ignore[arg-type]
