@@ -26,10 +26,12 @@ from hetero_llm.config.args_spec import (
 )
 from hetero_llm.config.args_table import ENGINE_ARGS
 from hetero_llm.config.foreign_args import FOREIGN_ARGS
-from hetero_llm.config.foreign_spec import ForeignArg, Takes, check_foreign
+from hetero_llm.config.foreign_spec import ForeignArg, Takes, check_foreign, read_value
 from hetero_llm.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_LOG_SWITCH = "enable_log_requests"
 
 ARGS: tuple[ArgSpec, ...] = ENGINE_ARGS + SERVER_ARGS
 
@@ -58,7 +60,13 @@ def resolve_engine_args(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve_server_args(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the server's own arguments and fill in the defaults, as `resolve_engine_args` does."""
+    """Check the server's own arguments and fill in the defaults, as `resolve_engine_args` does.
+    vLLM's `enable_log_requests` becomes `disable_log_requests`, its opposite."""
+    turned = read_value(given.get(_LOG_SWITCH))
+    if isinstance(turned, bool):
+        given = {name: value for name, value in given.items() if name != _LOG_SWITCH}
+        if given.setdefault("disable_log_requests", not turned) is turned:
+            raise ConfigError(_LOG_SWITCH, turned, "contradicts disable_log_requests")
     return _resolve(Scope.SERVE, SERVER_ARGS, _SERVER_BY_NAME, given)
 
 

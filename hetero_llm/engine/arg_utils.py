@@ -34,6 +34,8 @@ _FRONT_END = tuple(
     spec for spec in SERVER_ARGS if spec.name in ("served_model_name", "disable_log_requests")
 )
 """Arguments of vLLM's `EngineArgs` that concern who uses the engine, not the engine."""
+_LOG_SWITCH = "enable_log_requests"
+"""vLLM's opposite of `disable_log_requests`."""
 
 
 def _field(spec: ArgSpec) -> tuple[str, Any, Any]:
@@ -67,6 +69,8 @@ class EngineArgs(_Fields):
         given: dict[str, Any] = {"model": model, "tokenizer": tokenizer, **engine_args}
         given = {name: value for name, value in given.items() if not _is_default(name, value)}
         front_end = {spec.name: given.pop(spec.name) for spec in _FRONT_END if spec.name in given}
+        if _LOG_SWITCH in given:
+            front_end[_LOG_SWITCH] = given.pop(_LOG_SWITCH)
         values = resolve_engine_args(given)
         served = resolve_server_args(front_end)
         values |= {spec.name: served[spec.name] for spec in _FRONT_END}
@@ -92,7 +96,8 @@ class EngineArgs(_Fields):
         """The arguments that a parser of `add_cli_args` found; other attributes are left alone."""
         given = engine_args_from_namespace(args)
         found = vars(args)
-        given |= {spec.name: found[spec.name] for spec in _FRONT_END if spec.name in found}
+        names = (*(spec.name for spec in _FRONT_END), _LOG_SWITCH)
+        given |= {name: found[name] for name in names if name in found}
         return cls(**given)
 
     @staticmethod

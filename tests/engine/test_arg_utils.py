@@ -93,5 +93,19 @@ def test_flags_that_are_not_given_have_their_defaults() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("turned", [True, False])
+def test_the_log_of_requests_by_vllms_name(turned: bool) -> None:
+    assert AsyncEngineArgs("demo", enable_log_requests=turned).disable_log_requests is not turned
+    parser = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser())
+    flag = "--enable-log-requests" if turned else "--no-enable-log-requests"
+    found = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", "demo", flag]))
+    assert found.disable_log_requests is not turned
+
+
+def test_the_log_of_requests_by_two_names() -> None:
+    with pytest.raises(ConfigError, match="^enable_log_requests=True: contradicts"):
+        AsyncEngineArgs("demo", enable_log_requests=True, disable_log_requests=True)
+
+
 def test_a_list_may_be_none() -> None:
     assert EngineArgs("demo", served_model_name=None).served_model_name == ()  # type: ignore[arg-type]
