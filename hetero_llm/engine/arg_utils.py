@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,12 +22,15 @@ from hetero_llm.config.args import (
 )
 from hetero_llm.config.args_spec import Kind
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.utils.env import vllm_batch_invariant
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
 
     from hetero_llm.config.engine_arg_types import EngineArgFields as _Fields
     from hetero_llm.config.engine_arg_types import EngineArgTypes
+
+logger = logging.getLogger(__name__)
 
 P = TypeVar("P", argparse.ArgumentParser, argparse._ArgumentGroup)
 
@@ -71,6 +75,9 @@ class EngineArgs(_Fields):
         front_end = {spec.name: given.pop(spec.name) for spec in _FRONT_END if spec.name in given}
         if _LOG_SWITCH in given:
             front_end[_LOG_SWITCH] = given.pop(_LOG_SWITCH)
+        if "batch_invariant" not in engine_args and vllm_batch_invariant():
+            logger.warning("batch_invariant is on: VLLM_BATCH_INVARIANT says so")
+            given["batch_invariant"] = True
         values = resolve_engine_args(given)
         served = resolve_server_args(front_end)
         values |= {spec.name: served[spec.name] for spec in _FRONT_END}

@@ -109,3 +109,14 @@ def test_the_log_of_requests_by_two_names() -> None:
 
 def test_a_list_may_be_none() -> None:
     assert EngineArgs("demo", served_model_name=None).served_model_name == ()  # type: ignore[arg-type]
+
+
+def test_batch_invariance_by_vllms_variable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert EngineArgs("demo").batch_invariant is True
+    assert "VLLM_BATCH_INVARIANT" in caplog.text
+    assert EngineArgs("demo", batch_invariant=False).batch_invariant is False
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    assert EngineArgs("demo").batch_invariant is False
