@@ -512,6 +512,7 @@ def plan_grouped_product(
     assert x.dtype == weight.dtype == y.dtype, (x.dtype, weight.dtype, y.dtype)
     assert bias is None or (bias.shape == weight.shape[:2] and bias.is_contiguous())
     n = weight.shape[1] // (2 if activation else 1)
+    assert y.shape == (groups.num_pairs, n) and y.is_contiguous()
     blocks = groups.experts.numel()
     pairs, experts, count = groups.pairs, groups.experts, groups.num_pairs
     options = {
@@ -578,6 +579,9 @@ def combine(parts: Tensor, weights: Tensor, dtype: torch.dtype | None = None) ->
     """
     assert parts.is_contiguous() and weights.is_contiguous() and weights.dtype == torch.float32
     (num_rows, k), n = weights.shape, parts.shape[-1]
+    splits = parts.numel() // (num_rows * k * n)
+    assert parts.numel() == splits * num_rows * k * n, (parts.shape, weights.shape)
+    assert splits == 1 or parts.numel() < 1 << 31, "the kernel counts parts of splits in 32 bits"
     y = torch.empty((num_rows, n), dtype=dtype or parts.dtype, device=parts.device)
     combine_kernel[(num_rows, triton.cdiv(n, _COMBINE_TILE))](
         parts,
@@ -586,7 +590,7 @@ def combine(parts: Tensor, weights: Tensor, dtype: torch.dtype | None = None) ->
         num_rows,
         n,
         K=k,
-        SPLIT_K=parts.numel() // (num_rows * k * n),
+        SPLIT_K=splits,
         TILE=_COMBINE_TILE,
         num_warps=4,
         **pdl_options(parts.device),

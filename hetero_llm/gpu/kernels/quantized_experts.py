@@ -42,7 +42,6 @@ from hetero_llm.gpu.kernels.experts import (
 )
 from hetero_llm.gpu.kernels.experts import choose as choose_plain
 from hetero_llm.gpu.kernels.launch import Launch, let_next_start, pdl_options, wait_for_inputs
-from hetero_llm.gpu.kernels.quantized_elements import INT4
 from hetero_llm.gpu.kernels.quantized_gemm import (
     PreparedMatrix,
     folds,
@@ -90,12 +89,8 @@ def quantized_grouped_kernel(
     NAME: tl.constexpr,  # of the activation; "" is a plain product
     ALPHA: tl.constexpr,  # of `clamped_swish`
     LIMIT: tl.constexpr,
-    KIND: tl.constexpr,
-    LANES: tl.constexpr,
+    FORM: tl.constexpr,  # quantized_gemm.MatrixForm
     CHUNKS: tl.constexpr,  # of a tile
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -109,7 +104,7 @@ def quantized_grouped_kernel(
     """y[pair] = x[pair // PER_ROW] @ matrix[expert]^T, perhaps gated; grid (blocks * tiles,
     SPLIT_K)."""
     PARTS: tl.constexpr = 2 if NAME != "" else 1
-    CHUNK: tl.constexpr = LANES * (2 if KIND < INT4 else 4)
+    CHUNK: tl.constexpr = FORM.lanes * FORM.parts
     TILE: tl.constexpr = CHUNK * CHUNKS
     DTYPE: tl.constexpr = y.dtype.element_ty
     wait_for_inputs(PDL)
@@ -126,15 +121,15 @@ def quantized_grouped_kernel(
     features = expert * (PARTS * n) + (lanes // BLOCK_N) * n + tile * BLOCK_N + lanes % BLOCK_N
     if order is not None:
         order += expert * k
+    matrix = data, scale, zero, offset, order, width, groups, scale_stride, zero_stride
     sums = tl.zeros((PARTS * BLOCK_N, BLOCK_M), tl.float32)
     begin = tl.program_id(1) * steps * TILE
     stop = tl.minimum(padded, begin + steps * TILE)
     for start in tl.range(begin, stop, TILE, num_stages=STAGES):
         for piece in tl.static_range(CHUNKS):
             sums = multiply_chunk(
-                *(sums, start + piece * CHUNK, x, data, scale, zero, offset, order, features, rows),
-                *(num_rows, total, k, width, x_stride, groups, scale_stride, zero_stride),
-                *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT, FOLD),
+                *(sums, start + piece * CHUNK, x, matrix, features, rows),
+                *(num_rows, total, k, x_stride, FORM, EVEN_N, EVEN_K, EVICT, FOLD),
             )
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
@@ -188,7 +183,7 @@ def plan_quantized_product(
     options = {
         "PER_ROW": per_row,
         **gate_options(activation or None),
-        **matrix.constants,
+        "FORM": matrix.form,
         "CHUNKS": config.block_k // matrix.chunk,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
