@@ -55,7 +55,7 @@ NOT_YET = tl.constexpr(_WORD_NOT_YET)
 _NO_MORE = tl.constexpr(-2)  # no slot of a row
 _OTHER_NAN = tl.constexpr(0x7FFFFFFF)
 MOST_LOOKS = tl.constexpr(1 << 20)
-"""Times that sums are read in vain: about half a second."""
+"""Times that sums which are not there are read again: about half a second."""
 
 _TOGETHER = 128  # lines of B that are multiplied at once, of one or several adapters
 _MOST_AHEAD = tl.constexpr(8192)  # numbers of B: 32 registers of four warps

@@ -189,8 +189,8 @@ def test_sums_that_are_no_numbers_arrive(device):
 
 
 @pytest.mark.parametrize("m, config", [(1, VECTOR), (3, MATRIX)])
-def test_whoever_waits_in_vain_gives_up(device, monkeypatch, m, config):
-    """Without the programs that it waits for: a row of NaN, which nobody takes for a result."""
+def test_a_program_whose_sums_do_not_come_gives_up(device, monkeypatch, m, config):
+    """Without the programs that it waits for: a row of NaN, which is no result."""
     if INTERPRETED:
         monkeypatch.setattr(op, "MOST_LOOKS", 3)
     weights = filled(device, 2, 16, 256, (32,))
