@@ -87,9 +87,9 @@ def accepted_nodes(
 
     Args:
         drafts: of S sequences.
-        token_ids: that the sequences got, one after the other; behind those of the accepted nodes
-            there is one more.
-        num_tokens: [S] of each sequence.
+        token_ids: that the sequences got, one after the other. The last one of each is no node's,
+            or ends its sequence, so that no KV of it is needed: it is left out.
+        num_tokens: [S] of each sequence; 0: it failed at its root.
     """
     found: list[list[int]] = []
     counts, ids, parents = (
@@ -101,7 +101,8 @@ def accepted_nodes(
     for count, size in zip(counts, num_tokens, strict=True):
         path: list[int] = []
         reached = -1
-        for token in token_ids[first_token : first_token + size - 1] if count else ():
+        last_token = first_token + max(size - 1, 0)
+        for token in token_ids[first_token:last_token] if count else ():
             reached = next(
                 node
                 for node in range(reached + 1, count)

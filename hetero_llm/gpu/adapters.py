@@ -161,8 +161,8 @@ class GpuAdapters:
         return self._loads.turn
 
     def prepare(self, step: SchedulerOutput) -> AdapterUse:
-        """Starts to fill the slots of a step and tells the device the slots of admitted sequences.
-        A step is launched as the kind that is returned, before the next one is prepared."""
+        """Starts to fill the slots of a step, and copies the slots of admitted sequences to the
+        device. A step is launched as the kind that is returned, before the next one is prepared."""
         loads = {load.slot: load.adapter for load in step.adapter_loads}
         if self.overlaps_loads and loads:
             self._loads.start({slot: self._memory.held(one) for slot, one in loads.items()})

@@ -181,7 +181,9 @@ class _Checks:
                 continue
             module, side = found.groups()
             if self._targets.banks_of(module):
-                of_banks.setdefault(module, {})[side] = tensor
+                if side in of_banks.setdefault(module, {}):
+                    self._refuse(tensor.name, "its module is stored twice")
+                of_banks[module][side] = tensor
                 continue
             name = self._targets.own_name(module)
             if name is None:

@@ -325,9 +325,9 @@ class Scheduler:
         """Makes the step after those in flight, whose sampled tokens have not reached the host.
 
         `LAST_SAMPLED` stands for those tokens as inputs; with stages such sequences are not
-        scheduled. Sequences that end by their length with
-        the step in flight are not scheduled, nor those that it forks. One that ends by a stop token
-        or a stop string may be scheduled in vain: `update` drops that result.
+        scheduled. Sequences that end by their length with the step in flight are not scheduled, nor
+        those that it forks. One that ends by a stop token or a stop string may be scheduled and get
+        a result that `update` drops.
 
         Returns:
             None if the step in flight has to be updated first: there is nothing to run without its

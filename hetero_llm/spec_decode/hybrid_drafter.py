@@ -27,7 +27,7 @@ from hetero_llm.spec_decode.lookahead.indexes import (
     LocalSuffixTrie,
 )
 from hetero_llm.spec_decode.lookahead.ngram_index import SIGNATURE_TOKENS
-from hetero_llm.spec_decode.lookahead.recurrence import recurs
+from hetero_llm.spec_decode.lookahead.recurrence import LAST_TOKENS, recurs
 from hetero_llm.spec_decode.lookahead.sequence_state import (
     CLOSED,
     END,
@@ -48,13 +48,12 @@ from hetero_llm.utils.topology import read_topology
 
 _CHUNK = 64  # tokens of an output that enter the global cache together
 _MOST_CHECKED = 8  # sequences whose texts are checked for what recurs
-_LAST_TOKENS = 1024  # of a text that are checked
 _TABLE_AGE = 8  # times that a table of step times is used
 
 
 # large: policy of one drafter: what a step may cost, when to pause, what to learn and to share.
 class HybridDrafter:
-    """See `core.drafter`: a `Drafter` that is an `ArrayDrafter`, `CostAware`, a `PromptObserver`
+    """See `core.drafter`: a `Drafter` that is an `ArrayDrafter`, `CostAware`, a `PromptObserver`,
     a `SleepingDrafter` and a `BackgroundDrafter`. One thread at a time.
 
     Args:
@@ -347,7 +346,7 @@ class HybridDrafter:
         that it or a cached text held before."""
         filters = [generation.grams for generation in self._cache.generations]
         for sequence in sequences[-_MOST_CHECKED:]:
-            tokens = np.array(sequence.token_ids[-_LAST_TOKENS:], np.int32)
+            tokens = np.array(sequence.token_ids[-LAST_TOKENS:], np.int32)
             num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
             if recurs(tokens, num_output, filters, namespace_salt(sequence.request.root_hash)):
                 return True

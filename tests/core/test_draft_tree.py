@@ -69,3 +69,4 @@ def test_accepted_nodes() -> None:
     batch = join_trees([tree, None, tree, tree])
     assert accepted_nodes(batch, [6, 7, 9, 1, 2, 7], [3, 2, 1, 0]) == [[1, 3], [], [], []]
     assert accepted_nodes(batch, [5, 6, 6, 8, 3, 7], [2, 0, 0, 1]) == [[0], [], [], []]
+    assert accepted_nodes(join_trees([tree, tree]), [6, 7, 9], [0, 3]) == [[], [1, 3]]

@@ -407,6 +407,18 @@ class TestExperts:
         with pytest.raises(AdapterError, match="one for all experts"):
             read(one, base[1])
 
+    @pytest.mark.parametrize("modules", [MIXTRAL, None])
+    def test_stored_twice(
+        self, tmp_path: Path, base: Any, modules: tuple[str, str, str, str] | None
+    ) -> None:
+        """By two names of one module: neither of them is dropped quietly."""
+        adapter = write_expert_adapter(tmp_path / "a", base[0], modules=modules)
+        name = next(name for name in adapter.tensors if "experts" in name)
+        called = name.removesuffix(".weight") + ".default.weight"
+        change_tensors(adapter, {called: adapter.tensors[name].clone()})
+        with pytest.raises(AdapterError, match="its module is stored twice"):
+            read(adapter, base[1])
+
     def test_a_router_by_its_weight(self, tmp_path: Path, base: Any) -> None:
         """`target_parameters` may name any weight; a matrix alone is stored as a layer's."""
         adapter = write_adapter(tmp_path / "a", base[0], modules=".*q_proj")

@@ -6,7 +6,7 @@ Wrappers `activation` and `gated_activation`, references `*_reference`; timed by
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -72,11 +72,24 @@ def clamped_swish(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     return (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
 
 
-def gate_options(gate: Gate | None) -> dict[str, Any]:
-    """Constexprs of kernels with gates; None: there are no gates."""
+class GateForm(NamedTuple):
+    """A gate as one constant of kernels (as of `fused_lora.AdapterShape`).
+
+    Attributes:
+        name: of `activate`, or `CLAMPED`; "": there is no gate.
+        alpha, limit: of `clamped_swish`.
+    """
+
+    name: str
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+def gate_form(gate: Gate) -> GateForm:
+    """That of a gate; of "" that of a product without one."""
     if isinstance(gate, ClampedSwish):
-        return {"NAME": CLAMPED, "ALPHA": gate.alpha, "LIMIT": gate.limit}
-    return {"NAME": KINDS[gate] if gate else "", "ALPHA": 0.0, "LIMIT": 0.0}
+        return GateForm(CLAMPED, gate.alpha, gate.limit)
+    return GateForm(KINDS[gate] if gate else "")
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -116,8 +129,7 @@ def activation(x: torch.Tensor, name: str) -> torch.Tensor:
         [T, inner], new and contiguous.
     """
     assert name in _ALL_KINDS, name
-    kind = {"NAME": _ALL_KINDS[name], "ALPHA": 0.0, "LIMIT": 0.0}
-    return _launch(x, kind, x.shape[1], gated=False)
+    return _launch(x, GateForm(_ALL_KINDS[name]), x.shape[1], gated=False)
 
 
 def gated_activation(gate_up: torch.Tensor, name: Gate) -> torch.Tensor:
@@ -131,7 +143,7 @@ def gated_activation(gate_up: torch.Tensor, name: Gate) -> torch.Tensor:
         [T, inner], contiguous.
     """
     assert serves_gate(name) and gate_up.shape[1] % 2 == 0, (name, gate_up.shape)
-    return _launch(gate_up, gate_options(name), gate_up.shape[1] // 2, gated=True)
+    return _launch(gate_up, gate_form(name), gate_up.shape[1] // 2, gated=True)
 
 
 def serves_gate(gate: Gate) -> bool:
@@ -139,7 +151,7 @@ def serves_gate(gate: Gate) -> bool:
     return isinstance(gate, ClampedSwish) or gate in KINDS
 
 
-def _launch(x: torch.Tensor, kind: dict[str, Any], inner: int, *, gated: bool) -> torch.Tensor:
+def _launch(x: torch.Tensor, form: GateForm, inner: int, *, gated: bool) -> torch.Tensor:
     """[T, inner] from the rows of x."""
     num_rows = len(x)
     assert x.dim() == 2 and x.stride(1) == 1, (x.shape, x.stride())
@@ -155,7 +167,9 @@ def _launch(x: torch.Tensor, kind: dict[str, Any], inner: int, *, gated: bool) -
         INNER=inner,
         TILE=_TILE,
         GATED=gated,
-        **kind,
+        NAME=form.name,
+        ALPHA=form.alpha,
+        LIMIT=form.limit,
         num_warps=_NUM_WARPS,
         **pdl_options(x.device),
     )

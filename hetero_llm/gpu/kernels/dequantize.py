@@ -42,21 +42,21 @@ def dequantize_kernel(
     order_rows,
     scale_stride,
     zero_stride,
-    KIND: tl.constexpr,
-    LANES: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SCALE: tl.constexpr,
+    FORM: tl.constexpr,  # quantized_gemm.MatrixForm
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (tiles of N, chunks); float32 results are computed without the rounding of nf4."""
-    PARTS: tl.constexpr = 2 if KIND < INT4 else 4
+    KIND: tl.constexpr = FORM.kind
+    LANES: tl.constexpr = FORM.lanes
+    GROUP: tl.constexpr = FORM.group
+    ROWS: tl.constexpr = FORM.rows
+    SCALE: tl.constexpr = FORM.scale
+    PARTS: tl.constexpr = FORM.parts
+    TOGETHER: tl.constexpr = FORM.together
+    GROUPS: tl.constexpr = FORM.groups
+    PER_WORD: tl.constexpr = FORM.per_word
     DTYPE: tl.constexpr = out.dtype.element_ty
-    # Parts under one scale, groups in a chunk, groups in a word of scales.
-    TOGETHER: tl.constexpr = PARTS if GROUP == 0 or GROUP >= LANES * PARTS else GROUP // LANES
-    GROUPS: tl.constexpr = PARTS // TOGETHER
-    PER_WORD: tl.constexpr = 1 if SCALE == 0 else (4 if SCALE == 3 else 2)
     features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, LANES)
     pointers = data + features.to(tl.int64)[:, None] * width + tl.program_id(1) * LANES
@@ -124,7 +124,7 @@ def dequantize_to(matrix: PreparedMatrix, out: Tensor) -> Tensor:
         matrix.data.shape[1],
         n if matrix.order is None else n * k // matrix.order.numel(),
         *matrix.strides,
-        **matrix.constants,
+        FORM=matrix.form,
         BLOCK_N=_BLOCK_N,
         **pdl_options(out.device),
     )

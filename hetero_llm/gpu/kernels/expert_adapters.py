@@ -11,7 +11,7 @@ Wrapper `adapted_experts`, reference `adapted_experts_reference`; timed by `benc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -28,6 +28,7 @@ from hetero_llm.gpu.kernels.experts import (
 )
 from hetero_llm.gpu.kernels.experts import choose as choose_plain
 from hetero_llm.gpu.kernels.lora import (
+    MOST_TILES,
     NO_SLOT,
     LoraConfig,
     LoraSlots,
@@ -70,18 +71,18 @@ class ExpertKernels:
         return self.gate_up is not None or self.down is not None
 
     def weights(self, gate_up: Tensor, down: Tensor) -> tuple[Weights, Weights]:
-        """The two that are multiplied, of a call's."""
+        """Those that are multiplied where a call has these."""
         first, second = self.gate_up, self.down
         return gate_up if first is None else first, down if second is None else second
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
     ) -> Tensor:
-        options = {"activation": self.activation, "biases": self.biases}
+        gate, biases = self.activation, self.biases
         if not self.is_quantized:
-            return experts(x, ids, weights, gate_up, down, **options)  # type: ignore[arg-type]
+            return experts(x, ids, weights, gate_up, down, activation=gate, biases=biases)
         matrices = self.weights(gate_up, down)
-        return quantized_experts(x, ids, weights, *matrices, **options)  # type: ignore[arg-type]
+        return quantized_experts(x, ids, weights, *matrices, activation=gate, biases=biases)
 
     def adapted(
         self,
@@ -176,18 +177,30 @@ def adapted_experts(
         [T, hidden] in x's dtype. Each product is rounded to it before the adapter's part is added.
     """
     (rows, k), num_experts = ids.shape, adapters.down.experts
+    num_slots = len(adapters.down.a)
     if rows == 0:
         return torch.empty_like(x)
+    launches = _launches(rows * k, num_experts, adapters.down)
+    if rows > 1 and _num_tiles(rows * k, num_slots * num_experts + 1, launches) > MOST_TILES:
+        half = rows // 2
+        halves = [
+            adapted_experts(
+                *(x[part], ids[part], weights[part], gate_up, down),
+                activation=activation,
+                biases=biases,
+                adapters=replace(adapters, slots=adapters.slots[part]),
+            )
+            for part in (slice(half), slice(half, None))
+        ]
+        return torch.cat(halves)
     if not (serves(x, gate_up) and serves(x, down)):
         gate_up, down = (dense_weights(w, num_experts, x.dtype) for w in (gate_up, down))
     # Both products are plain here, so both have the tiles of `down`.
     tile = choose_plain(rows, k, num_experts, x.itemsize)[1]
     of_experts = groups_of(ids, num_experts, tile.block_m)
-    launches = _launches(rows * k, num_experts, adapters.down)
     pairs = group_pairs(
-        adapters.slots,
-        ids,
-        num_slots=len(adapters.down.a),
+        *(adapters.slots, ids),
+        num_slots=num_slots,
         num_experts=num_experts,
         block=block_of(launches),
     )
@@ -208,6 +221,13 @@ def adapted_experts(
 def _launches(num_pairs: int, num_experts: int, weights: LoraSlots) -> LoraConfig:
     """By the pairs of an expert, which a block has at most."""
     return choose(max(1, num_pairs // num_experts), weights.rank, weights.a.dtype)
+
+
+def _num_tiles(num_pairs: int, bins: int, launches: LoraConfig) -> int:
+    """The most tiles of places that a launch has."""
+    block = block_of(launches)
+    each = block // min(launches.shrink.block_m, launches.add.block_m)
+    return most_blocks(num_pairs, bins, block) * each
 
 
 def adapted_experts_reference(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from hetero_llm.gpu.kernels.activation import (
     activate,
     clamped_swish,
-    gate_options,
+    gate_form,
     serves_gate,
 )
 from hetero_llm.gpu.kernels.expert_requests import Places
@@ -203,10 +204,11 @@ def _outer_and(rows, columns, ROWS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def gated(
-    sums, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr
-):  # fmt: skip
+def gated(sums, GATE: tl.constexpr, DTYPE: tl.constexpr):
     """activation(gate) * up of [2, ...] sums, rounded where `GatedActivation.plain` rounds."""
+    NAME: tl.constexpr = GATE.name
+    ALPHA: tl.constexpr = GATE.alpha
+    LIMIT: tl.constexpr = GATE.limit
     if len(sums.shape) == 3:
         gate, up = tl.split(tl.permute(sums, (1, 2, 0)))
     else:
@@ -233,9 +235,7 @@ def grouped_product_kernel(
     x_stride,
     bias,  # [experts, n]; gated [experts, 2 * n]; None
     PER_ROW: tl.constexpr,  # pairs that share a row of x
-    NAME: tl.constexpr,  # of the activation; "" is a plain product
-    ALPHA: tl.constexpr,  # of `clamped_swish`
-    LIMIT: tl.constexpr,
+    GATE: tl.constexpr,  # activation.GateForm
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -248,7 +248,7 @@ def grouped_product_kernel(
     PDL: tl.constexpr,
 ):
     """y[pair] = x[pair // PER_ROW] @ weight[expert]^T, perhaps gated; grid (blocks * tiles)."""
-    PARTS: tl.constexpr = 2 if NAME != "" else 1
+    PARTS: tl.constexpr = 2 if GATE.name != "" else 1
     DTYPE: tl.constexpr = y.dtype.element_ty
     wait_for_inputs(PDL)
     block, tile = locate(tl.program_id(0), GROUP, max_blocks, tl.cdiv(n, BLOCK_N))
@@ -290,12 +290,12 @@ def grouped_product_kernel(
         sums += more[:, None] if SWAP else more[None, :]
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
-    if NAME != "":
+    if PARTS == 2:
         if SWAP:
-            sums = gated(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), NAME, ALPHA, LIMIT, DTYPE)
+            sums = gated(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), GATE, DTYPE)
         else:
             by_part = tl.permute(tl.reshape(sums, (BLOCK_M, 2, BLOCK_N)), (1, 0, 2))
-            sums = gated(by_part, NAME, ALPHA, LIMIT, DTYPE)
+            sums = gated(by_part, GATE, DTYPE)
     outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     out_pointers = _matrix(y, rows.to(tl.int64) * n, outputs, not SWAP)
     tl.store(out_pointers, sums.to(DTYPE), mask=_outer_and(there, outputs < n, not SWAP))
@@ -367,9 +367,7 @@ def vector_gate_up_kernel(
     n,
     k_pairs,  # k / 2
     bias,  # [experts, 2 * n]; None
-    NAME: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
+    GATE: tl.constexpr,  # activation.GateForm
     BLOCK_N: tl.constexpr,  # of gates and their partners together
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -393,7 +391,7 @@ def vector_gate_up_kernel(
     if bias is not None:
         places = expert * (2 * n) + (parts // HALF) * n + features
         sums += tl.load(bias + places, mask=features < n, other=0.0).to(tl.float32)
-    active = gated(tl.reshape(sums, (2, HALF)), NAME, ALPHA, LIMIT, DTYPE)
+    active = gated(tl.reshape(sums, (2, HALF)), GATE, DTYPE)
     outputs = tl.program_id(0) * HALF + tl.arange(0, HALF)
     tl.store(y + pair * n + outputs, active.to(DTYPE), mask=outputs < n)
 
@@ -505,36 +503,55 @@ def plan_grouped_product(
     bias: Tensor | None = None,
 ) -> Launch:
     """The launch that writes a grouped product into `y`; see `grouped_product` for the shapes."""
-    (rows, k), per_row = x.shape, groups.num_pairs // x.shape[0]
-    assert rows * per_row == groups.num_pairs and config.block_m == groups.block_m
-    assert weight.is_contiguous() and weight.shape[2] == k and x.stride(1) == 1
-    assert config.split_k == 1
+    k, n = x.shape[1], weight.shape[1] // (2 if activation else 1)
+    assert weight.is_contiguous() and weight.shape[2] == k and config.split_k == 1
     assert x.dtype == weight.dtype == y.dtype, (x.dtype, weight.dtype, y.dtype)
-    assert bias is None or (bias.shape == weight.shape[:2] and bias.is_contiguous())
-    n = weight.shape[1] // (2 if activation else 1)
-    blocks = groups.experts.numel()
-    pairs, experts, count = groups.pairs, groups.experts, groups.num_pairs
+    assert y.shape == (groups.num_pairs, n)
+    assert bias is None or bias.shape == weight.shape[:2]
+    grid, options = grouped_options(x, y, groups, bias, activation=activation, config=config)
+    options |= {
+        "BLOCK_K": config.block_k,
+        "SWAP": config.swap,
+        "EVEN_K": k % config.block_k == 0,
+    }
+    arguments = (x, weight, y, groups.pairs, groups.experts, groups.num_pairs, grid[0])
+    arguments += (n, k, x.stride(0), bias)
+    return Launch(grouped_product_kernel, (grid[0] * grid[1], 1), arguments, options)
+
+
+def grouped_options(
+    x: Tensor,
+    y: Tensor,
+    groups: Groups,
+    bias: Tensor | None,
+    *,
+    activation: Gate,
+    config: GroupedConfig,
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """What all launches of grouped products have; counts the launch (`pdl_options`).
+
+    Args:
+        y: [..., N].
+
+    Returns:
+        Blocks and tiles of N, and options.
+    """
+    per_row, n = groups.num_pairs // len(x), y.shape[-1]
+    assert len(x) * per_row == groups.num_pairs and config.block_m == groups.block_m
+    assert x.stride(1) == 1 and y.is_contiguous() and (bias is None or bias.is_contiguous())
     options = {
         "PER_ROW": per_row,
-        **gate_options(activation or None),
+        "GATE": gate_form(activation),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
         "STAGES": config.num_stages,
-        "SWAP": config.swap,
         "GROUP": config.group or ALL_BLOCKS,
         "EVEN_N": n % config.block_n == 0,
-        "EVEN_K": k % config.block_k == 0,
         "EVICT": "evict_first" if config.evict_first else "",
         "num_warps": config.num_warps,
         **pdl_options(x.device),
     }
-    return Launch(
-        grouped_product_kernel,
-        (blocks * triton.cdiv(n, config.block_n), 1),
-        (x, weight, y, pairs, experts, count, blocks, n, k, x.stride(0), bias),
-        options,
-    )
+    return (groups.experts.numel(), triton.cdiv(n, config.block_n)), options
 
 
 def grouped_product(
@@ -578,6 +595,9 @@ def combine(parts: Tensor, weights: Tensor, dtype: torch.dtype | None = None) ->
     """
     assert parts.is_contiguous() and weights.is_contiguous() and weights.dtype == torch.float32
     (num_rows, k), n = weights.shape, parts.shape[-1]
+    splits = parts.numel() // (num_rows * k * n)
+    assert parts.numel() == splits * num_rows * k * n, (parts.shape, weights.shape)
+    assert splits == 1 or parts.numel() < 1 << 31, "the kernel counts parts of splits in 32 bits"
     y = torch.empty((num_rows, n), dtype=dtype or parts.dtype, device=parts.device)
     combine_kernel[(num_rows, triton.cdiv(n, _COMBINE_TILE))](
         parts,
@@ -586,7 +606,7 @@ def combine(parts: Tensor, weights: Tensor, dtype: torch.dtype | None = None) ->
         num_rows,
         n,
         K=k,
-        SPLIT_K=parts.numel() // (num_rows * k * n),
+        SPLIT_K=splits,
         TILE=_COMBINE_TILE,
         num_warps=4,
         **pdl_options(parts.device),
@@ -622,7 +642,7 @@ def _vector_experts(
     middle = torch.empty((k, inner), dtype=x.dtype, device=x.device)
     vector_gate_up_kernel[(triton.cdiv(inner, first.block_n // 2), k)](
         x.view(torch.int32), gate_up.view(torch.int32), middle, ids, inner, hidden // 2,
-        first_bias, **gate_options(activation), BLOCK_N=first.block_n, BLOCK_K=first.block_k,
+        first_bias, GATE=gate_form(activation), BLOCK_N=first.block_n, BLOCK_K=first.block_k,
         EVEN_K=hidden % first.block_k == 0, num_warps=first.num_warps, **options,
     )  # fmt: skip
     vector_down_kernel[(triton.cdiv(hidden, second.block_n),)](

@@ -13,7 +13,6 @@ Wrapper `fp8_linear`, reference `fp8_linear_reference`; timed by `bench.kernels.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 import triton
@@ -24,53 +23,28 @@ from hetero_llm.gpu.kernels.launch import (
     IN_INTERPRETER,
     Launch,
     let_next_start,
-    pdl_options,
     wait_for_inputs,
 )
 from hetero_llm.gpu.kernels.quantize_rows import QuantizedRows
-from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix, load_row_scale
+from hetero_llm.gpu.kernels.quantized_gemm import (
+    MAX_ROWS,
+    PreparedMatrix,
+    fits_tiles,
+    load_inputs,
+    load_row_scale,
+)
 from hetero_llm.gpu.kernels.skinny_gemm import (
     SkinnyConfig,
     finish_tile,
+    load_weight,
     room_for_partials,
     steps_per_split,
+    tile_options,
 )
-
-MAX_ROWS = 256
-"""Of one product. Which numbers of rows take it is up to `quantized_product`."""
 
 _BLOCK_M = 128
 _MULTIPROCESSORS = 132  # of the card that launches were measured on
-
-
-@triton.jit
-def _load_codes(codes, columns, rows, m, width, EVEN_K: tl.constexpr):
-    """[columns, rows] of the rows' codes; zeros outside of them."""
-    inside = (rows < m)[None, :]
-    if not EVEN_K:
-        inside = inside & (columns < width)[:, None]
-    pointers = codes + rows.to(tl.int64)[None, :] * width + columns[:, None]
-    values = tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_last")
-    if IN_INTERPRETER:
-        values = values.to(tl.float32)
-    return values
-
-
-@triton.jit
-def _load_weight(
-    data, features, columns, n, width, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    EVICT: tl.constexpr,
-):  # fmt: skip
-    """[features, columns] of the matrix; zeros outside of it."""
-    pointers = data + features.to(tl.int64)[:, None] * width + columns[None, :]
-    if EVEN_N and EVEN_K:
-        values = tl.load(pointers, eviction_policy=EVICT)
-    else:
-        inside = (features < n)[:, None] & (columns < width)[None, :]
-        values = tl.load(pointers, mask=inside, other=0.0, eviction_policy=EVICT)
-    if IN_INTERPRETER:
-        values = values.to(tl.float32)
-    return values
+_MOST_SPLITS = 4
 
 
 @triton.jit(do_not_specialize=["m", "steps"])
@@ -112,15 +86,17 @@ def fp8_gemm_kernel(
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for place in tl.range(0, stop - start, BLOCK_K, num_stages=STAGES):
         columns = start + place + tl.arange(0, BLOCK_K)
-        w = _load_weight(data, features, columns, n, width, EVEN_N, EVEN_K, EVICT)
-        right = _load_codes(codes, columns, rows, m, width, EVEN_K)
+        w = load_weight(data, features, columns, n, width, EVEN_N, EVEN_K, EVICT)
+        right = load_inputs(codes, None, columns, rows, m, width, width, EVEN_K)
+        if IN_INTERPRETER:
+            w = w.to(tl.float32)
         sums = tl.dot(w, right, sums)
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
     sums = sums * scales_of_features * scales_of_rows
     finish_tile(
         *(sums, y, bias, partials, counters, features, rows, m, n, tile, None, None),
-        *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, 0, 0, 1, 1),
+        *(HAS_BIAS, SPLIT_K, None),
     )
 
 
@@ -132,13 +108,11 @@ def serves(matrix: PreparedMatrix) -> bool:
 
 def fits(config: SkinnyConfig, m: int, matrix: PreparedMatrix) -> bool:
     """Whether a product of m rows can be launched so."""
-    padded = -(-matrix.padded_columns // 16) * 16
     return (
-        0 < m <= MAX_ROWS
-        and config.block_m >= 16  # with 8, Triton 3.6 takes the tensor cores' 16-bit products
+        config.block_m >= 16  # with 8, Triton 3.6 takes the tensor cores' 16-bit products
         and config.prefetch == 0
         and not (config.waits and m > config.block_m)
-        and config.fits(min(m, config.block_m), matrix.shape[0], padded)
+        and fits_tiles(config, m, matrix, several=True)
     )
 
 
@@ -175,9 +149,6 @@ def choose(m: int, matrix: PreparedMatrix) -> SkinnyConfig:
     return config
 
 
-_MOST_SPLITS = 4
-
-
 def plan_launch(
     rows: QuantizedRows,
     matrix: PreparedMatrix,
@@ -194,19 +165,17 @@ def plan_launch(
     partials, counters = room_for_partials(tiles * config.block_n, config, y.device)
     data = matrix.data.view(torch.float8_e4m3fn)
     width = data.shape[1]
-    options: dict[str, Any] = {
+    assert rows.codes.shape == (m, width) and rows.codes.dtype == data.dtype, rows.codes.shape
+    assert rows.codes.is_contiguous() and rows.scales.shape == (m, 1)
+    assert y.shape == (m, n) and y.is_contiguous() and y.dtype == rows.dtype
+    assert bias is None or (bias.dtype == rows.dtype and bias.is_contiguous())
+    options = tile_options(config, n, bias, y.device)
+    options |= {
         "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
-        "SPLIT_K": config.split_k,
         "STAGES": config.num_stages,
-        "EVEN_N": n % config.block_n == 0,
         "EVEN_K": width % config.block_k == 0,
-        "HAS_BIAS": bias is not None,
-        "EVICT": "evict_first" if config.evict_first else "",
         "ROW_TILES": row_tiles,
-        "num_warps": config.num_warps,
-        **pdl_options(y.device),
     }
     arguments = (rows.codes, rows.scales, data, matrix.row_scale, bias, y, partials, counters)
     arguments += (m, n, width, steps_per_split(width, config))
@@ -226,7 +195,7 @@ def fp8_linear(
     in a CUDA graph after one run outside of it.
 
     Args:
-        rows: [M, K], M at most 256.
+        rows: [M, K], M at most 256, quantized for this matrix.
         matrix: Of N rows and K columns; `serves` says yes to it.
         bias: [N] of the rows' dtype.
         config: How to launch it; by default what `choose` says.

@@ -27,7 +27,7 @@ step. References: `lora.lora_reference`, `row_slots_reference`; timed by `bench.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,6 +38,7 @@ from hetero_llm.gpu.kernels.launch import (
     IN_INTERPRETER,
     INTERPRETED,
     let_next_start,
+    num_launches,
     pdl_options,
     wait_and_release,
     wait_for_inputs,
@@ -54,7 +55,7 @@ NOT_YET = tl.constexpr(_WORD_NOT_YET)
 _NO_MORE = tl.constexpr(-2)  # no slot of a row
 _OTHER_NAN = tl.constexpr(0x7FFFFFFF)
 MOST_LOOKS = tl.constexpr(1 << 20)
-"""Times that sums are read in vain: about half a second."""
+"""Times that sums which are not there are read again: about half a second."""
 
 _TOGETHER = 128  # lines of B that are multiplied at once, of one or several adapters
 _MOST_AHEAD = tl.constexpr(8192)  # numbers of B: 32 registers of four warps
@@ -74,11 +75,13 @@ class RowSlots:
         distinct: [1 + P] int32, P the power of two that holds all slots: how many slots the rows
             name, then those, ascending, then `_NO_MORE`.
         sums: [words] int32, all `NOT_YET`: room for the sums of the step's products.
+        launch: the number of the launch that writes them, see `launch.num_launches`.
     """
 
     slots: Tensor
     distinct: Tensor
     sums: Tensor
+    launch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +90,31 @@ class FusedAdapters:
 
     Attributes:
         weights: of the layer.
-        slots, distinct: of `RowSlots`, for the product's rows.
-        sums: part of `RowSlots.sums`, not used by another product; `num_sums` words.
+        rows: of the product's rows.
+        sums: part of `rows.sums`, not used by another product; `num_sums` words.
     """
 
     weights: LoraSlots
-    slots: Tensor
-    distinct: Tensor
+    rows: RowSlots
     sums: Tensor
+
+
+class AdapterShape(NamedTuple):
+    """What a product with adapters is compiled for, one constant of its kernel. Inside, a field
+    becomes a constant by the annotation of the name that it is given.
+
+    Attributes:
+        rank, parts: of `LoraSlots`.
+        shares, lines, block_k: of `Shrinking`.
+        together: adapters whose B is multiplied at once.
+    """
+
+    rank: int
+    parts: int
+    shares: int
+    together: int
+    lines: int
+    block_k: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +196,8 @@ def fits(weights: LoraSlots, block_n: int) -> bool:
 def kernel_arguments(
     x: Tensor, adapters: FusedAdapters, shrinking: Shrinking, splits: int
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """The part of a product's launch that is due to adapters.
+    """The part of a product's launch that is due to adapters; called behind `pdl_options` of that
+    launch.
 
     Args:
         x: [M, K], rows contiguous.
@@ -184,38 +205,46 @@ def kernel_arguments(
 
     Returns:
         How many shrinking programs there are on the grid's first axis, the tuple that kernels take
-        as `lora`, and their constants.
+        as `lora`, and options of the launch.
     """
-    weights, m = adapters.weights, len(x)
+    weights, rows, m = adapters.weights, adapters.rows, len(x)
     assert x.stride(1) == 1 and x.dtype == weights.a.dtype and x.shape[1] == weights.a.shape[2]
-    assert adapters.slots.shape == (m,) and adapters.slots.is_contiguous()
+    assert rows.slots.shape == (m,) and rows.slots.is_contiguous()
     assert adapters.sums.numel() == num_sums(m, weights, shrinking)
-    assert len(adapters.distinct) > len(weights.a) and m <= MAX_ROWS
+    assert len(rows.distinct) > len(weights.a) and m <= MAX_ROWS
     assert shrinking.shares % splits == 0, (shrinking, splits)
     most = min(m, len(weights.a))  # adapters that the rows can name
     programs = shrinking.tiles * (shrinking.shares // splits)
     lora = (
-        *(x, x.stride(0), adapters.sums, adapters.slots, adapters.distinct),
+        *(x, x.stride(0), adapters.sums, rows.slots, rows.distinct),
         *(weights.a, weights.b, weights.scales, weights.bounds),
         *(weights.a.stride(0), weights.b.stride(0), weights.scales.stride(0)),
         *(x.shape[1], shrinking.columns, programs),
     )
-    constants = {
-        "RANK": weights.rank,
-        "PARTS": weights.parts,
-        "SHARES": shrinking.shares,
-        "TOGETHER": min(triton.next_power_of_2(most), _TOGETHER // weights.rank),
-        "LINES": shrinking.lines,
-        "LORA_K": shrinking.block_k,
-    }
-    return programs, lora, constants
+    shape = AdapterShape(
+        weights.rank,
+        weights.parts,
+        shrinking.shares,
+        min(triton.next_power_of_2(most), _TOGETHER // weights.rank),
+        shrinking.lines,
+        shrinking.block_k,
+    )
+    options: dict[str, Any] = {"ADAPTED": shape}
+    if num_launches() <= rows.launch + 1:
+        # The kernel before is the one that writes the slots: what is read before the wait for it
+        # would not be there, so this launch waits for its end.
+        options["launch_pdl"] = False
+    return programs, lora, options
 
 
 @triton.jit
-def num_shrinking(lora):
+def num_shrinking(lora, ADAPTED: tl.constexpr):
     """Programs on the grid's first axis that multiply with A."""
-    _, _, _, _, _, _, _, _, _, _, _, _, _, _, programs = lora
-    return programs
+    if ADAPTED is None:
+        return 0
+    else:
+        _, _, _, _, _, _, _, _, _, _, _, _, _, _, programs = lora
+        return programs
 
 
 @triton.jit
@@ -275,11 +304,12 @@ def _part_of(bounds, feature, PARTS: tl.constexpr):
 
 
 @triton.jit
-def shrink_row(
-    lora, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr, LINES: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A shrinking program of one row: LINES lines of A, one share of K."""
+def shrink_row(lora, ADAPTED: tl.constexpr, PDL: tl.constexpr):
+    """A shrinking program of one row: some lines of A, one share of K."""
+    SHARES: tl.constexpr = ADAPTED.shares
+    LINES: tl.constexpr = ADAPTED.lines
+    BLOCK_K: tl.constexpr = ADAPTED.block_k
+    WIDTH: tl.constexpr = ADAPTED.parts * ADAPTED.rank
     x, _, sums, slots, _, a, _, scales, _, a_stride, _, scale_stride, k, columns, _ = lora
     slot = tl.load(slots)
     share = tl.program_id(0) % SHARES
@@ -300,17 +330,18 @@ def shrink_row(
             products += left.to(tl.float32) * right.to(tl.float32)[None, :]
         scale = tl.load(scales + slot.to(tl.int64) * scale_stride + lines)
         own = tl.sum(products, axis=1) * scale
-        store_words(sums + share * (PARTS * RANK) + lines, own, lines < PARTS * RANK)
+        store_words(sums + share * WIDTH + lines, own, lines < WIDTH)
 
 
 @triton.jit
-def prepare_row(lora, PARTS: tl.constexpr):
+def prepare_row(lora, ADAPTED: tl.constexpr):
     """What `look_for_row` needs, loaded before the wait for the kernel before and behind the first
     weights: nothing waits for it then.
 
     Returns:
         The row's slot, and where all parts but the first one begin.
     """
+    PARTS: tl.constexpr = ADAPTED.parts
     _, _, _, slots, _, _, _, _, bounds, _, _, _, _, _, _ = lora
     prepared = (tl.load(slots),)
     for i in tl.static_range(1, PARTS):
@@ -320,8 +351,8 @@ def prepare_row(lora, PARTS: tl.constexpr):
 
 @triton.jit
 def look_for_row(
-    lora, prepared, tile, n, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr,
-    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, EVEN_N: tl.constexpr,
+    lora, prepared, tile, n, ADAPTED: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
+    EVEN_N: tl.constexpr,
 ):  # fmt: skip
     """Asks for the row's B and sums, for `add_to_row`, while the last weights are on their way.
 
@@ -337,6 +368,9 @@ def look_for_row(
     Returns:
         B [BLOCK_N, times, COLUMNS], the words [times, COLUMNS], where they lie, and which exist.
     """
+    RANK: tl.constexpr = ADAPTED.rank
+    PARTS: tl.constexpr = ADAPTED.parts
+    SHARES: tl.constexpr = ADAPTED.shares
     _, _, sums, _, _, _, b, _, _, _, b_stride, _, _, _, _ = lora
     slot = prepared[0]
     first = 0  # line of the part's A
@@ -404,16 +438,19 @@ def add_to_row(sums, found):
 
 @triton.jit
 def shrink_rows(
-    lora, m, RANK: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr, BLOCK_M: tl.constexpr,
-    LINES: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    lora, m, ADAPTED: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A shrinking program of several rows: LINES lines of the stacked A of all adapters that rows
-    name, one share of K. EACH: shares of a split of the product's K, the grid's second axis."""
+    """A shrinking program of several rows: some lines of the stacked A of all adapters that rows
+    name, one share of K. SPLIT_K: of the product, the grid's second axis."""
+    LINES: tl.constexpr = ADAPTED.lines
+    BLOCK_K: tl.constexpr = ADAPTED.block_k
+    EACH: tl.constexpr = ADAPTED.shares // SPLIT_K  # shares of a split
+    WIDTH: tl.constexpr = ADAPTED.parts * ADAPTED.rank
     (
         x, x_stride, sums, slots, distinct, a, _, scales, _, a_stride, _, scale_stride, k, columns,
         _,
     ) = lora  # fmt: skip
-    WIDTH: tl.constexpr = PARTS * RANK
     first = tl.program_id(0) // EACH * LINES
     lines = first + tl.arange(0, LINES)
     rows = tl.arange(0, BLOCK_M)
@@ -475,15 +512,15 @@ def _load_factors(lora, named, features, n, RANK: tl.constexpr):
 
 
 @triton.jit
-def prepare_rows(
-    lora, features, feature, rows, m, n, RANK: tl.constexpr, PARTS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):  # fmt: skip
+def prepare_rows(lora, features, feature, rows, m, n, ADAPTED: tl.constexpr):
     """What `add_to_rows` needs and can be loaded before the wait for the kernel before.
 
     Args:
         feature: the first of `features`, which lie in one part.
     """
+    RANK: tl.constexpr = ADAPTED.rank
+    PARTS: tl.constexpr = ADAPTED.parts
+    TOGETHER: tl.constexpr = ADAPTED.together
     _, _, _, slots, distinct, _, _, _, bounds, _, _, _, _, _, _ = lora
     named = tl.load(distinct + 1 + tl.arange(0, TOGETHER))
     factors = _load_factors(lora, named, features, n, RANK)
@@ -506,16 +543,17 @@ def _add_factors(total, factors, named, low, row_slots, RANK: tl.constexpr, TOGE
 
 
 @triton.jit
-def add_to_rows(
-    total, lora, prepared, features, rows, m, n, RANK: tl.constexpr, PARTS: tl.constexpr,
-    SHARES: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
+def add_to_rows(total, lora, prepared, features, rows, m, n, ADAPTED: tl.constexpr):
     """total [features, rows] + each row's B times its sums; `prepared`: of `prepare_rows`.
 
     Of more than TOGETHER adapters the next ones' B is on its way while these are multiplied, and
     the names behind those: 40 adapters would wait for memory twice in each of five turns. Where B
     takes 64 registers, a second one has no room (it spills), so only the names are there early.
     """
+    RANK: tl.constexpr = ADAPTED.rank
+    PARTS: tl.constexpr = ADAPTED.parts
+    SHARES: tl.constexpr = ADAPTED.shares
+    TOGETHER: tl.constexpr = ADAPTED.together
     AHEAD: tl.constexpr = features.shape[0] * TOGETHER * RANK <= _MOST_AHEAD
     _, _, sums, _, _, _, _, _, _, _, _, _, _, _, _ = lora
     factors, named, row_slots, part, count, names = prepared
@@ -579,8 +617,9 @@ def row_slots_kernel(
 def row_slots(request_slots: Tensor, adapter_of: Tensor, *, num_slots: int, words: int) -> RowSlots:
     """The adapters of a step's rows, and room for the sums of its products.
 
-    Another kernel has to lie between this one and the first product, which reads the result before
-    it waits for the kernel before.
+    The programs of a product with adapters read the slots before they wait for the kernel before.
+    So a product that no other kernel of ours lies before begins when this one has ended (see
+    `kernel_arguments`), and overlaps with nothing.
 
     Args:
         request_slots: [M] int32 request slot of each row, M from 1 to `MAX_ROWS`.
@@ -593,10 +632,12 @@ def row_slots(request_slots: Tensor, adapter_of: Tensor, *, num_slots: int, word
     assert 0 < m <= MAX_ROWS and request_slots.is_contiguous() and adapter_of.is_contiguous()
     assert request_slots.dtype == adapter_of.dtype == torch.int32
     assert request_slots.is_cuda or INTERPRETED
+    options = pdl_options(device)
     rows = RowSlots(
         torch.empty(m, dtype=torch.int32, device=device),
         torch.empty(1 + size, dtype=torch.int32, device=device),
         torch.empty(words, dtype=torch.int32, device=device),
+        num_launches(),
     )
     row_slots_kernel[(max(1, triton.cdiv(words, _FILL)),)](
         *(rows.slots, rows.distinct, rows.sums, request_slots, adapter_of, m, words),
@@ -604,7 +645,7 @@ def row_slots(request_slots: Tensor, adapter_of: Tensor, *, num_slots: int, word
         SLOTS=size,
         FILL=_FILL,
         num_warps=4,
-        **pdl_options(device),
+        **options,
     )
     return rows
 
@@ -617,4 +658,4 @@ def row_slots_reference(
     named = slots[slots != NO_SLOT].unique()
     distinct = slots.new_full((1 + triton.next_power_of_2(num_slots),), _NO_MORE.value)
     distinct[0], distinct[1 : 1 + len(named)] = len(named), named
-    return RowSlots(slots, distinct, slots.new_full((words,), _WORD_NOT_YET))
+    return RowSlots(slots, distinct, slots.new_full((words,), _WORD_NOT_YET), num_launches())

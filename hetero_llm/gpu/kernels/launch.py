@@ -51,9 +51,26 @@ def wait_and_release(PDL: tl.constexpr):
     let_next_start(PDL)
 
 
-@functools.cache
+class _Launches:
+    number = 0
+
+
 def pdl_options(device: torch.device) -> dict[str, Any]:
-    """Launch arguments of a kernel that has a `PDL` constexpr: on from Hopper onwards."""
+    """Launch arguments of a kernel that has a `PDL` constexpr. Called for each launch, or once for
+    several in a row, right before it: it counts them."""
+    _Launches.number += 1
+    return overlap_options(device)
+
+
+def num_launches() -> int:
+    """Calls of `pdl_options` so far. Where a launch is number n and a later one not n + 1, at least
+    one kernel that follows the rules above lies between them."""
+    return _Launches.number
+
+
+@functools.cache
+def overlap_options(device: torch.device) -> dict[str, Any]:
+    """What `pdl_options` returns: the overlap of kernels is on from Hopper onwards."""
     if INTERPRETED or device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}

@@ -14,7 +14,7 @@ A layer that multiplies with several matrices at once (queries, keys and values)
 each: A of all parts one below the other, and the features of a part take that part's sums alone.
 
 Experts of a mixture have an adapter each: then a row is a pair of a token and one of its experts,
-and pairs are grouped by adapter and expert (`ExpertSlots`).
+and pairs are grouped by adapter and expert (`expert_adapters`).
 
 Wrappers `lora_shrink` and `lora_expand`, reference `lora_reference`; timed by `bench.kernels.lora`.
 """
@@ -46,6 +46,8 @@ MIN_RANK = 16
 """Least width of a tensor-core operand; smaller ranks are padded with zeros."""
 MAX_RANK = 256
 
+MOST_TILES = 65535
+"""Of places in a launch: the longest of the other two axes of a grid."""
 _MAX_SPLITS = 16
 _MOST_LINES = 128  # of A in one program
 
@@ -172,7 +174,7 @@ class LoraSlots:
         bounds: [parts + 1] int32, on the device: where parts of the features begin, and N.
         widest: features of the widest part.
         alignment: what divides all bounds.
-        experts: 1: a layer without experts.
+        experts: matrices of each slot; 1: a layer without experts.
     """
 
     a: Tensor
@@ -391,6 +393,7 @@ def lora_shrink(
     per_row = m // len(x) if m else 1
     assert per_row * len(x) == m and groups.block % config.block_m == 0
     assert x.is_cuda or INTERPRETED
+    assert len(groups.rows) // config.block_m <= MOST_TILES, (len(groups.rows), config)
     lines = min(_MOST_LINES, triton.next_power_of_2(width))
     line_tiles, places = triton.cdiv(width, lines), len(groups.rows)
     tiles = triton.cdiv(m, config.block_m) * line_tiles
@@ -449,6 +452,7 @@ def lora_expand(
     assert bias is None or (not add and bias.dtype == y.dtype and bias.is_contiguous())
     assert u.shape[1:] == (len(groups.rows), weights.parts * rank) and u.is_contiguous()
     assert groups.num_rows == m and groups.block % config.block_m == 0
+    assert len(groups.rows) // config.block_m <= MOST_TILES, (len(groups.rows), config)
     if m == 0:
         return y
     tiles = triton.cdiv(weights.widest, config.tiles * config.block_n)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hetero_llm.gpu.kernels import fused_lora, quantized_gemm, skinny_gemm
 from hetero_llm.gpu.kernels.experts import align
-from hetero_llm.gpu.kernels.fused_lora import FusedAdapters, num_sums, row_slots
+from hetero_llm.gpu.kernels.fused_lora import FusedAdapters, RowSlots, num_sums, row_slots
 from hetero_llm.gpu.kernels.lora import (
     LoraSlots,
     RowGroups,
@@ -42,7 +42,6 @@ class StepRows:
 
     Attributes:
         slots: [M] int32, see `RowSlots`.
-        distinct: likewise; None where no product has the adapters inside.
     """
 
     def __init__(
@@ -55,20 +54,24 @@ class StepRows:
             num_slots: adapter slots.
             words: `sums_of_product` of all products together.
         """
-        self.distinct: Tensor | None = None
+        self._rows: RowSlots | None = None  # None where no product has the adapters inside
         self._num_slots = num_slots
         self._groups: dict[int, RowGroups] = {}  # by the rows of a block
         if words == 0:
             self.slots = adapter_of.index_select(0, request_slots)
             return
         rows = row_slots(request_slots, adapter_of, num_slots=num_slots, words=words)
-        self.slots, self.distinct, self._sums = rows.slots, rows.distinct, rows.sums
+        self.slots, self._rows = rows.slots, rows
         self._taken = 0
 
-    def take(self, words: int) -> Tensor | None:
-        """Room for the sums of the next product; None: there is no more, as a layer runs twice."""
+    def take(self, weights: LoraSlots, words: int) -> FusedAdapters | None:
+        """What the next product has inside, with room for its sums; None: no product has adapters
+        inside, or there is no more room, as a layer runs twice."""
+        if self._rows is None:
+            return None
         begin, self._taken = self._taken, self._taken + words
-        return self._sums[begin : self._taken] if self._taken <= len(self._sums) else None
+        sums = self._rows.sums[begin : self._taken]
+        return FusedAdapters(weights, self._rows, sums) if len(sums) == words else None
 
     def groups_for(self, x: Tensor, weights: LoraSlots) -> RowGroups:
         """The rows by adapter, for a product of x; made where the first product asks for them."""
@@ -177,16 +180,17 @@ def _without_low(
     if m == 0:
         return product(x, weight, bias)
     config = _fused_config(product, m, weights)
-    if config is None or rows.distinct is None:
+    if config is None:
         return None
     if isinstance(product, QuantizedProduct):
         served = quantized_gemm.serves(x, product.matrix, bias)
     else:
         served = skinny_gemm.serves(x, weight, bias)
-    sums = rows.take(_num_sums(product, m, weights, config)) if served else None
-    if sums is None:
+    if not served:
         return None
-    adapters = FusedAdapters(weights, rows.slots, rows.distinct, sums)
+    adapters = rows.take(weights, _num_sums(product, m, weights, config))
+    if adapters is None:
+        return None
     if isinstance(product, QuantizedProduct):
         return quantized_gemm.quantized_linear(
             x, product.matrix, bias, config=config, adapters=adapters

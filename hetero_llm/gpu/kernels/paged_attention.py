@@ -514,7 +514,7 @@ def paged_attention(
     sizes = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "TILE_M": tile.rows}
     padded = triton.next_power_of_2(dim)
     sizes["PADDED"] = padded
-    in_pairs = _comes_in_pairs(q, key_cache, tile)
+    in_pairs = _comes_in_pairs(q, key_cache, value_cache, tile)
     if in_pairs:
         key_cache, value_cache = key_cache.view(torch.int16), value_cache.view(torch.int16)
     _attend[grid](
@@ -549,7 +549,9 @@ def paged_attention(
     return out
 
 
-def _comes_in_pairs(q: torch.Tensor, key_cache: torch.Tensor, tile: TileShape) -> bool:
+def _comes_in_pairs(
+    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, tile: TileShape
+) -> bool:
     """Whether keys and values are read as lanes of two dimensions. Tiles of 64 rows and more take
     the tensor cores' products that have both operands in shared memory."""
     return (
@@ -560,6 +562,7 @@ def _comes_in_pairs(q: torch.Tensor, key_cache: torch.Tensor, tile: TileShape) -
         and q.shape[2] % 2 == 0
         and all(stride % 2 == 0 for stride in key_cache.stride()[:3])
         and key_cache.data_ptr() % 4 == 0
+        and value_cache.data_ptr() % 4 == 0
     )
 
 

@@ -23,11 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hetero_llm.gpu.kernels.activation import gate_options
 from hetero_llm.gpu.kernels.dequantize import dequantize_to
 from hetero_llm.gpu.kernels.expert_requests import Places
 from hetero_llm.gpu.kernels.experts import (
-    ALL_BLOCKS,
     Biases,
     GroupedConfig,
     Groups,
@@ -35,14 +33,14 @@ from hetero_llm.gpu.kernels.experts import (
     combine,
     experts,
     gated,
+    grouped_options,
     grouped_product,
     groups_of,
     locate,
     pairs_of_block,
 )
 from hetero_llm.gpu.kernels.experts import choose as choose_plain
-from hetero_llm.gpu.kernels.launch import Launch, let_next_start, pdl_options, wait_for_inputs
-from hetero_llm.gpu.kernels.quantized_elements import INT4
+from hetero_llm.gpu.kernels.launch import Launch, let_next_start, wait_for_inputs
 from hetero_llm.gpu.kernels.quantized_gemm import (
     PreparedMatrix,
     folds,
@@ -87,19 +85,13 @@ def quantized_grouped_kernel(
     steps,  # tiles of K of one split
     bias,  # [total]; None
     PER_ROW: tl.constexpr,  # pairs that share a row of x
-    NAME: tl.constexpr,  # of the activation; "" is a plain product
-    ALPHA: tl.constexpr,  # of `clamped_swish`
-    LIMIT: tl.constexpr,
-    KIND: tl.constexpr,
-    LANES: tl.constexpr,
+    GATE: tl.constexpr,  # activation.GateForm
+    FORM: tl.constexpr,  # quantized_gemm.MatrixForm
     CHUNKS: tl.constexpr,  # of a tile
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr,  # see GroupedConfig.group
+    GROUP: tl.constexpr,  # of `locate`
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVICT: tl.constexpr,
@@ -108,12 +100,12 @@ def quantized_grouped_kernel(
 ):
     """y[pair] = x[pair // PER_ROW] @ matrix[expert]^T, perhaps gated; grid (blocks * tiles,
     SPLIT_K)."""
-    PARTS: tl.constexpr = 2 if NAME != "" else 1
-    CHUNK: tl.constexpr = LANES * (2 if KIND < INT4 else 4)
+    PARTS: tl.constexpr = 2 if GATE.name != "" else 1
+    CHUNK: tl.constexpr = FORM.lanes * FORM.parts
     TILE: tl.constexpr = CHUNK * CHUNKS
     DTYPE: tl.constexpr = y.dtype.element_ty
     wait_for_inputs(PDL)
-    block, tile = locate(tl.program_id(0), BLOCK_GROUP, max_blocks, tl.cdiv(n, BLOCK_N))
+    block, tile = locate(tl.program_id(0), GROUP, max_blocks, tl.cdiv(n, BLOCK_N))
     expert = tl.load(experts + block).to(tl.int32)
     if expert < 0:
         return
@@ -126,15 +118,15 @@ def quantized_grouped_kernel(
     features = expert * (PARTS * n) + (lanes // BLOCK_N) * n + tile * BLOCK_N + lanes % BLOCK_N
     if order is not None:
         order += expert * k
+    matrix = data, scale, zero, offset, order, width, groups, scale_stride, zero_stride
     sums = tl.zeros((PARTS * BLOCK_N, BLOCK_M), tl.float32)
     begin = tl.program_id(1) * steps * TILE
     stop = tl.minimum(padded, begin + steps * TILE)
     for start in tl.range(begin, stop, TILE, num_stages=STAGES):
         for piece in tl.static_range(CHUNKS):
             sums = multiply_chunk(
-                *(sums, start + piece * CHUNK, x, data, scale, zero, offset, order, features, rows),
-                *(num_rows, total, k, width, x_stride, groups, scale_stride, zero_stride),
-                *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT, FOLD),
+                *(sums, start + piece * CHUNK, x, matrix, features, rows),
+                *(num_rows, total, k, x_stride, FORM, EVEN_N, EVEN_K, EVICT, FOLD),
             )
     # Not earlier: the next kernel's programs would take shared memory from this one's.
     let_next_start(PDL)
@@ -142,8 +134,8 @@ def quantized_grouped_kernel(
     if bias is not None:
         own = (tile * BLOCK_N + lanes % BLOCK_N < n) & (tl.program_id(1) == 0)
         sums += tl.load(bias + features, mask=own, other=0.0).to(tl.float32)[:, None]
-    if NAME != "":
-        sums = gated(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), NAME, ALPHA, LIMIT, DTYPE)
+    if PARTS == 2:
+        sums = gated(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), GATE, DTYPE)
     outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     out = y + tl.program_id(1).to(tl.int64) * num_pairs * n
     pointers = out + pair.to(tl.int64)[None, :] * n + outputs[:, None]
@@ -169,40 +161,26 @@ def plan_quantized_product(
         bias: A number for each row of the matrix, contiguous, added before the activation; or None.
     """
     (rows, k), n, splits = x.shape, y.shape[-1], config.split_k
-    per_row, parts = groups.num_pairs // rows, 2 if activation else 1
-    assert rows * per_row == groups.num_pairs and config.block_m == groups.block_m
     assert y.numel() == splits * groups.num_pairs * n and not (activation and splits > 1)
-    assert matrix.shape[1] == k and matrix.shape[0] % (parts * n) == 0 and x.stride(1) == 1
-    assert y.dtype == (x.dtype if splits == 1 else torch.float32)
-    assert y.is_contiguous() and config.swap
-    assert bias is None or (bias.numel() == matrix.shape[0] and bias.is_contiguous())
+    assert matrix.shape[1] == k and matrix.shape[0] % ((2 if activation else 1) * n) == 0
+    assert y.dtype == (x.dtype if splits == 1 else torch.float32) and config.swap
+    assert bias is None or bias.numel() == matrix.shape[0]
     assert config.block_k % matrix.chunk == 0, (config, matrix.chunk)
-    blocks = groups.experts.numel()
+    grid, options = grouped_options(x, y, groups, bias, activation=activation, config=config)
+    options |= {
+        "FORM": matrix.form,
+        "CHUNKS": config.block_k // matrix.chunk,
+        "EVEN_K": k % config.block_k == 0 and k == matrix.padded_columns,
+        "FOLD": folds(matrix, config.block_m),
+    }
     tiles = triton.cdiv(matrix.padded_columns, config.block_k)
     arguments = (
         *(x, matrix.data, *matrix.tensors, y, groups.pairs, groups.experts),
-        *(rows, groups.num_pairs, blocks, n, matrix.shape[0], k, matrix.data.shape[1]),
+        *(rows, groups.num_pairs, grid[0], n, matrix.shape[0], k, matrix.data.shape[1]),
         *(matrix.padded_columns, x.stride(0), matrix.groups, *matrix.strides),
         *(triton.cdiv(tiles, splits), bias),
     )
-    options = {
-        "PER_ROW": per_row,
-        **gate_options(activation or None),
-        **matrix.constants,
-        "CHUNKS": config.block_k // matrix.chunk,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "STAGES": config.num_stages,
-        "BLOCK_GROUP": config.group or ALL_BLOCKS,
-        "EVEN_N": n % config.block_n == 0,
-        "EVEN_K": k % config.block_k == 0 and k == matrix.padded_columns,
-        "EVICT": "evict_first" if config.evict_first else "",
-        "FOLD": folds(matrix, config.block_m),
-        "num_warps": config.num_warps,
-        **pdl_options(x.device),
-    }
-    grid = (blocks * triton.cdiv(n, config.block_n), splits)
-    return Launch(quantized_grouped_kernel, grid, arguments, options)
+    return Launch(quantized_grouped_kernel, (grid[0] * grid[1], splits), arguments, options)
 
 
 def choose(groups: Groups, matrix: PreparedMatrix, n: int, parts: int) -> GroupedConfig:

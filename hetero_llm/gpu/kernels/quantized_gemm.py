@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -49,7 +49,6 @@ from hetero_llm.gpu.kernels.launch import (
     Launch,
     let_next_start,
     num_multiprocessors,
-    pdl_options,
     wait_and_release,
     wait_for_inputs,
 )
@@ -67,9 +66,12 @@ from hetero_llm.gpu.kernels.skinny_gemm import (
     SkinnyConfig,
     finish_tile,
     fuses,
+    load_weight,
+    prefetch_options,
     prefetch_weight,
     room_for_partials,
     steps_per_split,
+    tile_options,
     unpack_pairs,
 )
 from hetero_llm.quantization.matrix import (
@@ -131,6 +133,31 @@ _INT4_ZERO = tl.constexpr(INT4_ZERO)
 SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
 """Types of scales as kernels have them."""
 _FLOAT32, _FLOAT16, _BFLOAT16 = (tl.constexpr(code) for code in range(3))
+
+
+class MatrixForm(NamedTuple):
+    """How a `PreparedMatrix` is stored, one constant of the kernels that read it (as of
+    `fused_lora.AdapterShape`).
+
+    Attributes:
+        kind: of `KIND_CODES`.
+        lanes, group, rows: of `PreparedMatrix`.
+        scale: of `SCALE_TYPES`.
+        parts: codes in a lane, parts of a chunk.
+        together: parts under one scale.
+        groups: of a chunk.
+        per_word: groups in a word of scales.
+    """
+
+    kind: int
+    lanes: int
+    group: int
+    rows: int
+    scale: int
+    parts: int
+    together: int
+    groups: int
+    per_word: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,15 +233,21 @@ class PreparedMatrix:
         return tuple(0 if one is None else one.shape[1] for one in (self.scale, more))
 
     @property
-    def constants(self) -> dict[str, int]:
-        """Of all kernels."""
-        return {
-            "KIND": KIND_CODES[self.kind],
-            "LANES": self.lanes,
-            "GROUP": self.group,
-            "ROWS": self.rows,
-            "SCALE": SCALE_TYPES[self.scale_dtype],
-        }
+    def form(self) -> MatrixForm:
+        """A constant of all kernels."""
+        whole = self.group == 0 or self.group >= self.chunk
+        together = self.parts if whole else self.group // self.lanes
+        return MatrixForm(
+            KIND_CODES[self.kind],
+            self.lanes,
+            self.group,
+            self.rows,
+            SCALE_TYPES[self.scale_dtype],
+            parts=self.parts,
+            together=together,
+            groups=self.parts // together,
+            per_word=max(1, 4 // self.scale_dtype.itemsize),
+        )
 
     @property
     def nbytes(self) -> int:
@@ -325,7 +358,9 @@ def _in_words(values: Tensor) -> Tensor:
     size = values.dtype.itemsize
     bits = values.contiguous().view(torch.uint8).view(height, groups * size)
     bits = torch.nn.functional.pad(bits, (0, -groups * size % 4, 0, -height % _ALIGNED))
-    return bits.view(torch.int32).t().contiguous()
+    words = bits.view(torch.int32)
+    assert words.numel() < 1 << 31, f"kernels count words in 32 bits: {tuple(words.shape)}"
+    return words.t().contiguous()
 
 
 def _zero_words(zero: Tensor, in_chunk: int) -> Tensor:
@@ -361,20 +396,6 @@ def zero_of_slot(words, SLOT: tl.constexpr, SLOTS: tl.constexpr):
         return words.to(tl.float32)
     else:
         return ((words >> (SLOT * (32 // SLOTS))) & 255).to(tl.float32)
-
-
-@triton.jit
-def _load_codes(
-    data, features, columns, n, stride, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    EVICT: tl.constexpr,
-):  # fmt: skip
-    """[features, columns] of the codes; zeros outside of them."""
-    pointers = data + features.to(tl.int64)[:, None] * stride + columns[None, :]
-    if EVEN_N and EVEN_K:
-        return tl.load(pointers, eviction_policy=EVICT)
-    else:
-        inside = (features < n)[:, None] & (columns < stride)[None, :]
-        return tl.load(pointers, mask=inside, other=0, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -420,18 +441,23 @@ def _load_tile(
 
 @triton.jit
 def _add_tile(
-    sums, w, tile, place, x, scale, zero, offset, order, features, k, groups, scale_stride,
-    zero_stride, KIND: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr,
+    sums, w, tile, place, x, matrix, features, k, FORM: tl.constexpr, EVEN_K: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
     """sums [BLOCK_N, WORDS / 4] + scaled products of a tile of words, the first one at `place`."""
-    PARTS: tl.constexpr = 2 if KIND < INT4 else 4
+    scale, zero, offset, order, groups, scale_stride, zero_stride = matrix
+    BLOCK_N: tl.constexpr = w.shape[0]
+    WORDS: tl.constexpr = w.shape[1]
+    KIND: tl.constexpr = FORM.kind
+    LANES: tl.constexpr = FORM.lanes
+    GROUP: tl.constexpr = FORM.group
+    ROWS: tl.constexpr = FORM.rows
+    SCALE: tl.constexpr = FORM.scale
+    PARTS: tl.constexpr = FORM.parts
     CHUNK: tl.constexpr = LANES * PARTS
-    # Parts under one scale, groups in a chunk, groups in a word of scales.
-    TOGETHER: tl.constexpr = PARTS if GROUP == 0 or GROUP >= CHUNK else GROUP // LANES
-    GROUPS: tl.constexpr = PARTS // TOGETHER
-    PER_WORD: tl.constexpr = 1 if SCALE == 0 else (4 if SCALE == 3 else 2)
+    TOGETHER: tl.constexpr = FORM.together
+    GROUPS: tl.constexpr = FORM.groups
+    PER_WORD: tl.constexpr = FORM.per_word
     inner = tl.arange(0, WORDS)
     pairs = place * PARTS + inner // (LANES // 2) * (CHUNK // 2) + inner % (LANES // 2)
     first = place * (2 * PARTS) + tl.arange(0, WORDS // 4) // (LANES // 8) * CHUNK
@@ -473,7 +499,6 @@ def _add_tile(
     return sums
 
 
-# large: half of it are arguments.
 @triton.jit(do_not_specialize=["steps"])
 def vector_quantized_kernel(
     x,  # [k / 2] int32, pairs of neighbours; with an order [k]
@@ -495,11 +520,7 @@ def vector_quantized_kernel(
     scale_stride,
     zero_stride,
     steps,  # tiles of K of one split
-    KIND: tl.constexpr,
-    LANES: tl.constexpr,  # of a chunk
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SCALE: tl.constexpr,  # of SCALE_TYPES
+    FORM: tl.constexpr,  # MatrixForm
     BLOCK_N: tl.constexpr,
     WORDS: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -508,55 +529,40 @@ def vector_quantized_kernel(
     HAS_BIAS: tl.constexpr,
     EVICT: tl.constexpr,
     PDL: tl.constexpr,
-    RANK: tl.constexpr = 0,  # 0: without adapters
-    PARTS: tl.constexpr = 0,
-    SHARES: tl.constexpr = 1,
-    TOGETHER: tl.constexpr = 1,
-    LINES: tl.constexpr = 1,
-    LORA_K: tl.constexpr = 1,
+    ADAPTED: tl.constexpr = None,  # fused_lora.AdapterShape; None: without adapters
 ):
     """One row; grid (tiles of N, SPLIT_K), the shrinking programs first. Every split has at least
     one tile of K.
 
     WORDS is 128 per warp, so that a thread meets the same inputs in every feature.
     """
-    shrinking = 0
-    if RANK > 0:
-        tl.static_assert(SPLIT_K == 1)
-        shrinking = num_shrinking(lora)
-    if RANK > 0 and tl.program_id(0) < shrinking:
-        shrink_row(lora, RANK, PARTS, SHARES, LINES, LORA_K, PDL)
+    tl.static_assert(ADAPTED is None or SPLIT_K == 1)
+    shrinking = num_shrinking(lora, ADAPTED)
+    if ADAPTED is not None and tl.program_id(0) < shrinking:
+        shrink_row(lora, ADAPTED, PDL)
     else:
         tile = tl.program_id(0) - shrinking
+        DTYPE: tl.constexpr = y.dtype.element_ty
         features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         place = tl.program_id(1) * steps * WORDS
         stop = tl.minimum(words, place + steps * WORDS)
         columns = place + tl.arange(0, WORDS)
         sums = tl.zeros((BLOCK_N, WORDS // 4), tl.float32)
-        w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
+        w = load_weight(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
         scales_of_rows = load_row_scale(row_scale, features, n)
-        if RANK > 0:
-            prepared = prepare_row(lora, PARTS)
+        if ADAPTED is not None:
+            prepared = prepare_row(lora, ADAPTED)
+        matrix = scale, zero, offset, order, groups, scale_stride, zero_stride
         wait_and_release(PDL)
         for _ in tl.range(place + WORDS, stop, WORDS, num_stages=1):
-            sums = _add_tile(
-                *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
-                *(groups, scale_stride, zero_stride),
-                *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
-            )
+            sums = _add_tile(sums, w, tile, place, x, matrix, features, k, FORM, EVEN_K, DTYPE)
             place += WORDS
             columns += WORDS
-            w = _load_codes(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
-        if RANK > 0:
-            found = look_for_row(
-                *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, WORDS // 4, EVEN_N)
-            )
-        sums = _add_tile(
-            *(sums, w, tile, place, x, scale, zero, offset, order, features, k),
-            *(groups, scale_stride, zero_stride),
-            *(KIND, LANES, GROUP, ROWS, SCALE, BLOCK_N, WORDS, EVEN_K, y.dtype.element_ty),
-        )
-        if RANK == 0:
+            w = load_weight(data, features, columns, n, words, EVEN_N, EVEN_K, EVICT)
+        if ADAPTED is not None:
+            found = look_for_row(lora, prepared, tile, n, ADAPTED, BLOCK_N, WORDS // 4, EVEN_N)
+        sums = _add_tile(sums, w, tile, place, x, matrix, features, k, FORM, EVEN_K, DTYPE)
+        if ADAPTED is None:
             total = tl.sum(sums, axis=1)[:, None] * scales_of_rows
         elif row_scale is None:
             total = tl.sum(add_to_row(sums, found), axis=1)[:, None]
@@ -567,7 +573,7 @@ def vector_quantized_kernel(
         rows = tl.arange(0, 1)
         finish_tile(
             *(total, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
-            *(HAS_BIAS, SPLIT_K, BLOCK_N, 1, 0, 0, 1, 1),
+            *(HAS_BIAS, SPLIT_K, None),
         )
 
 
@@ -587,10 +593,12 @@ def load_row_scale(row_scale, features, n):
 
 
 @triton.jit
-def _load_inputs(
-    x, order, columns, rows, m, k, x_stride, EVEN_K: tl.constexpr
-):  # fmt: skip
-    """[columns, rows] of x; zeros outside of it."""
+def load_inputs(x, order, columns, rows, m, k, x_stride, EVEN_K: tl.constexpr):
+    """[columns, rows] of x [m, k], the right operand; zeros outside of it.
+
+    Args:
+        order: [k] int32, the columns of x in the order of the weight's; None: as they are.
+    """
     inside = (rows < m)[None, :]
     if not EVEN_K:
         inside = inside & (columns < k)[:, None]
@@ -616,28 +624,34 @@ def _load_column(
 
 @triton.jit
 def multiply_chunk(
-    sums, first, x, data, scale, zero, offset, order, features, rows, m, n, k, width, x_stride,
-    groups, scale_stride, zero_stride,
-    KIND: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    SCALE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
-    FOLD: tl.constexpr,
+    sums, first, x, matrix, features, rows, m, n, k, x_stride, FORM: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """sums + scaled products of the chunk of columns that begins at `first`.
 
-    FOLD: weights are multiplied with their scales and rounded to x's type, as `dequantize_to` does
-    it, and all products have one sum. Without it each group has a sum of its own, which is scaled
-    in fp32: exact, but it costs two instructions for each row and group.
+    Args:
+        matrix: data, scale, zero, offset, order, width, groups, scale_stride and zero_stride of
+            `matrix_quantized_kernel`.
+        features: rows of the matrix, of n.
+        FOLD: weights are multiplied with their scales and rounded to x's type, as `dequantize_to`
+            does it, and all products have one sum. Without it each group has a sum of its own,
+            which is scaled in fp32: exact, but it costs two instructions for each row and group.
     """
-    PARTS: tl.constexpr = 2 if KIND < INT4 else 4
-    CHUNK: tl.constexpr = LANES * PARTS
+    data, scale, zero, offset, order, width, groups, scale_stride, zero_stride = matrix
+    KIND: tl.constexpr = FORM.kind
+    LANES: tl.constexpr = FORM.lanes
+    GROUP: tl.constexpr = FORM.group
+    ROWS: tl.constexpr = FORM.rows
+    SCALE: tl.constexpr = FORM.scale
+    PARTS: tl.constexpr = FORM.parts
+    TOGETHER: tl.constexpr = FORM.together
+    GROUPS: tl.constexpr = FORM.groups
+    PER_WORD: tl.constexpr = FORM.per_word
     DTYPE: tl.constexpr = x.dtype.element_ty
-    # Parts under one scale; groups in a chunk, in a word of scales, and loaded with it.
-    TOGETHER: tl.constexpr = PARTS if GROUP == 0 or GROUP >= CHUNK else GROUP // LANES
-    GROUPS: tl.constexpr = PARTS // TOGETHER
-    PER_WORD: tl.constexpr = 1 if SCALE == 0 else (4 if SCALE == 3 else 2)
+    # Groups that are loaded with a word of scales.
     LOADED: tl.constexpr = GROUPS if GROUPS < PER_WORD else PER_WORD
     inner = tl.arange(0, LANES)
-    lanes = _load_codes(data, features, first // PARTS + inner, n, width, EVEN_N, EVEN_K, EVICT)
+    lanes = load_weight(data, features, first // PARTS + inner, n, width, EVEN_N, EVEN_K, EVICT)
     values = parts(lanes, KIND, DTYPE)
     group = first // GROUP if GROUP > 0 else 0
     words = tl.cdiv(groups, PER_WORD)
@@ -663,7 +677,7 @@ def multiply_chunk(
             slot = i % LOADED if LOADED == PER_WORD else (group + i) % PER_WORD
             of_group = of_slot(scales, slot, SCALE)
         for j in tl.static_range(TOGETHER):
-            right = _load_inputs(x, order, begin + j * LANES + inner, rows, m, k, x_stride, EVEN_K)
+            right = load_inputs(x, order, begin + j * LANES + inner, rows, m, k, x_stride, EVEN_K)
             left = values[i * TOGETHER + j]
             if KIND == INT4:
                 left = subtract(left, base.to(DTYPE), DTYPE)
@@ -683,7 +697,6 @@ def multiply_chunk(
     return sums
 
 
-# large: half of it are arguments.
 @triton.jit(do_not_specialize=["m", "steps"])
 def matrix_quantized_kernel(
     x,  # [m, k], rows x_stride apart
@@ -708,12 +721,8 @@ def matrix_quantized_kernel(
     scale_stride,
     zero_stride,
     steps,  # tiles of K of one split
-    KIND: tl.constexpr,
-    LANES: tl.constexpr,  # of a chunk
+    FORM: tl.constexpr,  # MatrixForm
     CHUNKS: tl.constexpr,  # of a tile
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SCALE: tl.constexpr,  # of SCALE_TYPES
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -727,53 +736,44 @@ def matrix_quantized_kernel(
     FOLD: tl.constexpr,  # see multiply_chunk
     ROW_TILES: tl.constexpr,  # programs that share a tile of features; with adapters 1
     PDL: tl.constexpr,
-    RANK: tl.constexpr = 0,  # 0: without adapters
-    PARTS: tl.constexpr = 0,
-    SHARES: tl.constexpr = 1,
-    TOGETHER: tl.constexpr = 1,
-    LINES: tl.constexpr = 1,
-    LORA_K: tl.constexpr = 1,
+    ADAPTED: tl.constexpr = None,  # fused_lora.AdapterShape; None: without adapters
 ):
     """At most ROW_TILES x BLOCK_M rows; grid (tiles of N x ROW_TILES, SPLIT_K), the shrinking
     programs first. Every split has at least one tile of K."""
-    shrinking = 0
-    if RANK > 0:
-        shrinking = num_shrinking(lora)
-    if RANK > 0 and tl.program_id(0) < shrinking:
-        shrink_rows(*(lora, m, RANK, PARTS, SHARES // SPLIT_K, BLOCK_M, LINES, LORA_K, STAGES, PDL))
+    shrinking = num_shrinking(lora, ADAPTED)
+    if ADAPTED is not None and tl.program_id(0) < shrinking:
+        shrink_rows(lora, m, ADAPTED, SPLIT_K, BLOCK_M, STAGES, PDL)
     else:
         tile = tl.program_id(0) - shrinking
-        CHUNK: tl.constexpr = LANES * (2 if KIND < INT4 else 4)
+        LANE: tl.constexpr = FORM.parts
+        CHUNK: tl.constexpr = FORM.lanes * LANE
         TILE: tl.constexpr = CHUNK * CHUNKS
         features = tile // ROW_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = tile % ROW_TILES * BLOCK_M + tl.arange(0, BLOCK_M)
         start = tl.program_id(1) * steps * TILE
         stop = tl.minimum(padded, start + steps * TILE)
         prepared = 0  # nothing
-        if RANK > 0:
-            prepared = prepare_rows(
-                lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER
-            )
+        if ADAPTED is not None:
+            prepared = prepare_rows(lora, features, tile * BLOCK_N, rows, m, n, ADAPTED)
         scales_of_rows = load_row_scale(row_scale, features, n)
         if PREFETCH > 0:
-            LANE: tl.constexpr = CHUNK // LANES
             prefetch_weight(data, features, start // LANE, n, width, PIECES, PREFETCH // LANE)
+        matrix = data, scale, zero, offset, order, width, groups, scale_stride, zero_stride
         wait_for_inputs(PDL)
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for place in tl.range(0, stop - start, TILE, num_stages=STAGES):
             for piece in tl.static_range(CHUNKS):
                 first = start + place + piece * CHUNK
                 sums = multiply_chunk(
-                    *(sums, first, x, data, scale, zero, offset, order, features, rows),
-                    *(m, n, k, width, x_stride, groups, scale_stride, zero_stride),
-                    *(KIND, LANES, GROUP, ROWS, SCALE, EVEN_N, EVEN_K, EVICT, FOLD),
+                    *(sums, first, x, matrix, features, rows, m, n, k, x_stride),
+                    *(FORM, EVEN_N, EVEN_K, EVICT, FOLD),
                 )
         # Not earlier: the next kernel's programs would take shared memory from this one's.
         let_next_start(PDL)
         sums = sums * scales_of_rows
         finish_tile(
             *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared),
-            *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, RANK, PARTS, SHARES, TOGETHER),
+            *(HAS_BIAS, SPLIT_K, ADAPTED),
         )
 
 
@@ -791,13 +791,17 @@ def fits(config: SkinnyConfig, m: int, matrix: PreparedMatrix) -> bool:
         alike &= m <= config.block_m or not config.waits
     # One row of the vector kernel reads one scale for all features of a program.
     whole = BLOCK_ROWS % config.block_n == 0 or (config.block_m > 1 and matrix.rows == 1)
-    rows = min(m, config.block_m) if config.block_m >= _FULL_TILE else m
-    return (
-        alike
-        and whole
-        and m <= MAX_ROWS
-        and config.fits(rows, matrix.shape[0], -(-matrix.padded_columns // 16) * 16)
-    )
+    several = config.block_m >= _FULL_TILE  # tiles of rows
+    return alike and whole and fits_tiles(config, m, matrix, several=several)
+
+
+def fits_tiles(config: SkinnyConfig, m: int, matrix: PreparedMatrix, *, several: bool) -> bool:
+    """Whether `config` fits a product of m rows, if `several` in tiles of them, which have counters
+    and partial sums of their own."""
+    rows = min(m, config.block_m) if several else m
+    features = triton.cdiv(m, config.block_m) * triton.cdiv(matrix.shape[0], config.block_n)
+    columns = -(-matrix.padded_columns // 16) * 16
+    return 0 < m <= MAX_ROWS and config.fits(rows, features * config.block_n, columns)
 
 
 def folds(matrix: PreparedMatrix, block_m: int) -> bool:
@@ -844,30 +848,23 @@ def plan_launch(
     """
     m, n, k = x.shape[0], *matrix.shape
     assert fits(config, m, matrix), f"{config} does not fit m={m}, n={n}, k={k}, {matrix.kind}"
+    assert y.shape == (m, n) and y.is_contiguous() and y.dtype == x.dtype
     row_tiles = triton.cdiv(m, config.block_m)
     tiles = triton.cdiv(n, config.block_n) * row_tiles
     partials, counters = room_for_partials(tiles * config.block_n, config, x.device)
     steps = steps_per_split(matrix.padded_columns, config)
-    options: dict[str, Any] = {
-        **matrix.constants,
-        "BLOCK_N": config.block_n,
-        "SPLIT_K": config.split_k,
-        "EVEN_N": n % config.block_n == 0,
-        # Rows of x then end with those of the data, and both with a tile.
-        "EVEN_K": k % config.block_k == 0 and k == matrix.padded_columns,
-        "HAS_BIAS": bias is not None,
-        "EVICT": "evict_first" if config.evict_first else "",
-        "num_warps": config.num_warps,
-        **pdl_options(x.device),
-    }
+    options = tile_options(config, n, bias, x.device)
+    options["FORM"] = matrix.form
+    # Rows of x then end with those of the data, and both with a tile.
+    options["EVEN_K"] = k % config.block_k == 0 and k == matrix.padded_columns
     lora = None
     if adapters is not None:
         assert fuses(config, adapters.weights), f"{config} does not fit the adapters"
         assert row_tiles == 1, f"adapters of {m} rows in tiles of {config.block_m}"
         shrinking = shrinking_programs(config, m, adapters.weights)
-        more, lora, constants = kernel_arguments(x, adapters, shrinking, config.split_k)
+        more, lora, adapted = kernel_arguments(x, adapters, shrinking, config.split_k)
         tiles += more
-        options |= constants
+        options |= adapted
     if config.block_m == 1:
         words = matrix.data.view(torch.int32)
         row = x[0].view(torch.int32) if matrix.order is None else x[0]
@@ -883,10 +880,7 @@ def plan_launch(
     options["STAGES"] = config.num_stages
     options["FOLD"] = folds(matrix, config.block_m) if fold is None else fold
     options["ROW_TILES"] = row_tiles
-    # As in `skinny_gemm`: useful before a wait only; one request of 128 bytes or more a thread.
-    options["PREFETCH"] = config.prefetch if options["PDL"] else 0
-    pieces = max(1, min(32 * config.num_warps // config.block_n, config.prefetch // 128))
-    options["PIECES"] = 1 << (pieces.bit_length() - 1)
+    options |= prefetch_options(config, options, 16 // matrix.parts)
     small = matrix.parts == 2 and config.num_warps == 2 and config.block_m * config.block_n <= 256
     if small and x.is_cuda:
         # Eight programs at once. Asked for nothing, ptxas takes 72 or 96, and local memory.

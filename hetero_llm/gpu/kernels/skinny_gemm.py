@@ -140,16 +140,16 @@ def steps_per_split(k: int, config: SkinnyConfig) -> int:
 
 
 @triton.jit
-def _load_weight(
+def load_weight(
     weight, features, columns, n, k, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr
 ):
-    """[features, columns] of the weight; zeros outside of it."""
+    """[features, columns] of the weight [n, k]; zeros outside of it."""
     pointers = weight + features.to(tl.int64)[:, None] * k + columns[None, :]
     if EVEN_N and EVEN_K:
         return tl.load(pointers, eviction_policy=EVICT)
     else:
         inside = (features < n)[:, None] & (columns < k)[None, :]
-        return tl.load(pointers, mask=inside, other=0, eviction_policy=EVICT)
+        return tl.load(pointers, mask=inside, other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -170,16 +170,12 @@ def prefetch_weight(weight, features, start, n, k, PIECES: tl.constexpr, PREFETC
 
 @triton.jit
 def _store_output(
-    sums, y, bias, features, rows, m, n, lora, prepared,
-    HAS_BIAS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    sums, y, bias, features, rows, m, n, lora, prepared, HAS_BIAS: tl.constexpr,
+    ADAPTED: tl.constexpr,
 ):  # fmt: skip
     """y[rows, features] = sums [features, rows] + adapters + bias."""
-    if RANK > 0:
-        sums = add_to_rows(
-            *(sums, lora, prepared, features, rows, m, n),
-            *(RANK, PARTS, SHARES, TOGETHER),
-        )
+    if ADAPTED is not None:
+        sums = add_to_rows(sums, lora, prepared, features, rows, m, n, ADAPTED)
     if HAS_BIAS:
         sums += tl.load(bias + features, mask=features < n, other=0.0).to(tl.float32)[:, None]
     inside = (features < n)[:, None] & (rows < m)[None, :]
@@ -189,38 +185,22 @@ def _store_output(
 
 @triton.jit
 def finish_tile(
-    sums,
-    y,
-    bias,
-    partials,
-    counters,
-    features,
-    rows,
-    m,
-    n,
-    tile,
-    lora,
-    prepared,
-    HAS_BIAS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    RANK: tl.constexpr,
-    PARTS: tl.constexpr,
-    SHARES: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
-    """Writes `sums` [BLOCK_N, BLOCK_M] of a tile of features to y; in a split product, the last
-    program merges first. With a RANK it adds each row's adapter, see `fused_lora.add_to_rows`.
+    sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared,
+    HAS_BIAS: tl.constexpr, SPLIT_K: tl.constexpr, ADAPTED: tl.constexpr,
+):  # fmt: skip
+    """Writes `sums` [features, rows] of a tile to y; in a split product, the last program merges
+    first. With ADAPTED it adds each row's adapter, see `fused_lora.add_to_rows`.
 
     Without counters, the last one is that of the last share. It reads the sums of the others, which
     `sums_to_await` holds, until all are there: no fence and no counter stands between them."""
     if SPLIT_K == 1:
         _store_output(
             *(sums, y, bias, features, rows, m, n, lora, prepared),
-            *(HAS_BIAS, RANK, PARTS, SHARES, TOGETHER),
+            *(HAS_BIAS, ADAPTED),
         )
     else:
+        BLOCK_N: tl.constexpr = sums.shape[0]
+        BLOCK_M: tl.constexpr = sums.shape[1]
         one = BLOCK_N * BLOCK_M
         inner = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
         if counters is None:
@@ -231,7 +211,7 @@ def finish_tile(
                 merged = take_words(shares, one, SPLIT_K - 1) + sums
                 _store_output(
                     *(merged, y, bias, features, rows, m, n, lora, prepared),
-                    *(HAS_BIAS, RANK, PARTS, SHARES, TOGETHER),
+                    *(HAS_BIAS, ADAPTED),
                 )
         else:
             shares = partials + tile.to(tl.int64) * (SPLIT_K * one) + inner
@@ -246,7 +226,7 @@ def finish_tile(
                 tl.store(counters + tile, 0)
                 _store_output(
                     *(merged, y, bias, features, rows, m, n, lora, prepared),
-                    *(HAS_BIAS, RANK, PARTS, SHARES, TOGETHER),
+                    *(HAS_BIAS, ADAPTED),
                 )
 
 
@@ -304,12 +284,7 @@ def vector_product_kernel(
     PREFETCH: tl.constexpr,
     EVICT: tl.constexpr,
     PDL: tl.constexpr,
-    RANK: tl.constexpr = 0,  # 0: without adapters
-    PARTS: tl.constexpr = 0,
-    SHARES: tl.constexpr = 1,
-    TOGETHER: tl.constexpr = 1,
-    LINES: tl.constexpr = 1,
-    LORA_K: tl.constexpr = 1,
+    ADAPTED: tl.constexpr = None,  # fused_lora.AdapterShape; None: without adapters
 ):
     """One row; grid (tiles of N, SPLIT_K), the shrinking programs first. Every split has at least
     one tile of K.
@@ -318,12 +293,10 @@ def vector_product_kernel(
     next takes a register for each value, and is unpacked, thus waited for, where it is loaded.
     BLOCK_K is 256 per warp, so that a thread meets the same eight inputs in every feature.
     """
-    shrinking = 0
-    if RANK > 0:
-        tl.static_assert(SPLIT_K == 1)
-        shrinking = num_shrinking(lora)
-    if RANK > 0 and tl.program_id(0) < shrinking:
-        shrink_row(lora, RANK, PARTS, SHARES, LINES, LORA_K, PDL)
+    tl.static_assert(ADAPTED is None or SPLIT_K == 1)
+    shrinking = num_shrinking(lora, ADAPTED)
+    if ADAPTED is not None and tl.program_id(0) < shrinking:
+        shrink_row(lora, ADAPTED, PDL)
     else:
         tile = tl.program_id(0) - shrinking
         PAIRS: tl.constexpr = BLOCK_K // 2
@@ -333,9 +306,9 @@ def vector_product_kernel(
         stop = tl.minimum(k_pairs, start + steps * PAIRS)
         columns = start + tl.arange(0, PAIRS)
         sums = tl.zeros((BLOCK_N, PAIRS // 4), tl.float32)
-        w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
-        if RANK > 0:
-            prepared = prepare_row(lora, PARTS)
+        w = load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+        if ADAPTED is not None:
+            prepared = prepare_row(lora, ADAPTED)
         if PREFETCH > 0:
             prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
         wait_and_release(PDL)
@@ -343,20 +316,18 @@ def vector_product_kernel(
         for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
             sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
             columns += PAIRS
-            w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+            w = load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
             row = load_row(x, columns, k_pairs, EVEN_K)
-        if RANK > 0:
-            found = look_for_row(
-                *(lora, prepared, tile, n, RANK, PARTS, SHARES, BLOCK_N, PAIRS // 4, EVEN_N)
-            )
+        if ADAPTED is not None:
+            found = look_for_row(lora, prepared, tile, n, ADAPTED, BLOCK_N, PAIRS // 4, EVEN_N)
         sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
-        if RANK > 0:
+        if ADAPTED is not None:
             sums = add_to_row(sums, found)
         sums = tl.sum(sums, axis=1)[:, None]
         rows = tl.arange(0, 1)
         finish_tile(
             *(sums, y, bias, partials, counters, features, rows, 1, n, tile, None, None),
-            *(HAS_BIAS, SPLIT_K, BLOCK_N, 1, 0, 0, 1, 1),
+            *(HAS_BIAS, SPLIT_K, None),
         )
 
 
@@ -418,7 +389,7 @@ def vector_rows_kernel(
     sums = ()
     for _ in tl.static_range(BLOCK_M):
         sums = sums + (tl.zeros((BLOCK_N, PAIRS // 4), tl.float32),)
-    w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+    w = load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
     if PREFETCH > 0:
         prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
     wait_and_release(PDL)
@@ -426,7 +397,7 @@ def vector_rows_kernel(
     for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
         sums = _add_products_of_rows(sums, w, inputs, BLOCK_M, BLOCK_N, PAIRS, DTYPE)
         columns += PAIRS
-        w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+        w = load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
         inputs = _load_rows(x, columns, m, k_pairs, x_stride, BLOCK_M, EVEN_K)
     sums = _add_products_of_rows(sums, w, inputs, BLOCK_M, BLOCK_N, PAIRS, DTYPE)
     rows = tl.arange(0, BLOCK_M)
@@ -435,7 +406,7 @@ def vector_rows_kernel(
         total += tl.where((rows == i)[None, :], tl.sum(sums[i], axis=1)[:, None], 0.0)
     finish_tile(
         *(total, y, bias, partials, counters, features, rows, m, n, tile),
-        *(None, None, HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, 0, 0, 1, 1),
+        *(None, None, HAS_BIAS, SPLIT_K, None),
     )
 
 
@@ -465,20 +436,13 @@ def matrix_product_kernel(
     PREFETCH: tl.constexpr,
     EVICT: tl.constexpr,
     PDL: tl.constexpr,
-    RANK: tl.constexpr = 0,  # 0: without adapters
-    PARTS: tl.constexpr = 0,
-    SHARES: tl.constexpr = 1,
-    TOGETHER: tl.constexpr = 1,
-    LINES: tl.constexpr = 1,
-    LORA_K: tl.constexpr = 1,
+    ADAPTED: tl.constexpr = None,  # fused_lora.AdapterShape; None: without adapters
 ):
     """At most BLOCK_M rows; grid (tiles of N, SPLIT_K), the shrinking programs first. Every split
     has at least one tile of K."""
-    shrinking = 0
-    if RANK > 0:
-        shrinking = num_shrinking(lora)
-    if RANK > 0 and tl.program_id(0) < shrinking:
-        shrink_rows(*(lora, m, RANK, PARTS, SHARES // SPLIT_K, BLOCK_M, LINES, LORA_K, STAGES, PDL))
+    shrinking = num_shrinking(lora, ADAPTED)
+    if ADAPTED is not None and tl.program_id(0) < shrinking:
+        shrink_rows(lora, m, ADAPTED, SPLIT_K, BLOCK_M, STAGES, PDL)
     else:
         tile = tl.program_id(0) - shrinking
         features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -487,10 +451,8 @@ def matrix_product_kernel(
         columns = start + tl.arange(0, BLOCK_K)
         rows = tl.arange(0, BLOCK_M)
         prepared = 0  # nothing
-        if RANK > 0:
-            prepared = prepare_rows(
-                lora, features, tile * BLOCK_N, rows, m, n, RANK, PARTS, TOGETHER
-            )
+        if ADAPTED is not None:
+            prepared = prepare_rows(lora, features, tile * BLOCK_N, rows, m, n, ADAPTED)
         if PREFETCH > 0:
             prefetch_weight(weight, features, start, n, k, PIECES, PREFETCH)
         wait_for_inputs(PDL)
@@ -498,7 +460,7 @@ def matrix_product_kernel(
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for offset in tl.range(0, stop - start, BLOCK_K, num_stages=STAGES):
             inner = columns + offset
-            w = _load_weight(weight, features, inner, n, k, EVEN_N, EVEN_K, EVICT)
+            w = load_weight(weight, features, inner, n, k, EVEN_N, EVEN_K, EVICT)
             inside = (rows < m)[None, :]
             if not EVEN_K:
                 inside &= (inner < k)[:, None]
@@ -512,7 +474,7 @@ def matrix_product_kernel(
         let_next_start(PDL)
         finish_tile(
             *(sums, y, bias, partials, counters, features, rows, m, n, tile, lora, prepared),
-            *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M, RANK, PARTS, SHARES, TOGETHER),
+            *(HAS_BIAS, SPLIT_K, ADAPTED),
         )
 
 
@@ -546,6 +508,29 @@ def room_for_partials(
     return partials, arrival_counters(device)
 
 
+def tile_options(
+    config: SkinnyConfig, n: int, bias: Tensor | None, device: torch.device
+) -> dict[str, Any]:
+    """Options of every launch of a product of n features; counts the launch (`pdl_options`)."""
+    return {
+        "BLOCK_N": config.block_n,
+        "SPLIT_K": config.split_k,
+        "EVEN_N": n % config.block_n == 0,
+        "HAS_BIAS": bias is not None,
+        "EVICT": "evict_first" if config.evict_first else "",
+        "num_warps": config.num_warps,
+        **pdl_options(device),
+    }
+
+
+def prefetch_options(config: SkinnyConfig, options: dict[str, Any], bits: int) -> dict[str, int]:
+    """Which weights of `bits` bits are brought into L2: useful before a wait only, and from sm_90
+    on. A thread asks for 128 bytes or more at once."""
+    prefetch = config.prefetch if options["PDL"] else 0
+    pieces = max(1, min(32 * config.num_warps // config.block_n, prefetch * bits // 1024))
+    return {"PREFETCH": prefetch, "PIECES": 1 << (pieces.bit_length() - 1)}
+
+
 def plan_launch(
     x: Tensor,
     weight: Tensor,
@@ -561,30 +546,16 @@ def plan_launch(
     tiles = triton.cdiv(n, config.block_n)
     partials, counters = room_for_partials(n, config, x.device)
     steps = steps_per_split(k, config)
-    overlap = pdl_options(x.device)
-    prefetch = config.prefetch if overlap["PDL"] else 0  # useful before a wait only; needs sm_90
-    # One request of at least 128 bytes per thread.
-    pieces = max(1, min(32 * config.num_warps // config.block_n, prefetch // 64))
-    options = {
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "SPLIT_K": config.split_k,
-        "EVEN_N": n % config.block_n == 0,
-        "EVEN_K": k % config.block_k == 0,
-        "HAS_BIAS": bias is not None,
-        "PIECES": 1 << (pieces.bit_length() - 1),
-        "PREFETCH": prefetch,
-        "EVICT": "evict_first" if config.evict_first else "",
-        "num_warps": config.num_warps,
-        **overlap,
-    }
+    options = tile_options(config, n, bias, x.device)
+    options |= prefetch_options(config, options, 16)
+    options |= {"BLOCK_K": config.block_k, "EVEN_K": k % config.block_k == 0}
     lora = None
     if adapters is not None:
         assert fuses(config, adapters.weights), f"{config} does not fit the adapters"
         shrinking = shrinking_programs(config, m, adapters.weights)
-        more, lora, constants = kernel_arguments(x, adapters, shrinking, config.split_k)
+        more, lora, adapted = kernel_arguments(x, adapters, shrinking, config.split_k)
         tiles += more
-        options |= constants
+        options |= adapted
         if config.block_m == 1 and config.block_n in _MOST_REGISTERS and x.is_cuda:
             options["maxnreg"] = _MOST_REGISTERS[config.block_n]
     if config.block_m == 1 or config.vector:

@@ -21,8 +21,8 @@ _NUM_GRAMS = 3
 """Grams, each one token on, of which all have to be known: six tokens."""
 _OWN_TOKENS = 8
 """Last tokens of a text that have to occur earlier in it."""
-_MOST_OWN = 2048
-"""Last tokens of a text among which they are searched."""
+LAST_TOKENS = 1024
+"""Of a text, among which they are searched."""
 _BITS_A_TOKEN, _FEWEST_BITS, _MOST_BITS = 8, 1 << 16, 1 << 26
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio: Knuth 6.4
 
@@ -55,7 +55,7 @@ def recurs(
     """Whether the last tokens of a text occur earlier in it, or in a text of one of the filters.
 
     Args:
-        tokens: [T] int32, the text's last ones.
+        tokens: [T] int32, the text's last ones; `LAST_TOKENS` are looked at.
         num_output: tokens that follow its prompt: with fewer than three, as many grams must be
             known.
         namespace: the text's salt in the filters.
@@ -110,7 +110,7 @@ def _recurs(
             break
     if known == wanted:
         return True
-    for end in range(size - 1, max(_OWN_TOKENS - 1, size - _MOST_OWN), -1):
+    for end in range(size - 1, max(_OWN_TOKENS - 1, size - LAST_TOKENS), -1):
         i = 1
         while i <= _OWN_TOKENS and tokens[end - i] == tokens[size - i]:
             i += 1

@@ -166,3 +166,27 @@ def test_both_ways_of_grouping(
         for pair in own:
             slot, expert = int(slots[pair // K]), int(ids.flatten()[pair])
             assert adapter == (0 if slot == NO_SLOT else 1 + slot * EXPERTS + expert)
+
+
+def test_more_pairs_than_a_grid_has_tiles(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows are cut into parts, whose pairs fit."""
+    x, ids, weights, slots = inputs(device, 11, torch.float32)
+    matrices = plain_weights(device, torch.float32)
+    adapters = adapters_of(device, slots, torch.float32)
+    arguments = (x, ids, weights, *matrices)
+    kernels = op.ExpertKernels("silu", None)
+    expected = kernels.adapted(*arguments, adapters=adapters)
+    grouped: list[int] = []
+    group_pairs = op.group_pairs
+
+    def counted(slots: torch.Tensor, *others: torch.Tensor, **sizes: int) -> RowGroups:
+        grouped.append(len(slots))
+        return group_pairs(slots, *others, **sizes)
+
+    monkeypatch.setattr(op, "group_pairs", counted)
+    monkeypatch.setattr(op, "MOST_TILES", 7)
+    found = kernels.adapted(*arguments, adapters=adapters)
+    assert grouped == [2, 3, 3, 3]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

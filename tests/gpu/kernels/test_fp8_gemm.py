@@ -10,7 +10,7 @@ import torch
 from hetero_llm.gpu.kernels import fp8_gemm as op
 from hetero_llm.gpu.kernels.quantize_rows import QuantizedRows, quantize_rows
 from hetero_llm.gpu.kernels.quantized_gemm import PreparedMatrix, prepare
-from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig
+from hetero_llm.gpu.kernels.skinny_gemm import MAX_TILES, SkinnyConfig
 from hetero_llm.quantization.matrix import BLOCK_ROWS
 from tests.quantization.matrices import random_matrix
 
@@ -88,3 +88,21 @@ def test_what_it_serves():
     assert op.serves(prepare(random_matrix("fp8", 16, 64)))
     assert not op.serves(prepare(random_matrix("fp8", 144, 256, group=128, rows=BLOCK_ROWS)))
     assert not op.serves(prepare(random_matrix("int8", 16, 64)))
+
+
+def test_each_tile_of_rows_has_a_counter():
+    """Of a split product: with as many rows as a tile has the counters suffice, with more not."""
+    config = replace(SMALL, block_n=16, split_k=2)
+    matrix = of_shape(16 * MAX_TILES, 128)
+    assert op.fits(config, config.block_m, matrix)
+    assert not op.fits(config, config.block_m + 1, matrix)
+    assert op.fits(replace(config, split_k=1), config.block_m + 1, matrix)
+
+
+def test_rows_that_were_quantized_for_another_matrix(device):
+    matrix, rows = inputs(device, 3, 64, 128)
+    _, narrow = inputs(device, 3, 64, 64)
+    with pytest.raises(AssertionError):
+        op.fp8_linear(narrow, matrix)
+    with pytest.raises(AssertionError):
+        op.fp8_linear(replace(rows, codes=rows.codes.view(torch.int8)), matrix)

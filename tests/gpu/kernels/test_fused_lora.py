@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hetero_llm.gpu.kernels import fused_lora as op
+from hetero_llm.gpu.kernels import launch
 from hetero_llm.gpu.kernels import skinny_gemm as products
 from hetero_llm.gpu.kernels.fused_lora import FusedAdapters
 from hetero_llm.gpu.kernels.launch import INTERPRETED
@@ -33,8 +34,7 @@ def adapters_of(weights: LoraSlots, slots: Sequence[int], shrinking: op.Shrinkin
         num_slots=len(weights.a),
         words=op.num_sums(m, weights, shrinking),
     )
-    torch.zeros(1, device=device)  # the kernel that has to lie before the product, see `row_slots`
-    return FusedAdapters(weights, rows.slots, rows.distinct, rows.sums)
+    return FusedAdapters(weights, rows, rows.sums)
 
 
 def inputs(weights: LoraSlots, m: int, seed: int) -> tuple[torch.Tensor, ...]:
@@ -57,12 +57,12 @@ def check(
     y = skinny_gemm(x, weight, bias, config=config, adapters=adapters)
     plain = skinny_gemm(x, weight, bias, config=config)
     exact = x.float() @ weight.float().t() + bias.float()
-    expected = lora_reference(exact, x, adapters.slots, weights)
+    expected = lora_reference(exact, x, adapters.rows.slots, weights)
     eps = torch.finfo(y.dtype).eps
     torch.testing.assert_close(
         y.float(), expected, rtol=2 * eps, atol=8 * eps * weights.rank**0.5, check_dtype=False
     )
-    without = adapters.slots == NO_SLOT
+    without = adapters.rows.slots == NO_SLOT
     assert torch.equal(y[without], plain[without])
     if not without.all():
         assert not torch.equal(y[~without], plain[~without])
@@ -172,9 +172,9 @@ def test_quantized_products(device, kind: Kind, m: int):
     y = quantized_linear(x, prepared, bias, config=config, adapters=adapters)
     plain = quantized_linear(x, prepared, bias, config=config)
     exact = x.float() @ dequantize(matrix, torch.float32).to(device).t() + bias.float()
-    expected = lora_reference(exact, x, adapters.slots, weights)
+    expected = lora_reference(exact, x, adapters.rows.slots, weights)
     assert (y.float() - expected).abs().max() < 2e-3 * expected.abs().max()
-    without = adapters.slots == NO_SLOT
+    without = adapters.rows.slots == NO_SLOT
     assert torch.equal(y[without], plain[without])
     assert not torch.equal(y[~without], plain[~without])
 
@@ -189,8 +189,8 @@ def test_sums_that_are_no_numbers_arrive(device):
 
 
 @pytest.mark.parametrize("m, config", [(1, VECTOR), (3, MATRIX)])
-def test_whoever_waits_in_vain_gives_up(device, monkeypatch, m, config):
-    """Without the programs that it waits for: a row of NaN, which nobody takes for a result."""
+def test_a_program_whose_sums_do_not_come_gives_up(device, monkeypatch, m, config):
+    """Without the programs that it waits for: a row of NaN, which is no result."""
     if INTERPRETED:
         monkeypatch.setattr(op, "MOST_LOOKS", 3)
     weights = filled(device, 2, 16, 256, (32,))
@@ -199,13 +199,34 @@ def test_whoever_waits_in_vain_gives_up(device, monkeypatch, m, config):
         weights, [1, NO_SLOT, 0][:m], products.shrinking_programs(config, m, weights)
     )
     y = torch.zeros(m, 32, dtype=x.dtype, device=device)
-    launch = plan_launch(x, weight, None, y=y, config=config, adapters=adapters)
-    (place,) = (i for i, value in enumerate(launch.arguments) if isinstance(value, tuple))
-    *lora, shrinking = launch.arguments[place]
-    arguments = (*launch.arguments[:place], (*lora, 0), *launch.arguments[place + 1 :])
-    grid = (launch.grid[0] - shrinking, launch.grid[1])
-    dataclasses.replace(launch, arguments=arguments, grid=grid)()
+    planned = plan_launch(x, weight, None, y=y, config=config, adapters=adapters)
+    (place,) = (i for i, value in enumerate(planned.arguments) if isinstance(value, tuple))
+    *lora, shrinking = planned.arguments[place]
+    arguments = (*planned.arguments[:place], (*lora, 0), *planned.arguments[place + 1 :])
+    grid = (planned.grid[0] - shrinking, planned.grid[1])
+    dataclasses.replace(planned, arguments=arguments, grid=grid)()
     assert y[0].isnan().all() and not y[1:2].isnan().any()
+
+
+@pytest.mark.parametrize("m, config", [(1, VECTOR), (3, MATRIX)])
+def test_a_product_right_behind_row_slots_does_not_overlap_with_it(device, monkeypatch, m, config):
+    """Programs read the slots before they wait for the kernel before."""
+    weights = filled(device, 2, 16, 256, (32,))
+    x, weight, _ = inputs(weights, m, seed=0)
+    y, shrinking = torch.empty(m, 32).to(x), products.shrinking_programs(config, m, weights)
+
+    def overlaps(adapters: FusedAdapters) -> list[bool]:
+        """Whether two such products do, one behind the other; planned, not launched."""
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "overlap_options", lambda _: {"PDL": True, "launch_pdl": True})
+            sizes = {"y": y, "config": config, "adapters": adapters}
+            planned = [plan_launch(x, weight, None, **sizes) for _ in range(2)]
+        return [one.options["launch_pdl"] for one in planned]
+
+    assert overlaps(adapters_of(weights, [0] * m, shrinking)) == [False, True]
+    adapters = adapters_of(weights, [0] * m, shrinking)
+    skinny_gemm(x, weight, config=config)
+    assert overlaps(adapters) == [True, True]
 
 
 @pytest.mark.parametrize("m", [1, 5, 64])

@@ -94,7 +94,7 @@ def row_masks(case: Case, device: torch.device) -> RowMasks:
 
 
 def block_tables(case: Case, slots: np.ndarray, blocks: list[int], order: np.ndarray) -> np.ndarray:
-    """[slots, columns] int32 of sequences with so many blocks, taken in `order`."""
+    """[slots, columns] int32 of sequences with these numbers of blocks, taken in `order`."""
     tables = np.full((len(slots) + 2, max(blocks) + 1), 2**30, np.int32)  # the rest is never read
     used = 0
     for slot, n in zip(slots, blocks):
@@ -307,7 +307,7 @@ MIXED = [(150, 2, None), (160, 6, TREE[:6]), (155, 1, None), (9, 3, None), (180,
         (Case(MIXED, shared=144, parallel=2, tile_rows=32, alibi=True), 9),
         (Case(MIXED, shared=144, parallel=3, tile_rows=32), 9),
         (Case([(303, 8, TREE[:8])] * 2, shared=288, parallel=3, tile_rows=32), 16),
-        # Blocks after one that differs are the same ones again: nobody may look at them alone.
+        # Blocks after one that differs are the same ones again: to compare these alone is wrong.
         (Case([(303, 2, None)] * 3, shared=288, differs=0, parallel=1), 0),
         (Case([(303, 2, None)] * 3, shared=288, differs=7, parallel=1), 0),
         (Case([(303, 2, None)] * 3, shared=288, differs=9, parallel=1), 6),

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kShrinkDepth = 1024;  // columns of a block of A
 constexpr int64_t kRowsTogether = 64;   // tokens whose sums a thread holds at a time
+static_assert(kPairsTogether <= kRowsTogether, "the scratch of a thread has the sums of a run");
 constexpr int64_t kMostRanks = 512;     // of a part
 constexpr int64_t kStripBytes = 64;     // of a strip in each step of a panel
 constexpr int64_t kPerPanel = kPanel / kStrip;
@@ -241,6 +242,21 @@ void place_shrunk(const Adapters& s, const AdapterProduct& p, float* sums, char*
                     nullptr, isa);
 }
 
+// The whole shrink of tokens order[first .. last), or of rows, by the calling thread. The result of
+// token i goes to place(i).
+template <typename Place>
+void shrink_tokens(const Adapters& s, const AdapterProduct& p, const AdapterRows& in, int64_t first,
+                   int64_t last, int thread, Isa isa, Place place) {
+    const Scratch own = scratch_of(s, thread);
+    for (size_t b = 0; b < p.blocks.size(); ++b) {
+        shrink_block(s, p, in, first, last, b, own.gathered, b ? own.more : own.sums, isa);
+        for (int64_t i = 0; b && i < last - first; ++i)
+            add(own.sums + i * s.sums_width, own.more + i * s.sums_width, p.ranks, isa);
+    }
+    for (int64_t i = first; i < last; ++i)
+        place_shrunk(s, p, own.sums + (i - first) * s.sums_width, place(i), isa);
+}
+
 // Calls body(product, first, last, block) for this thread's share of the step's units of work: some
 // tokens of a group and, if `split`, one block of columns, else -1 for all.
 template <typename Body>
@@ -438,22 +454,15 @@ bool adapts(const Adapters& adapters, int64_t layer, Product product) {
 bool shrink(Adapters& s, int64_t layer, Product product, const AdapterRows& in, int thread,
             int threads, Isa isa) {
     const bool split = shares_columns(s, layer, product, threads);
-    const Scratch own = scratch_of(s, thread);
     const int64_t total = s.order.size();
     for_units(s, layer, product, split, thread, threads,
               [&](const AdapterProduct& p, int64_t first, int64_t last, int64_t block) {
-        if (split) {
-            shrink_block(s, p, in, first, last, block, own.gathered,
+        if (split)
+            shrink_block(s, p, in, first, last, block, scratch_of(s, thread).gathered,
                          s.sums + (block * total + first) * s.sums_width, isa);
-            return;
-        }
-        for (size_t b = 0; b < p.blocks.size(); ++b) {
-            shrink_block(s, p, in, first, last, b, own.gathered, b ? own.more : own.sums, isa);
-            for (int64_t i = 0; b && i < last - first; ++i)
-                add(own.sums + i * s.sums_width, own.more + i * s.sums_width, p.ranks, isa);
-        }
-        for (int64_t i = first; i < last; ++i)
-            place_shrunk(s, p, own.sums + (i - first) * s.sums_width, shrunk_row(s, i), isa);
+        else
+            shrink_tokens(s, p, in, first, last, thread, isa,
+                          [&](int64_t i) { return shrunk_row(s, i); });
     });
     return split;
 }
@@ -501,17 +510,9 @@ int64_t run_of_pairs(const Adapters& s, const ExpertProduct& product, int64_t be
 
 void shrink_pairs(Adapters& s, const ExpertProduct& product, int64_t begin, int64_t end,
                   const void* rows, int64_t stride, int thread, Isa isa) {
-    const AdapterProduct& p = *product_of_pair(s, product, begin);
-    const Scratch own = scratch_of(s, thread);
-    const int64_t count = end - begin;
-    const AdapterRows in{rows, stride, true};
-    for (size_t b = 0; b < p.blocks.size(); ++b) {
-        shrink_block(s, p, in, 0, count, b, own.gathered, b ? own.more : own.sums, isa);
-        for (int64_t i = 0; b && i < count; ++i)
-            add(own.sums + i * s.sums_width, own.more + i * s.sums_width, p.ranks, isa);
-    }
-    for (int64_t i = 0; i < count; ++i)
-        place_shrunk(s, p, own.sums + i * s.sums_width, pair_row(s, product.first + begin + i), isa);
+    shrink_tokens(s, *product_of_pair(s, product, begin), {rows, stride, true}, 0, end - begin,
+                  thread, isa,
+                  [&](int64_t i) { return pair_row(s, product.first + begin + i); });
 }
 
 void expand_pairs(const Adapters& s, const ExpertProduct& product, const AdaptedTile& tile,

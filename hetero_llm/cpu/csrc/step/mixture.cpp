@@ -198,25 +198,15 @@ ExpertProduct expert_product(const Run& r, int64_t index, const ExpertPart& part
 AdapterRows prepare_pairs(const Run& r, const Layer& layer, const ExpertPart& part, bool down,
                           int64_t begin, int64_t count, int thread) {
     Adapters& s = *r.adapters;
-    const Matrix& matrix = down ? *part.down : *part.gate_up;
-    const int64_t size = matrix.depth, padded = round_up(size, kDepth);
-    const int64_t bytes = padded * element_bytes(s.format);
-    const Matrix like{s.format, 0, size, 0, padded, nullptr, nullptr, nullptr, {}};
+    const int64_t hidden = r.m.hidden;
+    const Inputs gates{part.gates, part.down->format == Format::kBf16, part.gate_stride,
+                       part.down->depth, nullptr};
+    const Inputs from = down ? gates : Inputs{r.e.x, false, hidden, hidden, layer.second_norm};
     char* to = s.pair_rows + thread * kPairsTogether * r.shared_stride * element_bytes(s.format);
-    float* values = tile_of(r, thread);
-    for (int64_t i = 0; i < count; ++i) {
-        const float* row = values;
-        if (!down)
-            rms_norm(r.e.x + part.tokens[begin + i] * r.m.hidden, layer.second_norm,
-                     (float)r.m.eps, size, values, r.isa);
-        else if (part.down->format == Format::kBf16)
-            widen((const uint16_t*)part.gates + (begin + i) * part.gate_stride, size, values,
-                  r.isa);
-        else
-            row = (const float*)part.gates + (begin + i) * part.gate_stride;
-        prepare_row(like, row, to + i * bytes, nullptr, r.isa);
-    }
-    return {to, padded, true};
+    for (int64_t i = 0; i < count; ++i)
+        prepare_adapted_row(r, from, down ? begin + i : part.tokens[begin + i], to, i,
+                            tile_of(r, thread));
+    return {to, round_up(from.size, kDepth), true};
 }
 
 // The shrink of all experts' gate and up, or down, whose inputs are ready. All threads call it; it

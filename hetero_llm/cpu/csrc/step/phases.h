@@ -270,28 +270,31 @@ struct Inputs {
     const float* norm;
 };
 
+// Prepares a row of `from` for the adapters, at the place `row` of `to`, whose rows are
+// round_up(from.size, kDepth) elements apart. values: scratch of from.size floats.
+inline void prepare_adapted_row(const Run& r, const Inputs& from, int64_t index, char* to,
+                                int64_t row, float* values) {
+    const Format format = r.adapters->format;
+    const int64_t padded = round_up(from.size, kDepth), at = index * from.stride;
+    const Matrix like{format, 0, from.size, 0, padded, nullptr, nullptr, nullptr, {}};
+    const float* given = values;
+    if (from.is_bf16) widen((const uint16_t*)from.data + at, from.size, values, r.isa);
+    else given = (const float*)from.data + at;
+    if (from.norm) {
+        rms_norm(given, from.norm, (float)r.m.eps, from.size, values, r.isa);
+        given = values;
+    }
+    prepare_row(like, given, to + row * padded * element_bytes(format), nullptr, r.isa);
+}
+
 // The inputs of the tokens that have adapters, in the adapters' format. Contains a barrier.
 inline AdapterRows prepare_adapted(const Run& r, const Inputs& from, int thread) {
     Adapters& s = *r.adapters;
-    const int64_t padded = round_up(from.size, kDepth), bytes = padded * element_bytes(s.format);
-    const Matrix like{s.format, 0, from.size, 0, padded, nullptr, nullptr, nullptr, {}};
     const int64_t count = s.order.size(), last = share(count, thread + 1, r.threads);
-    float* values = tile_of(r, thread);
-    for (int64_t i = share(count, thread, r.threads); i < last; ++i) {
-        const int64_t at = s.order[i] * from.stride;
-        const float* row = (const float*)from.data + at;
-        if (from.is_bf16) {
-            widen((const uint16_t*)from.data + at, from.size, values, r.isa);
-            row = values;
-        }
-        if (from.norm) {
-            rms_norm(row, from.norm, (float)r.m.eps, from.size, values, r.isa);
-            row = values;
-        }
-        prepare_row(like, row, s.rows + i * bytes, nullptr, r.isa);
-    }
+    for (int64_t i = share(count, thread, r.threads); i < last; ++i)
+        prepare_adapted_row(r, from, s.order[i], s.rows, i, tile_of(r, thread));
     r.e.team->barrier(thread);
-    return {s.rows, padded, true};
+    return {s.rows, round_up(from.size, kDepth), true};
 }
 
 // The shrink of a product whose prepared inputs are `in`: `expand_tile` may follow. All threads
