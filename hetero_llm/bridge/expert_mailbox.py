@@ -4,9 +4,11 @@ One mailbox serves one device and one team of threads. A layer's exchange has fo
 next layer's begins after the last of them, so one mailbox is enough:
 
 1. A kernel writes the tokens that need an expert on the host: their rows of `x`, and `ids` and
-   `weights`. Then it writes LAYER and TOKENS, and last, as a release to the whole system, SEQUENCE.
+   `weights`. Then it writes LAYER, TOKENS and LINKED, and last, as a release to the whole system,
+   SEQUENCE.
 2. The team, which polls SEQUENCE, computes for each of these tokens the sum of weight * output over
-   its experts on the host, and writes it to the token's row of `y`.
+   its experts on the host, without their last LINKED inner rows, and writes it to the token's row
+   of `y`.
 3. It writes SEQUENCE's value to ANSWERED, as a release.
 4. A kernel, which polls ANSWERED, adds the rows of `y`.
 
@@ -28,9 +30,14 @@ if TYPE_CHECKING:
 WORDS = 16
 """int32 words of `request` and of `answer`: a cache line each."""
 
-SEQUENCE, LAYER, TOKENS = 0, 1, 2
+SEQUENCE, LAYER, TOKENS, LINKED = 0, 1, 2, 3
 """Words of `request`: the exchange's number; its layer, counted over the layers that have experts;
-tokens of the step, rows of `ids` that the team has to look at."""
+tokens of the step, rows of `ids` that the team has to look at; inner rows of every expert, the last
+ones, that the device computes itself. The inner rows that are the team's are then a multiple of
+`LINKED_UNIT`."""
+
+LINKED_UNIT = 128
+"""See `LINKED`."""
 
 ANSWERED, STOPPED = 0, 1
 """Words of `answer`: the last exchange whose `y` is complete; not zero: no answer will come."""

@@ -150,14 +150,21 @@ def _matrices(
     return matrices, torch.stack(dense)
 
 
-def expected(mixture: Mixture, mailbox: ExpertMailbox, layer: int, tokens: int) -> Tensor:
-    """[tokens, hidden] float32: y of a request; rows of tokens that ask for nothing are 0."""
+def expected(
+    mixture: Mixture, mailbox: ExpertMailbox, layer: int, tokens: int, *, linked: int = 0
+) -> Tensor:
+    """[tokens, hidden] float32: y of a request; rows of tokens that ask for nothing are 0.
+
+    Args:
+        linked: inner rows that the request leaves out.
+    """
     host, dtype = mixture.host, mailbox.x.dtype
     gate: str | ClampedSwish = host.activation
     if gate == "clamped":
         gate = ClampedSwish(host.alpha, host.limit)
     activation = GatedActivation(gate)
     own = host.layers[layer]
+    kept = host.inner - linked
     y = torch.zeros(tokens, host.hidden)
     for token in range(tokens):
         for expert, weight in zip(mailbox.ids[token], mailbox.weights[token], strict=True):
@@ -168,6 +175,7 @@ def expected(mixture: Mixture, mailbox: ExpertMailbox, layer: int, tokens: int) 
             if own.gate_up.bias is not None:
                 first = first + own.gate_up.bias[expert].float()
             inner = activation.plain(first.unsqueeze(0))[0]
+            inner[kept:] = 0
             if dtype == torch.bfloat16:
                 inner = inner.bfloat16().float()
             second = mixture.down[layer, expert] @ inner
