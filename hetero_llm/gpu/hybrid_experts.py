@@ -151,6 +151,7 @@ class LaneTimes:
     slowdown: float
 
 
+# large: layers, the runner and what is measured at start use the same parts.
 class HybridExperts:
     """See the module. One thread launches, finishes and reads.
 
@@ -353,6 +354,10 @@ class HybridExperts:
             (rows, dataclasses.replace(self.exchange, linked=linked[rows]))
             for rows in sorted(linked)
         )
+
+    def linked_rows(self, rows: int) -> int:
+        """Inner rows that the GPU computes of each missed expert in steps of so many tokens."""
+        return self._exchange_for(rows).linked
 
     def _exchange_for(self, rows: int) -> Exchange:
         return next((each for most, each in self._linked if rows <= most), self.exchange)

@@ -312,7 +312,6 @@ def linked_gates_kernel(
         tl.store(target, result, mask=there[:, None] & (pairs >= 0)[None, :])
 
 
-# large: its arguments are half of it.
 @triton.jit(do_not_specialize=["num_rows"])
 def linked_outputs_kernel(
     middle,  # see `linked_gates_kernel`, as are the next eight
@@ -454,6 +453,7 @@ def why_not_linked(layer: HostLayer, k: int, activation: Gate) -> str | None:
     return None
 
 
+# large: what it checks and what kernels take is most of it.
 def linked_experts(
     x: Tensor,
     ids: Tensor,
