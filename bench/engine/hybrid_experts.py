@@ -21,11 +21,11 @@ Table 1, for each trace and batch:
 - `model_ms`: for each layer, the attention's bytes at the GPU's rate, then the longer one of the
   host's bytes at the read rate of all threads and the bank's bytes at the GPU's rate; `of_model`:
   model_ms / ms;
-- `linked`: inner rows of each missed expert that the GPU computes, reading them over the link while
-  the threads compute the others: as the engine chooses them, or, if it chooses none (`pays` is
-  False), the fastest number of some; `linked_ms` with them and `alone_ms` without, from the same
-  graphs in turns, experts fixed; `link_gain`: alone_ms / linked_ms; `linked_over_link`: link_ms /
-  linked_ms;
+- `linked`: what the GPU computes of the missed experts, reading it over the link while the threads
+  compute the rest: the last inner rows of each, or a share of them whole; as the engine chooses it,
+  or, if it chooses nothing (`pays` is False), the fastest part that it tries; `linked_ms` with it
+  and `alone_ms` without, from the same graphs in turns, experts fixed; `link_gain`: alone_ms /
+  linked_ms; `linked_over_link`: link_ms / linked_ms;
 - `link_ms`: what streaming the same missed experts takes at least: their bytes at the link's rate,
   in place of the host's; `over_link`: link_ms / ms.
 
@@ -65,14 +65,14 @@ from bench.common import Rows, bench_parser, names_of, numbers, print_table, rep
 from bench.cpu_limits import ReadProbe
 from bench.engine.expert_placement import SETUPS, TRACES, make_trace
 from bench.gpu_timing import capture, copy_bandwidth, event_ms, link_rate
-from hetero_llm.bridge.expert_mailbox import LINKED_UNIT, ExpertMailbox, open_mailbox
+from hetero_llm.bridge.expert_mailbox import NO_PART, WHOLES, ExpertMailbox, LinkPart, open_mailbox
 from hetero_llm.bridge.host_experts import HostExperts, HostLayer, HostMatrices
 from hetero_llm.cpu import native
 from hetero_llm.cpu.expert_team import ExpertTeam
-from hetero_llm.engine.builders.build_experts import join_experts
+from hetero_llm.engine.builders.build_experts import join_experts, link_parts
 from hetero_llm.engine.builders.expert_store import ExpertMemory
 from hetero_llm.expert_offload.placement import ExpertPlacement, PromotionBudget
-from hetero_llm.expert_offload.step_costs import choose_linked, linked_candidates
+from hetero_llm.expert_offload.step_costs import choose_linked
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.expert_moves import FixedPlacement, Placement
 from hetero_llm.gpu.hybrid_experts import HybridExperts
@@ -290,12 +290,14 @@ def third_lane(
 ) -> dict[str, Any]:
     """See the module; `experts` is left as it was."""
     batch, inner = routes.ids.shape[2], experts.bank.host.inner
-    found = experts.measure_linked([batch], linked_candidates(inner, LINKED_UNIT))[batch]
-    linked = choose_linked(found)
-    row: dict[str, Any] = {"pays": linked > 0, "start_ms": {n: 1e3 * s for n, s in found.items()}}
-    linked = linked or min((n for n in found if n), key=found.__getitem__)
+    found = experts.measure_linked([batch], link_parts(inner))[batch]
+    linked = choose_linked(found, NO_PART)
+    row: dict[str, Any] = {"pays": linked != NO_PART}
+    row["start_ms"] = {name_of(part): 1e3 * seconds for part, seconds in found.items()}
+    if linked == NO_PART:
+        linked = min((part for part in found if part != NO_PART), key=found.__getitem__)
     graphs = []
-    for some in (0, linked):
+    for some in (NO_PART, linked):
         experts.use_link({batch: some})
         graphs.append(capture(step))
     experts.use_link({})
@@ -308,7 +310,13 @@ def third_lane(
     torch.cuda.synchronize()
     alone, with_link = (statistics.median(own) for own in times)
     gain = {"alone_ms": alone, "linked_ms": with_link, "link_gain": alone / with_link}
-    return row | {"linked": linked} | gain
+    return row | {"linked": name_of(linked)} | gain
+
+
+def name_of(part: LinkPart) -> str:
+    if part.rows:
+        return f"{part.rows} rows"
+    return f"{part.whole / WHOLES:.2f} whole" if part.whole else "none"
 
 
 def placement_of(stack: Stack, seen: np.ndarray, *, moves: bool) -> Placement:

@@ -3,17 +3,19 @@
     python -m bench.kernels.linked_experts [--kinds bf16 fp8] [--rows 1,8] [--shape qwen3-30b-a3b]
         [--share 0.33] [--threads 15] [--out FILE]
 
-One layer after the other, in one graph, with random routes, all experts on the host; the last
-inner rows of each, about `--share` of them. `us`: of a layer; `gb_s`: bytes of these rows, scales
-left out, over it; `of_link`: that as a share of a copy of page-locked memory. `beside_gb_s`: the
-same while as many threads read other memory, and `threads_gb_s`: what they read meanwhile;
-`dram_gb_s`: what they read alone. `error`: the largest one of a layer against the reference in
-float32, over the largest value. `empty_us`: of a layer that misses no expert.
+One layer after the other, in one graph, with random routes, all experts on the host: the last inner
+rows of each, about `--share` of them, and that share of the experts whole. `us`: of a layer;
+`gb_s`: bytes of its part, scales left out, over it; `of_link`: that as a share of a copy of
+page-locked memory. `beside_gb_s`: the same while as many threads read other memory, and
+`threads_gb_s`: what they read meanwhile; `dram_gb_s`: what they read alone. `error`: the largest
+one of a layer against the reference in float32, over the largest value. `empty_us`: of a layer that
+misses no expert.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from bench.common import Rows, bench_parser, numbers, report
 from bench.cpu_limits import ReadProbe
 from bench.gpu_timing import capture, event_ms, largest_error, link_rate, need_cuda
 from bench.kernels.expert_team import KINDS, SHAPES, Kind, Shape, fill_with_weights, layers_of
-from hetero_llm.bridge.expert_mailbox import LINKED_UNIT
+from hetero_llm.bridge.expert_mailbox import LINKED_UNIT, WHOLES, LinkPart
 from hetero_llm.bridge.host_experts import HostExperts, HostLayer, HostMatrices
 from hetero_llm.gpu.kernels.expert_requests import ON_HOST
 from hetero_llm.gpu.kernels.linked_experts import linked_experts, linked_experts_reference
@@ -51,16 +53,27 @@ def host_of(shape: Shape, kind: Kind) -> HostExperts:
 
 
 def measure(
-    shape: Shape, kind: Kind, rows: int, share: float, *, probe: ReadProbe, rates: dict[str, float]
+    shape: Shape,
+    kind: Kind,
+    rows: int,
+    *,
+    share: float,
+    whole: bool,
+    probe: ReadProbe,
+    rates: dict[str, float],
 ) -> dict[str, Any]:
     """A line of the table."""
     host = host_of(shape, kind)
     units = max(1, round((1 - share) * shape.inner / LINKED_UNIT))
-    linked = shape.inner - units * LINKED_UNIT
+    part = LinkPart(rows=shape.inner - units * LINKED_UNIT)
+    if whole:
+        part = LinkPart(whole=round(share * WHOLES))
     routes = [_routes(shape, rows) for _ in host.layers]
-    used = sum(ids.unique().numel() for _, ids, _ in routes)
-    size = used * 3 * shape.hidden * linked * kind.bits / 8
-    compute = partial(linked_experts, linked=linked, activation="silu")
+    counts = [ids.unique().numel() for _, ids, _ in routes]
+    used = sum(n * part.whole // WHOLES if whole else n for n in counts)
+    inner = part.rows or shape.inner
+    size = used * 3 * shape.hidden * inner * kind.bits / 8
+    compute = partial(linked_experts, part=part, activation="silu")
     slots = torch.full((rows, shape.chosen), ON_HOST, dtype=torch.int32, device="cuda")
 
     def run(slots: Tensor) -> None:
@@ -73,10 +86,10 @@ def measure(
     beside, threads = _beside(graph, ms, probe)
     x, ids, weights = routes[0]
     given = (x, ids, weights, slots, host.layers[0])
-    wanted = linked_experts_reference(*given, linked=linked, activation="silu")
+    wanted = linked_experts_reference(*given, part=part, activation="silu")
     count = len(host.layers)
     return {
-        "rows": rows, "linked": linked, "experts": used / count, "us": 1e3 * ms / count,
+        "rows": rows, "inner": inner, "experts": used / count, "us": 1e3 * ms / count,
         "gb_s": size / ms / 1e6, "of_link": size / ms / 1e6 / rates["link"],
         "beside_gb_s": size / beside / 1e6, "threads_gb_s": threads, "dram_gb_s": rates["dram"],
         "empty_us": 1e3 * empty / count, "error": largest_error(compute(*given), wanted),
@@ -118,10 +131,11 @@ def main() -> None:
     with torch.inference_mode(), ReadProbe(1 << 30, args.threads) as probe:
         rates = {"link": link_rate() / 1e9, "dram": probe.gigabytes_per_s(3)}
         for name in args.kinds:
-            for rows in args.rows:
+            for rows, whole in product(args.rows, (False, True)):
                 line = measure(
-                    SHAPES[args.shape], KINDS[name], rows, args.share, probe=probe, rates=rates
-                )
+                    *(SHAPES[args.shape], KINDS[name], rows),
+                    share=args.share, whole=whole, probe=probe, rates=rates,
+                )  # fmt: skip
                 table.append({"kind": name, **line})
     about = {"shape": args.shape, "share": args.share, "threads": args.threads, "rates": rates}
     report("kernels_linked_experts", about, table, args.out)

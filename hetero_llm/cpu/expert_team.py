@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hetero_llm.bridge.expert_mailbox import STOPPED, ExpertMailbox
+from hetero_llm.bridge.expert_mailbox import NO_PART, STOPPED, ExpertMailbox, LinkPart
 from hetero_llm.bridge.host_experts import HostExperts, HostMatrices
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.cpu import native
@@ -200,7 +200,7 @@ def declare(library: ctypes.CDLL) -> None:
             "stop": (None, [_POINTER]),
             "free": (None, [_POINTER]),
             "running": (None, [_POINTER, _POINTER]),
-            "post": (_LONG, [_POINTER] * 2 + [_LONG] * 5 + [_POINTER]),
+            "post": (_LONG, [_POINTER] * 2 + [_LONG] * 6 + [_POINTER]),
         },
     )
 
@@ -211,7 +211,7 @@ def post(
     layer: int,
     tokens: int,
     *,
-    linked: int = 0,
+    part: LinkPart = NO_PART,
     count: int = 1,
     gap_us: float = 0.0,
 ) -> np.ndarray:
@@ -219,7 +219,7 @@ def post(
 
     Args:
         tokens: of `ids`, `weights` and `x`, which the caller has written.
-        linked: see `bridge.expert_mailbox.LINKED`.
+        part: that the device computes itself.
         count: equal requests, one after the other.
         gap_us: spins for so long before each.
 
@@ -232,8 +232,8 @@ def post(
     declare(library)
     nanoseconds = np.zeros(count, np.int64)
     stopped = library.hetero_experts_post(
-        mailbox.request.data_ptr(), mailbox.answer.data_ptr(), layer, tokens, linked, count,
-        int(gap_us * 1e3), nanoseconds.ctypes.data,
+        mailbox.request.data_ptr(), mailbox.answer.data_ptr(), layer, tokens, part.rows,
+        part.whole, count, int(gap_us * 1e3), nanoseconds.ctypes.data,
     )  # fmt: skip
     if stopped:
         raise RuntimeError(f"the threads that compute experts have ended: {_REASONS[stopped]}")

@@ -9,12 +9,17 @@ host memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+Part = TypeVar("Part")
+"""Of the experts on the host."""
 
 
 def with_host_experts(
@@ -144,13 +149,13 @@ LEAST_ON_HOST = 0.05
 layer cost more than the link's part saves."""
 
 _SHARES = (0.15, 0.55)
-"""Of an expert's inner rows: threads and link are about as fast (107 and 50 GB/s were measured, 74
-and 49 at once)."""
-_CANDIDATES, _LEAST_GAIN = 5, 0.03
+"""Of an expert's inner rows, or of the experts: threads and link are about as fast (107 and 50 GB/s
+were measured, 74 and 49 at once)."""
+_CANDIDATES, _LEAST_GAIN = 4, 0.03
 
 
-def linked_candidates(inner: int, unit: int) -> tuple[int, ...]:
-    """How many inner rows of an expert the link's part may have, ascending; a few sizes.
+def linked_rows(inner: int, unit: int) -> tuple[int, ...]:
+    """How many inner rows of each expert the link's part may have, ascending; a few numbers.
 
     Args:
         inner: rows of an expert.
@@ -162,11 +167,18 @@ def linked_candidates(inner: int, unit: int) -> tuple[int, ...]:
     return tuple(found[::step])
 
 
-def choose_linked(seconds: Mapping[int, float]) -> int:
-    """The fastest of some parts of the link, if it saves 3% over none; else 0.
+def linked_wholes(wholes: int) -> tuple[int, ...]:
+    """How many parts out of `wholes` of all experts the link may have, ascending; a few numbers.
+    Shares are rounded down to experts: 0.26 gives it one of four, 0.34 one of three."""
+    return tuple(math.ceil(share * wholes) for share in (0.26, 0.34, 0.41, 0.51))
+
+
+def choose_linked(seconds: Mapping[Part, float], none: Part) -> Part:
+    """The fastest of some parts of the link, if it saves 3% over none; else none.
 
     Args:
-        seconds: inner rows of the link's part -> time of a layer; 0 is among them.
+        seconds: part -> time of a layer.
+        none: the part that is nothing; in `seconds`.
     """
-    best = min(seconds, key=lambda linked: (seconds[linked], linked))
-    return best if seconds[best] <= (1.0 - _LEAST_GAIN) * seconds[0] else 0
+    best = min(seconds, key=seconds.__getitem__)
+    return best if seconds[best] <= (1.0 - _LEAST_GAIN) * seconds[none] else none

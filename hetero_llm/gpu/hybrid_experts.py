@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hetero_llm.bridge.expert_mailbox import NO_PART, LinkPart
 from hetero_llm.core.null_objects import do_nothing
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.expert_moves import ExpertMoves
@@ -324,10 +325,10 @@ class HybridExperts:
         places, exchange = started.places, started.exchange
         parts = self._multiply(x, places, weights, table=started.table)
         linked = None
-        if exchange is not None and exchange.linked:
+        if exchange is not None and exchange.part != NO_PART:
             linked = linked_experts(
                 *(x, started.ids, weights, places.slots, self.bank.host.layers[layer]),
-                linked=exchange.linked,
+                part=exchange.part,
                 activation=self.activation,
                 places=self.bank.layer_places(layer),
             )
@@ -340,24 +341,22 @@ class HybridExperts:
 
     # -- the link as a third lane ---------------------------------------------------------------
 
-    def use_link(self, linked: Mapping[int, int]) -> None:
+    def use_link(self, parts: Mapping[int, LinkPart]) -> None:
         """From now on the GPU computes a part of the experts that small steps miss. Called before
         steps are captured.
 
         Args:
-            linked: most tokens of a step, `linked_experts.MOST_TOKENS` at most -> inner rows that
-                the GPU computes of each expert on the host; 0: none. Steps of more tokens than any
-                have none.
+            parts: most tokens of a step, `linked_experts.MOST_TOKENS` at most -> what the GPU
+                computes of the experts on the host. Steps of more tokens than any: nothing.
         """
-        assert all(0 < rows <= min(MOST_TOKENS, self.most_rows) for rows in linked)
+        assert all(0 < rows <= min(MOST_TOKENS, self.most_rows) for rows in parts)
         self._linked = tuple(
-            (rows, dataclasses.replace(self.exchange, linked=linked[rows]))
-            for rows in sorted(linked)
+            (rows, dataclasses.replace(self.exchange, part=parts[rows])) for rows in sorted(parts)
         )
 
-    def linked_rows(self, rows: int) -> int:
-        """Inner rows that the GPU computes of each missed expert in steps of so many tokens."""
-        return self._exchange_for(rows).linked
+    def link_part(self, rows: int) -> LinkPart:
+        """What the GPU computes of missed experts in steps of so many tokens."""
+        return self._exchange_for(rows).part
 
     def _exchange_for(self, rows: int) -> Exchange:
         return next((each for most, each in self._linked if rows <= most), self.exchange)
@@ -413,25 +412,25 @@ class HybridExperts:
 
     @torch.inference_mode()
     def measure_linked(
-        self, sizes: Sequence[int], candidates: Sequence[int]
-    ) -> dict[int, dict[int, float]]:
-        """Seconds of a layer's exchange in captured steps, by tokens and by inner rows that the GPU
-        computes; 0 is measured, too. On a CUDA device, before the first step; `use_link` is not in
+        self, sizes: Sequence[int], candidates: Sequence[LinkPart]
+    ) -> dict[int, dict[LinkPart, float]]:
+        """Seconds of a layer's exchange in captured steps, by tokens and by what the GPU computes
+        of missed experts. On a CUDA device, before the first step; `use_link` is not in
         effect afterwards.
 
         Args:
             sizes: tokens, ascending; see `use_link`.
-            candidates: inner rows, see `linked_experts`.
+            candidates: parts to be tried.
         """
         bank, layers = self.bank, self.bank.host.num_layers
         self.begin(torch.zeros(0, dtype=torch.int32, device=bank.device))
-        found: dict[int, dict[int, float]] = {}
+        found: dict[int, dict[LinkPart, float]] = {}
         for rows in sizes:
             routes = [(i % layers, self._random_routes(rows)) for i in range(_TIMED_EXCHANGES)]
             found[rows] = {}
-            for linked in (0, *candidates):
-                self.use_link({rows: linked})
-                found[rows][linked] = self._time_captured(routes) / len(routes)
+            for part in candidates:
+                self.use_link({rows: part})
+                found[rows][part] = self._time_captured(routes) / len(routes)
         self.use_link({})
         bank.hits.zero_()
         return found

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_llm.bridge.expert_mailbox import ON_DEVICE, ExpertMailbox, open_mailbox
+from hetero_llm.bridge.expert_mailbox import (
+    NO_PART,
+    ON_DEVICE,
+    WHOLES,
+    ExpertMailbox,
+    LinkPart,
+    open_mailbox,
+)
 from hetero_llm.bridge.host_experts import HostExperts, HostKind, HostLayer, HostMatrices
 from hetero_llm.models.config import ClampedSwish
 from hetero_llm.models.layers import GatedActivation
@@ -151,12 +158,12 @@ def _matrices(
 
 
 def expected(
-    mixture: Mixture, mailbox: ExpertMailbox, layer: int, tokens: int, *, linked: int = 0
+    mixture: Mixture, mailbox: ExpertMailbox, layer: int, tokens: int, *, part: LinkPart = NO_PART
 ) -> Tensor:
     """[tokens, hidden] float32: y of a request; rows of tokens that ask for nothing are 0.
 
     Args:
-        linked: inner rows that the request leaves out.
+        part: that the request leaves out.
     """
     host, dtype = mixture.host, mailbox.x.dtype
     gate: str | ClampedSwish = host.activation
@@ -164,11 +171,14 @@ def expected(
         gate = ClampedSwish(host.alpha, host.limit)
     activation = GatedActivation(gate)
     own = host.layers[layer]
-    kept = host.inner - linked
+    kept = host.inner - part.rows
+    asked = mailbox.ids[:tokens]
+    different = asked[asked != ON_DEVICE].unique().tolist()
+    own = different[: len(different) - len(different) * part.whole // WHOLES]
     y = torch.zeros(tokens, host.hidden)
     for token in range(tokens):
         for expert, weight in zip(mailbox.ids[token], mailbox.weights[token], strict=True):
-            if expert == ON_DEVICE:
+            if int(expert) not in own:
                 continue
             x = mailbox.x[token].float()
             first = mixture.gate_up[layer, expert] @ x

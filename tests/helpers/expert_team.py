@@ -17,7 +17,10 @@ from hetero_llm.bridge.expert_mailbox import (
     SEQUENCE,
     STOPPED,
     TOKENS,
+    WHOLE,
+    WHOLES,
     ExpertMailbox,
+    LinkPart,
 )
 from hetero_llm.bridge.host_experts import HostExperts, HostMatrices
 from hetero_llm.models.config import ClampedSwish
@@ -71,13 +74,13 @@ class PythonTeam:
 
     Attributes:
         requests: layer and number of tokens of each exchange so far.
-        linked: inner rows that each of them leaves out.
+        parts: that each of them leaves out.
         error: what ended the thread; None: nothing has.
     """
 
     def __init__(self, mailbox: ExpertMailbox, compute: Compute) -> None:
         self.requests: list[tuple[int, int]] = []
-        self.linked: list[int] = []
+        self.parts: list[LinkPart] = []
         self.error: BaseException | None = None
         self._mailbox = mailbox
         self._compute = compute
@@ -114,7 +117,8 @@ class PythonTeam:
                     self._ends.wait(1e-4)
                     continue
                 try:
-                    self._answer(int(request[LAYER]), int(request[TOKENS]), int(request[LINKED]))
+                    part = LinkPart(int(request[LINKED]), int(request[WHOLE]))
+                    self._answer(int(request[LAYER]), int(request[TOKENS]), part)
                 except BaseException as error:
                     self.error = error
                     break
@@ -122,11 +126,13 @@ class PythonTeam:
         if not self._dies.is_set():
             answer[STOPPED] = 1
 
-    def _answer(self, layer: int, tokens: int, linked: int) -> None:
+    def _answer(self, layer: int, tokens: int, part: LinkPart) -> None:
         box = self._mailbox
         self.requests.append((layer, tokens))
-        self.linked.append(linked)
+        self.parts.append(part)
         ids = box.ids[:tokens]
+        different = ids[ids != ON_DEVICE].unique().tolist()
+        own = different[: len(different) - len(different) * part.whole // WHOLES]
         for token in range(tokens):
             asked = ids[token] != ON_DEVICE
             if not bool(asked.any()):
@@ -134,6 +140,8 @@ class PythonTeam:
                 continue
             x, total = box.x[token].float().unsqueeze(0), 0.0
             for place in asked.nonzero().flatten().tolist():
-                outputs = self._compute(layer, int(ids[token, place]), x, linked)
+                if int(ids[token, place]) not in own:
+                    continue
+                outputs = self._compute(layer, int(ids[token, place]), x, part.rows)
                 total = total + float(box.weights[token, place]) * outputs[0]
             box.y[token] = total

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hetero_llm.bridge.expert_mailbox import NO_PART, LinkPart
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.engine.builders.build_experts import expert_modules
@@ -211,32 +212,34 @@ def cut_checkpoint(folder: Path, family: str = "qwen3_moe") -> Path:
     return make_tiny_checkpoint(folder, family, variant, layers=2, changes={name: INNER})
 
 
-INNER, LINKED = 192, 64
+INNER, LINKED = 192, LinkPart(rows=64)
 
 
+@pytest.mark.parametrize("part", [LINKED, LinkPart(whole=128)], ids=["rows", "whole"])
 @pytest.mark.parametrize(
     "family, spares", [("qwen3_moe", None), ("qwen3_moe", 2), ("gpt_oss", None)]
 )
 def test_the_gpu_computes_a_part_of_the_missed_experts(
-    tmp_path: Path, device: torch.device, family: str, spares: int | None
+    tmp_path: Path, device: torch.device, family: str, spares: int | None, part: LinkPart
 ) -> None:
     """Of steps with up to three tokens; larger ones leave all to the threads, as do long ones."""
     checkpoint = cut_checkpoint(tmp_path, family)
     wanted = plain_tokens(checkpoint, device, 2)
     with open_hybrid(checkpoint, device, residency=0.3, most_rows=ASKS, spares=spares) as hybrid:
-        hybrid.experts.use_link({1: 0, 3: LINKED})
+        hybrid.experts.use_link({1: NO_PART, 3: part})
         runner = runner_of(hybrid, device)
         found = [runner.finish(runner.launch(step)).token_ids for step in steps(2)]
         assert found == wanted
-        shares = dict(zip([n for _, n in hybrid.team.requests], hybrid.team.linked, strict=True))
-        assert shares == {PROMPT + 2: 0, 2: LINKED}
+        shares = dict(zip([n for _, n in hybrid.team.requests], hybrid.team.parts, strict=True))
+        assert shares == {PROMPT + 2: NO_PART, 2: part}
 
 
+@pytest.mark.parametrize("part", [LINKED, LinkPart(whole=128)], ids=["rows", "whole"])
 def test_the_part_of_the_gpu_follows_experts_that_change_sides(
-    tmp_path: Path, device: torch.device
+    tmp_path: Path, device: torch.device, part: LinkPart
 ) -> None:
     """See `check_sides`."""
-    check_sides(cut_checkpoint(tmp_path), device, {1: LINKED})
+    check_sides(cut_checkpoint(tmp_path), device, {1: part})
 
 
 def test_tokens_while_experts_change_places_in_every_step(
@@ -306,7 +309,7 @@ def test_outputs_while_experts_change_sides_in_every_step(
     check_sides(checkpoint, device, {})
 
 
-def check_sides(checkpoint: Path, device: torch.device, linked: dict[int, int]) -> None:
+def check_sides(checkpoint: Path, device: torch.device, parts: dict[int, LinkPart]) -> None:
     """Host memory holds what the bank does not. Slots and places hold no numbers while a copy
     writes them, and two steps are under way at a time."""
     config = load_model_config(checkpoint)
@@ -329,7 +332,7 @@ def check_sides(checkpoint: Path, device: torch.device, linked: dict[int, int]) 
     ) as hybrid:  # fmt: skip
         experts, k = hybrid.experts, hybrid.config.experts_per_token  # type: ignore[attr-defined]
         experts.begin(torch.arange(1, dtype=torch.int32, device=device))
-        experts.use_link(linked)
+        experts.use_link(parts)
         for step in range(24):
             experts.before_launch(np.ones(1, np.int32), link_is_busy=False)
             for plain, ours in zip(
@@ -345,4 +348,4 @@ def check_sides(checkpoint: Path, device: torch.device, linked: dict[int, int]) 
             assert hybrid.host.places is not None
             hybrid.host.places.check_integrity()
         assert experts.moves.num_promoted >= 5
-        assert set(hybrid.team.linked) == set(linked.values() or (0,))
+        assert set(hybrid.team.parts) == set(parts.values() or (NO_PART,))

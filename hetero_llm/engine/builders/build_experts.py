@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from hetero_llm.bridge.expert_mailbox import LINKED_UNIT, open_mailbox
+from hetero_llm.bridge.expert_mailbox import (
+    LINKED_UNIT,
+    NO_PART,
+    WHOLES,
+    LinkPart,
+    open_mailbox,
+)
 from hetero_llm.bridge.host_experts import HostExperts
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.config.expert_config import ExpertConfig, worker_beside_experts
@@ -45,7 +51,8 @@ from hetero_llm.expert_offload.step_costs import (
     LINKED_SIZES,
     choose_linked,
     fit_lane_costs,
-    linked_candidates,
+    linked_rows,
+    linked_wholes,
 )
 from hetero_llm.models.config_reader import read_json
 from hetero_llm.utils import topology
@@ -340,18 +347,31 @@ def share_link(experts: HybridExperts, k: int) -> None:
         logger.info("experts: the link is no lane of small steps: %s", reason)
         return
     sizes = [size for size in LINKED_SIZES if size <= experts.most_rows]
-    found = experts.measure_linked(sizes, linked_candidates(host.inner, LINKED_UNIT))
-    chosen = {size: choose_linked(times) for size, times in found.items()}
+    found = experts.measure_linked(sizes, link_parts(host.inner))
+    chosen = {size: choose_linked(times, NO_PART) for size, times in found.items()}
     experts.use_link(chosen)
     logger.info(
-        "experts: of %d inner rows the GPU reads some over the link while the threads compute the "
-        "others; rows, and ms a layer over those without, by tokens: %s",
-        host.inner,
+        "experts: what the GPU reads over the link of those on the host, while the threads compute "
+        "the others, and ms a layer over those without, by tokens: %s",
         ", ".join(
-            f"{size}: {chosen[size]}, {1e3 * times[chosen[size]]:.3f} over {1e3 * times[0]:.3f}"
+            f"{size}: {_describe(chosen[size], host.inner)}, {1e3 * times[chosen[size]]:.3f} over "
+            f"{1e3 * times[NO_PART]:.3f}"
             for size, times in found.items()
         ),
     )
+
+
+def link_parts(inner: int) -> tuple[LinkPart, ...]:
+    """What is tried for experts of so many inner rows: nothing first."""
+    rows = (LinkPart(rows=count) for count in linked_rows(inner, LINKED_UNIT))
+    wholes = (LinkPart(whole=share) for share in linked_wholes(WHOLES))
+    return (NO_PART, *rows, *wholes)
+
+
+def _describe(part: LinkPart, inner: int) -> str:
+    if part.rows:
+        return f"{part.rows} of {inner} inner rows"
+    return f"{part.whole / WHOLES:.2f} of the experts" if part.whole else "nothing"
 
 
 def join_experts(

@@ -30,12 +30,15 @@ from hetero_llm.bridge.expert_mailbox import (
     ANSWERED,
     LAYER,
     LINKED,
+    NO_PART,
     ON_DEVICE,
     SEQUENCE,
     STOPPED,
     TOKENS,
+    WHOLE,
     WORDS,
     ExpertMailbox,
+    LinkPart,
 )
 from hetero_llm.gpu.kernels.launch import INTERPRETED, pdl_options, wait_and_release
 
@@ -61,7 +64,9 @@ _MOST_ADDING = 128
 _TILE = 1024
 
 _NUMBER, _ASKED, _ARRIVED, _GAVE_UP = (tl.constexpr(i) for i in range(4))
-_SEQUENCE, _LAYER, _TOKENS, _LINKED = (tl.constexpr(i) for i in (SEQUENCE, LAYER, TOKENS, LINKED))
+_SEQUENCE, _LAYER, _TOKENS, _LINKED, _WHOLE = (
+    tl.constexpr(i) for i in (SEQUENCE, LAYER, TOKENS, LINKED, WHOLE)
+)
 _ANSWERED, _STOPPED = tl.constexpr(ANSWERED), tl.constexpr(STOPPED)
 assert (ANSWERED, STOPPED) == (0, 1)  # the two halves of one read
 _ON_DEVICE, _ON_HOST, _NOWHERE = (tl.constexpr(i) for i in (ON_DEVICE, ON_HOST, NOWHERE))
@@ -78,8 +83,7 @@ class Exchange:
         most_looks: readings of ANSWERED until a layer gives up.
         rows: of a long step, `rows_of_mail`: only the tokens that ask have a row of the mailbox.
             None: each token has its own.
-        linked: inner rows of each expert on the host that the device computes itself
-            (`linked_experts`); see `expert_mailbox.LINKED`.
+        part: of the experts on the host that the device computes itself (`linked_experts`).
     """
 
     mailbox: ExpertMailbox
@@ -87,7 +91,7 @@ class Exchange:
     errors: Tensor
     most_looks: int = MOST_LOOKS
     rows: Tensor | None = None
-    linked: int = 0
+    part: LinkPart = NO_PART
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,7 @@ def _pause(SLEEP: tl.constexpr):
 
 
 # large: its arguments are half of it.
-@triton.jit(do_not_specialize=["num_rows", "layer", "linked"])
+@triton.jit(do_not_specialize=["num_rows", "layer", "linked", "whole"])
 def post_kernel(
     x,  # [num_rows, hidden], x_stride apart
     ids,  # [num_rows, K] int
@@ -184,6 +188,7 @@ def post_kernel(
     x_stride,
     layer,
     linked,
+    whole,
     K: tl.constexpr,
     K_LANES: tl.constexpr,
     TILE: tl.constexpr,
@@ -248,6 +253,7 @@ def post_kernel(
                     tokens = tl.load(mail_rows + num_rows)
                 tl.store(request + _TOKENS, tokens)
                 tl.store(request + _LINKED, linked)
+                tl.store(request + _WHOLE, whole)
                 tl.debug_barrier()
                 _release(request + _SEQUENCE, number, ON_GPU)
 
@@ -437,7 +443,8 @@ def post(
         hidden,
         x.stride(0),
         layer,
-        0 if exchange is None else exchange.linked,
+        0 if exchange is None else exchange.part.rows,
+        0 if exchange is None else exchange.part.whole,
         K=k,
         K_LANES=triton.next_power_of_2(k),
         TILE=min(2 * _TILE, triton.next_power_of_2(hidden)),
@@ -551,7 +558,7 @@ def post_reference(
         if state[ASKED]:
             state[NUMBER] += 1
             box.request[LAYER], box.request[TOKENS] = layer, rows
-            box.request[LINKED] = exchange.linked
+            box.request[LINKED], box.request[WHOLE] = exchange.part.rows, exchange.part.whole
             box.request[SEQUENCE] = int(state[NUMBER])
     experts = torch.where(slots >= 0, ids, -1).to(torch.int32)
     return Places(experts, slots.to(torch.int32))

@@ -1,10 +1,11 @@
 """A part of the experts on the host, computed on the GPU, which reads their weights over the link.
 
-CPU threads read host memory slower than it can be read: beside them the GPU reads the rest. Each
-expert that a small step misses is cut between its inner rows: the threads compute the first ones
-(gates, ups, and the columns of `down` that meet them), the kernels here the last `linked`
-(`bridge.expert_mailbox.LINKED`). Neither side needs anything of the other, both know the cut ahead
-of the step, and `expert_requests.wait_add` adds the two sums in a fixed order.
+CPU threads read host memory slower than it can be read: beside them the GPU reads a part of the
+experts that a small step misses (`bridge.expert_mailbox.LinkPart`). Either the kernels here take
+some of these experts, those of the highest numbers; or they take the last inner rows of each
+(gates, ups, and the columns of `down` that meet them) and the threads the first ones. Neither side
+needs anything of the other: both find the part by the request, and `expert_requests.wait_add` adds
+the two sums in a fixed order.
 
 Weights are read where they lie, as the checkpoint has them, by wide loads from page-locked memory;
 a program has up to 32 KiB under way. An element is computed in float32 as
@@ -24,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hetero_llm.bridge.expert_mailbox import LINKED_UNIT
+from hetero_llm.bridge.expert_mailbox import LINKED_UNIT, WHOLES, LinkPart
 from hetero_llm.bridge.host_experts import HostLayer, HostMatrices
 from hetero_llm.gpu.kernels.activation import gate_options
 from hetero_llm.gpu.kernels.expert_requests import NOWHERE, ON_HOST
@@ -58,6 +59,7 @@ _NUMBERS = (torch.float32, torch.float16, torch.bfloat16)
 
 _ON_HOST, _NOWHERE = tl.constexpr(ON_HOST), tl.constexpr(NOWHERE)
 _TOKENS, _UNSCALED = tl.constexpr(MOST_TOKENS), tl.constexpr(_PLAIN)
+_WHOLES = tl.constexpr(WHOLES)
 
 
 @triton.jit
@@ -200,9 +202,13 @@ def _scale_rows(
 
 
 @triton.jit
-def _experts_on_host(ids, slots, num_pairs, PAIRS: tl.constexpr):
-    """[PAIRS] experts, [PAIRS] their numbers at the first pair of each (else -1), and how many
-    different ones there are."""
+def _experts_on_host(ids, slots, num_pairs, whole, PAIRS: tl.constexpr):
+    """[PAIRS] experts on the host; [PAIRS] numbers of those of which a part is computed here, at
+    the first pair of each, else -1; how many these are; and how many are on the host.
+
+    Args:
+        whole: `LinkPart.whole`, or `WHOLES`: all.
+    """
     lanes = tl.arange(0, PAIRS)
     there = lanes < num_pairs
     slot = tl.load(slots + lanes, mask=there, other=_NOWHERE)
@@ -210,8 +216,12 @@ def _experts_on_host(ids, slots, num_pairs, PAIRS: tl.constexpr):
     expert = tl.where(slot == _ON_HOST, expert, -1)
     earlier = (expert[None, :] == expert[:, None]) & (lanes[None, :] < lanes[:, None])
     is_first = (expert >= 0) & (tl.max(earlier.to(tl.int32), 1) == 0)
-    numbers = tl.cumsum(is_first.to(tl.int32), 0) - 1
-    return expert, tl.where(is_first, numbers, -1), tl.sum(is_first.to(tl.int32), 0)
+    # In ascending order; the team has those of the lowest numbers, as `Exchange::open` counts.
+    lower = is_first[None, :] & (expert[None, :] < expert[:, None])
+    different = tl.sum(is_first.to(tl.int32), 0)
+    count = different * whole // _WHOLES
+    numbers = tl.sum(lower.to(tl.int32), 1) - (different - count)
+    return expert, tl.where(is_first & (numbers >= 0), numbers, -1), count, different
 
 
 @triton.jit
@@ -227,7 +237,7 @@ def _pairs_of(ids, slots, expert, num_rows, K: tl.constexpr, K_LANES: tl.constex
 
 
 # large: its arguments are half of it.
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "whole"])
 def linked_gates_kernel(
     x,  # [num_rows, hidden], x_stride apart
     ids,  # [num_rows, K] int
@@ -247,6 +257,7 @@ def linked_gates_kernel(
     width,
     groups,
     x_stride,
+    whole,
     K: tl.constexpr,
     K_LANES: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -264,7 +275,7 @@ def linked_gates_kernel(
     """Inner rows from `first` on of the experts on the host; grid (PROGRAMS)."""
     wait_and_release(PDL)
     DTYPE: tl.constexpr = x.dtype.element_ty
-    experts, numbers, count = _experts_on_host(ids, slots, num_rows * K, PAIRS)
+    experts, numbers, count, _ = _experts_on_host(ids, slots, num_rows * K, whole, PAIRS)
     strips = tl.cdiv(inner - first, FEATURES)
     tokens = tl.arange(0, _TOKENS)
     for index in tl.range(tl.program_id(0), count * strips, PROGRAMS, num_stages=1):
@@ -312,7 +323,7 @@ def linked_gates_kernel(
         tl.store(target, result, mask=there[:, None] & (pairs >= 0)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "whole"])
 def linked_outputs_kernel(
     middle,  # see `linked_gates_kernel`, as are the next eight
     ids,
@@ -323,6 +334,7 @@ def linked_outputs_kernel(
     zero,
     offset,
     row_scale,
+    bias,  # [experts, hidden], of whole experts; None
     weights,  # [num_rows, K] float32
     y,  # [num_rows, hidden] float32
     num_rows,
@@ -331,6 +343,7 @@ def linked_outputs_kernel(
     first,
     width,
     groups,
+    whole,
     K: tl.constexpr,
     K_LANES: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -342,12 +355,14 @@ def linked_outputs_kernel(
     PROGRAMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Weighted sums over the experts on the host, of the inner rows from `first` on, in the order
-    in which tokens name them; grid (PROGRAMS)."""
+    """Weighted sums over the experts on the host, in ascending order, of the inner rows from
+    `first` on; grid (PROGRAMS)."""
     wait_and_release(PDL)
-    experts, numbers, count = _experts_on_host(ids, slots, num_rows * K, PAIRS)
+    experts, numbers, count, different = _experts_on_host(
+        ids, slots, num_rows * K, whole, PAIRS
+    )  # fmt: skip
     strips = tl.cdiv(hidden, FEATURES)
-    if count == 0:
+    if different == 0:
         strips = 0
     tokens = tl.arange(0, _TOKENS)
     for strip in tl.range(tl.program_id(0), strips, PROGRAMS, num_stages=1):
@@ -381,6 +396,8 @@ def linked_outputs_kernel(
             sums = _scale_rows(
                 sums, scale, row_scale, rows, there, height * groups, line, GROUP, SCALE_ROWS
             )  # fmt: skip
+            if bias is not None:
+                sums += tl.load(bias + line + rows, mask=there, other=0.0).to(tl.float32)[:, None]
             total += sums * tl.load(weights + pairs, mask=chosen, other=0.0)[None, :]
         target = y + (tokens * hidden)[None, :] + rows[:, None]
         tl.store(target, total, mask=there[:, None] & (tokens < num_rows)[None, :])
@@ -461,11 +478,11 @@ def linked_experts(
     slots: Tensor,
     layer: HostLayer,
     *,
-    linked: int,
+    part: LinkPart,
     activation: Gate,
     places: Tensor | None = None,
 ) -> Tensor:
-    """Weighted sums of the last inner rows of the experts on the host.
+    """Weighted sums of a part of the experts on the host.
 
     Args:
         x: [T, hidden], rows contiguous; at most `MOST_TOKENS` tokens.
@@ -473,26 +490,29 @@ def linked_experts(
         weights: [T, k] float32, contiguous.
         slots: [T, k] int32: `ON_HOST` where the expert is the host's; see `expert_requests.Places`.
         layer: in page-locked memory if x is on a device; see `why_not_linked`.
-        linked: inner rows, the last ones; the others are a multiple of `LINKED_UNIT`, not 0.
+        part: not `NO_PART`; if it is `rows`, not all of them.
         places: [experts] int32 on the device: where `data` has each expert of the host; None: at
             its own number.
 
     Returns:
         [T, hidden] float32; undefined if no token has an expert on the host. Biases of `down` are
-        left out: they are the threads'.
+        the threads' where they have a part of the expert.
     """
     (rows, k), hidden = ids.shape, x.shape[1]
-    inner, first = layer.down.columns, layer.down.columns - linked
+    inner = layer.down.columns
+    first = inner - part.rows if part.rows else 0
+    whole = WHOLES if part.rows else part.whole
     assert 0 < rows <= MOST_TOKENS and x.stride(1) == 1
     assert ids.is_contiguous() and slots.is_contiguous() and weights.is_contiguous()
     assert weights.dtype == torch.float32 and slots.dtype == torch.int32
-    assert linked > 0 and first > 0 and first % LINKED_UNIT == 0
+    assert (part.rows > 0) != (part.whole > 0) and part.whole < WHOLES
+    assert not part.rows or (first > 0 and first % LINKED_UNIT == 0)
     assert layer.gate_up.columns == layer.down.rows == hidden
     assert layer.gate_up.scale is not None or layer.gate_up.data.dtype == x.dtype
     assert layer.down.scale is not None or layer.down.data.dtype == x.dtype
     assert (places is None) == (layer.gate_up.places is None)
     assert why_not_linked(layer, k, activation) is None
-    middle = torch.empty((rows * k, linked), dtype=x.dtype, device=x.device)
+    middle = torch.empty((rows * k, inner - first), dtype=x.dtype, device=x.device)
     y = torch.empty((rows, hidden), dtype=torch.float32, device=x.device)
     gate_up, down = _form_of(layer.gate_up), _form_of(layer.down)
     few = rows * k <= 16
@@ -521,6 +541,7 @@ def linked_experts(
         gate_up.width,
         gate_up.groups,
         x.stride(0),
+        whole,
         **gate_options(activation),
         **gate_up.options(),
         **shared,
@@ -531,6 +552,7 @@ def linked_experts(
         slots,
         places,
         *down.tensors,
+        None if part.rows else layer.down.bias,
         weights,
         y,
         rows,
@@ -539,6 +561,7 @@ def linked_experts(
         first,
         down.width,
         down.groups,
+        whole,
         **down.options(),
         **shared,
     )
@@ -552,23 +575,31 @@ def linked_experts_reference(
     slots: Tensor,
     layer: HostLayer,
     *,
-    linked: int,
+    part: LinkPart,
     activation: Gate,
     places: Tensor | None = None,
 ) -> Tensor:
     """`linked_experts` in plain torch, in float32 on the host; zeros of tokens that miss none."""
     gate, inner = GatedActivation(activation), layer.down.columns
-    first = inner - linked
+    first = inner - part.rows if part.rows else 0
+    different = ids[slots == ON_HOST].unique().tolist()
+    count = len(different) if part.rows else len(different) * part.whole // WHOLES
+    here = different[len(different) - count :]
     y = torch.zeros((len(x), x.shape[1]), dtype=torch.float32)
     for row, j in (slots == ON_HOST).nonzero().tolist():
         expert = int(ids[row, j])
+        if expert not in here:
+            continue
         place = expert if places is None else int(places[expert])
         both = _dense(layer.gate_up, expert, place) @ x[row].float().cpu()
         if layer.gate_up.bias is not None:
             both = both + layer.gate_up.bias[expert].float()
         middle = gate.plain(both.to(x.dtype).unsqueeze(0))[0]
         columns = _dense(layer.down, expert, place)[:, first:]
-        y[row] += float(weights[row, j]) * (columns @ middle[first:].float())
+        outputs = columns @ middle[first:].float()
+        if layer.down.bias is not None and not part.rows:
+            outputs = outputs + layer.down.bias[expert].float()
+        y[row] += float(weights[row, j]) * outputs
     return y.to(x.device)
 
 

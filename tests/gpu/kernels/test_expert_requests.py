@@ -18,6 +18,8 @@ from hetero_llm.bridge.expert_mailbox import (
     SEQUENCE,
     STOPPED,
     TOKENS,
+    WHOLE,
+    LinkPart,
     open_mailbox,
 )
 from hetero_llm.gpu.kernels.expert_requests import (
@@ -276,14 +278,14 @@ def test_the_part_of_the_device_is_posted_and_added(
     """To tokens that have asked alone: rows of the others are undefined."""
     rows, hidden, k = 5, 40, 2
     layer = Layer.of(device, rows, hidden, k, on_host=(1,))
-    exchange = dataclasses.replace(exchange_on(device, rows, hidden, k), linked=384)
+    exchange = dataclasses.replace(exchange_on(device, rows, hidden, k), part=LinkPart(384, 7))
     places = ask(
         layer.x, layer.ids, layer.weights, table=layer.table, hits=layer.hits(), layer=2,
         exchange=exchange,
     )  # fmt: skip
     synchronize(device)
     box = exchange.mailbox
-    assert int(box.request[LINKED]) == 384
+    assert (int(box.request[LINKED]), int(box.request[WHOLE])) == (384, 7)
     box.y.fill_(2.0)
     box.answer[ANSWERED] = box.request[SEQUENCE]
     asked = (places.slots == ON_HOST).any(1)

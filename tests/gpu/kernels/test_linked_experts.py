@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hetero_llm.bridge.expert_mailbox import LinkPart
 from hetero_llm.bridge.host_experts import HostLayer
 from hetero_llm.gpu.kernels.expert_requests import NOWHERE, ON_HOST
 from hetero_llm.gpu.kernels.linked_experts import (
@@ -66,11 +67,11 @@ def routes(
 
 def check(
     device: torch.device, layer: HostLayer, rows: int, k: int, *, dtype: torch.dtype,
-    linked: int, gate: Gate = "silu",
+    part: LinkPart, gate: Gate = "silu",
 ) -> None:  # fmt: skip
     x, ids, weights, slots = routes(device, rows, k, dtype, layer.down.rows)
     found, wanted = (
-        function(x, ids, weights, slots, layer, linked=linked, activation=gate)
+        function(x, ids, weights, slots, layer, part=part, activation=gate)
         for function in (linked_experts, linked_experts_reference)
     )
     asked = (slots == ON_HOST).any(1)
@@ -80,7 +81,7 @@ def check(
     torch.testing.assert_close(
         found[asked], wanted[asked], rtol=0, atol=tolerance * float(wanted.abs().max())
     )
-    again = linked_experts(x, ids, weights, slots, layer, linked=linked, activation=gate)
+    again = linked_experts(x, ids, weights, slots, layer, part=part, activation=gate)
     assert torch.equal(again[asked], found[asked])
 
 
@@ -91,20 +92,21 @@ def test_every_kind_of_weights(device: torch.device, name: str) -> None:
     hidden, inner = {"fp8_blocks": (256, 384), "int8_groups": (320, 320)}.get(name, (256, 320))
     layer = layer_of(KINDS[name], hidden=hidden, inner=inner)
     assert why_not_linked(layer, 3, "silu") is None
-    check(device, layer, 1, 3, dtype=dtype, linked=inner - 128)
-    check(device, layer, 5, 2, dtype=dtype, linked=inner - 256)
+    check(device, layer, 1, 3, dtype=dtype, part=LinkPart(inner - 128))
+    check(device, layer, 5, 2, dtype=dtype, part=LinkPart(whole=128))
 
 
 @pytest.mark.parametrize("rows, k", [(2, EXPERTS), (9, 4), (MOST_TOKENS, EXPERTS)])
-@pytest.mark.parametrize("linked", [64, 192])
-def test_tokens_and_choices(device: torch.device, rows: int, k: int, linked: int) -> None:
-    check(device, layer_of(KINDS["float32"]), rows, k, dtype=torch.float32, linked=linked)
+@pytest.mark.parametrize("part", [LinkPart(64), LinkPart(192), LinkPart(whole=150)], ids=str)
+def test_tokens_and_choices(device: torch.device, rows: int, k: int, part: LinkPart) -> None:
+    check(device, layer_of(KINDS["float32"]), rows, k, dtype=torch.float32, part=part)
 
 
 @pytest.mark.parametrize("gate", ["gelu_new", ClampedSwish(1.702, 7.0)], ids=str)
 def test_gates_and_biases(device: torch.device, gate: Gate) -> None:
     layer = layer_of(KINDS["fp4"], gate=gate, bias=torch.float16)
-    check(device, layer, 3, 3, dtype=torch.float16, linked=192, gate=gate)
+    for part in (LinkPart(192), LinkPart(whole=200)):
+        check(device, layer, 3, 3, dtype=torch.float16, part=part, gate=gate)
 
 
 def test_experts_in_places(device: torch.device) -> None:
@@ -122,9 +124,18 @@ def test_experts_in_places(device: torch.device) -> None:
     slots = torch.where(ids.cpu() % 3 != 1, ON_HOST, 0).to(torch.int32).to(device)
     places = torch.from_numpy(order).to(device)
     found = linked_experts(
-        x, ids, weights, slots, HostLayer(*moved), linked=64, activation="silu", places=places
+        x,
+        ids,
+        weights,
+        slots,
+        HostLayer(*moved),
+        part=LinkPart(64),
+        activation="silu",
+        places=places,
     )
-    wanted = linked_experts_reference(x, ids, weights, slots, layer, linked=64, activation="silu")
+    wanted = linked_experts_reference(
+        x, ids, weights, slots, layer, part=LinkPart(64), activation="silu"
+    )
     asked = (slots == ON_HOST).any(1)
     limit = 2e-3 * float(wanted.abs().max())
     torch.testing.assert_close(found[asked], wanted[asked], rtol=0, atol=limit)
@@ -136,7 +147,7 @@ def test_without_an_expert_on_the_host_nothing_is_written(device: torch.device) 
     slots.fill_(5)
     layer.down.data.fill_(float("nan"))
     layer.gate_up.data.fill_(float("nan"))
-    found = linked_experts(x, ids, weights, slots, layer, linked=64, activation="silu")
+    found = linked_experts(x, ids, weights, slots, layer, part=LinkPart(64), activation="silu")
     assert found.shape == (3, HIDDEN)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hetero_llm import SamplingParams
+from hetero_llm.bridge.expert_mailbox import NO_PART, LinkPart
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.engine.builders import build_experts
 from hetero_llm.engine.builders.build_experts import expert_modules
@@ -143,8 +144,8 @@ def test_half_precision_through_the_engine(wide: Path, quantization: str | None)
 def test_the_link_as_a_third_lane_of_the_engine(
     wide_cut: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None, exclusive: bool
 ) -> None:
-    """The most that is measured, of all small steps: first tokens are those of the threads alone,
-    but for near ties in 16 bits."""
+    """The most inner rows, and the most experts, that are tried, of all small steps: first tokens
+    are those of the threads alone, but for near ties in 16 bits."""
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     settings = {
         **BF16,
@@ -154,23 +155,29 @@ def test_the_link_as_a_third_lane_of_the_engine(
     if exclusive:
         monkeypatch.setattr(build_experts, "plan_experts", exclusive_plan)
     found = []
-    for choose in (lambda times: 0, max):
+    for wanted in ("", "rows", "whole"):
+
+        def choose(times: dict[LinkPart, float], none: LinkPart, wanted: str = wanted) -> LinkPart:
+            return max(times, key=lambda part: getattr(part, wanted)) if wanted else none
+
         monkeypatch.setattr(build_experts, "choose_linked", choose)
         llm = start(wide_cut, **settings)
         try:
             experts = llm.engine.runner.experts
-            assert (experts.linked_rows(1) > 0) == (choose is max)
+            assert (experts.link_part(1) != NO_PART) == bool(wanted)
             outputs = [generate(llm, [prompt], params)[0] for prompt in many_prompts()]
             found.append([output.outputs[0].token_ids[0] for output in outputs])
         finally:
             llm.close()
             gc.collect()
-    same = sum(a == b for a, b in zip(*found, strict=True))
-    assert same >= 0.8 * len(found[0])
+    for other in found[1:]:
+        same = sum(a == b for a, b in zip(found[0], other, strict=True))
+        assert same >= 0.8 * len(other)
 
 
+@pytest.mark.parametrize("part", [LINKED, LinkPart(whole=128)], ids=["rows", "whole"])
 def test_the_part_of_the_gpu_beside_graphs_and_exchanges(
-    tmp_path: Path, device: torch.device
+    tmp_path: Path, device: torch.device, part: LinkPart
 ) -> None:
     """Tokens of decoding steps that are replayed, while experts change sides in every step."""
     count = 40
@@ -181,11 +188,11 @@ def test_the_part_of_the_gpu_beside_graphs_and_exchanges(
         copies=lambda bank: StreamCopies(device),
         placement=lambda table: EveryStep(table, owners_stay=True),
     ) as hybrid:  # fmt: skip
-        hybrid.experts.use_link({16: LINKED})
+        hybrid.experts.use_link({16: part})
         runner = runner_on(hybrid, device)
         found = [runner.finish(runner.launch(step)).token_ids for step in steps(count)]
         assert found == wanted
-        assert LINKED in hybrid.team.linked and hybrid.experts.moves.num_promoted >= 5
+        assert part in hybrid.team.parts and hybrid.experts.moves.num_promoted >= 5
 
 
 def test_threads_that_stop_end_the_engine(checkpoint: Path) -> None:

@@ -16,6 +16,7 @@ constexpr int64_t kMostStrip = 64, kLeastGates = 8, kLeastOutputs = 16;
 constexpr int64_t kTasksPerThread = 16;              // that strips are made small for
 constexpr int64_t kTokensAtOnce = 64;                // of an expert: their results stay in L1
 constexpr int64_t kChunk = 1024;                     // elements that a task prepares
+constexpr int64_t kWholes = 256;                     // parts of all experts that a request counts by
 
 std::vector<int32_t> places(int64_t depth, const Layout& layout) {
     std::vector<int32_t> found(depth);
@@ -88,13 +89,14 @@ Matrix Exchange::matrix_at(const int64_t* at, const Form& form) const {
             (const char*)zeros, (const float*)at[4], (const char*)at[5]};
 }
 
-Refusal Exchange::open(int64_t layer, int64_t tokens, int64_t linked) {
+Refusal Exchange::open(int64_t layer, int64_t tokens, int64_t linked, int64_t whole) {
     parts_.clear();
     if (layer < 0 || layer >= s_.layers) return Refusal::kLayer;
     if (tokens < 0 || tokens > s_.max_tokens) return Refusal::kTokens;
     // Behind a multiple of kRowDepth no kernel reads what an earlier request left in a row.
     if (linked < 0 || linked >= s_.inner || (linked > 0 && (s_.inner - linked) % kRowDepth != 0))
         return Refusal::kLinked;
+    if (whole < 0 || whole >= kWholes || (whole > 0 && linked > 0)) return Refusal::kLinked;
     inner_ = s_.inner - linked;
     down_.depth = inner_;
     const int64_t k = s_.experts_per_token;
@@ -124,12 +126,16 @@ Refusal Exchange::open(int64_t layer, int64_t tokens, int64_t linked) {
         tokens_[at] = (int32_t)(i / k);
         weights_[at] = s_.weights[i];
     }
+    int64_t different = 0;
+    for (int64_t e = 0; e < s_.experts; ++e) different += starts_[e + 1] > starts_[e];
+    const int64_t own = different - different * whole / kWholes;
     int64_t block = 0;
     dots_serve_ = false;
     packed_pairs_.clear();
     for (int64_t e = 0; e < s_.experts; ++e) {
         const int64_t first = starts_[e], rows = starts_[e + 1] - first;
         if (rows == 0) continue;
+        if ((int64_t)parts_.size() == own) break;
         const int64_t* at = s_.addresses + (layer * s_.experts + e) * 2 * kAddresses;
         Part part{matrix_at(at, s_.gate_up), matrix_at(at + kAddresses, s_.down), first, rows, -1};
         if (!part.gate_up.data || !part.down.data) {

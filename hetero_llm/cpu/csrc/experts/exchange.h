@@ -61,9 +61,9 @@ class Exchange {
     ~Exchange();
 
     // Reads the ids of a request. The last `linked` inner rows of every expert are the device's: the
-    // others are a multiple of kRowDepth, or all. Called by one thread, while no other one is in
-    // `work`.
-    Refusal open(int64_t layer, int64_t tokens, int64_t linked);
+    // others are a multiple of kRowDepth, or all. Or `whole` 256ths of the experts are, rounded
+    // down, those of the highest numbers. Called by one thread, while no other one is in `work`.
+    Refusal open(int64_t layer, int64_t tokens, int64_t linked, int64_t whole);
     // Whether any token wants an expert of the host.
     bool is_empty() const { return parts_.empty(); }
     // Computes y of the tokens that asked; every thread of the team calls it.
