@@ -174,11 +174,11 @@ def expected(
     kept = host.inner - part.rows
     asked = mailbox.ids[:tokens]
     different = asked[asked != ON_DEVICE].unique().tolist()
-    own = different[: len(different) - len(different) * part.whole // WHOLES]
+    teams = different[: len(different) - len(different) * part.whole // WHOLES]
     y = torch.zeros(tokens, host.hidden)
     for token in range(tokens):
         for expert, weight in zip(mailbox.ids[token], mailbox.weights[token], strict=True):
-            if int(expert) not in own:
+            if int(expert) not in teams:
                 continue
             x = mailbox.x[token].float()
             first = mixture.gate_up[layer, expert] @ x
