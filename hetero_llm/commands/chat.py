@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hetero_llm.bench_client.errors import ServerError
@@ -66,10 +67,17 @@ _CHAT_FLAGS: tuple[ArgSpec, ...] = grouped(
     "Conversation",
     effective("system", Kind.STR, None, "System prompt.", aliases=("system_prompt",)),
     effective("chat_template", Kind.PATH, None, "File with a chat template, for --model."),
+    effective("quick", Kind.STR, None, "Message to answer, and to end after."),
 )
 _COMPLETE_FLAGS: tuple[ArgSpec, ...] = grouped(
     "Prompt",
-    effective("prompt", Kind.STR, None, "The prompt (default: the argument, or standard input)."),
+    effective(
+        "prompt",
+        Kind.STR,
+        None,
+        "The prompt (default: the argument, or standard input).",
+        aliases=("quick",),
+    ),
 )
 
 
@@ -146,7 +154,13 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def run_chat(options: argparse.Namespace) -> int:
     """Runs a conversation until the end of the input or /quit."""
     values = values_of((*_CHAT_FLAGS, *_SHOW_FLAGS), options)
-    interactive = sys.stdin.isatty()
+    quick = values["quick"]
+    interactive = quick is None and sys.stdin.isatty()
+    read = _read_prompted if interactive else _read_line
+    if quick is not None:
+        if not quick.strip():
+            raise ConfigError("quick", quick, "is empty")
+        read = partial(next, iter([quick]), None)
     with _open_model(options, {}, values["chat_template"]) as model:
         model.connect()
         if interactive:
@@ -154,7 +168,7 @@ def run_chat(options: argparse.Namespace) -> int:
         converse(
             model,
             system=values["system"],
-            read=_read_prompted if interactive else _read_line,
+            read=read,
             write=write,
             note=_note,
             interactive=interactive,

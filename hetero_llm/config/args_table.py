@@ -47,8 +47,9 @@ _MODEL = grouped(
         "model_impl",
         "auto",
         "What computes the model: 'native' is our implementation, 'transformers' the class of that "
-        "library with our attention; 'auto' is the first where there is one. Not in TACO-LLM.",
-        choices=("auto", "native", "transformers"),
+        "library with our attention; 'auto' is the first where there is one, and 'vllm' another "
+        "name of 'native'. Not in TACO-LLM.",
+        choices=("auto", "native", "vllm", "transformers"),
     ),
     argument("download_dir", Kind.PATH, "Where to download; default: Hugging Face cache."),
     argument(

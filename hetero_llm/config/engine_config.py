@@ -190,6 +190,7 @@ class EngineConfig:
             # The model's revision means nothing in another repository.
             "tokenizer_revision": args["tokenizer_revision"]
             or (args["revision"] if args["tokenizer"] in (None, model) else None),
+            "model_impl": "native" if args["model_impl"] == "vllm" else args["model_impl"],
             "load_format": _LOAD_FORMATS.get(args["load_format"], args["load_format"]),
             "hf_overrides": args["hf_overrides"] or {},
             "quantization": _quantization(args["load_format"], args["quantization"]),

@@ -96,6 +96,9 @@ class Generation(msgspec.Struct, kw_only=True):
     lora_request: Any = None
     kv_transfer_params: Any = None
     vllm_xargs: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    media_io_kwargs: Any = None
 
 
 class CompletionRequest(Generation, kw_only=True):
@@ -219,6 +222,9 @@ UNAVAILABLE = {
     "audio": "audio",
     "web_search_options": "web search",
     "mm_processor_kwargs": "input other than text",
+    "thinking_token_budget": "a limit on the tokens of reasoning",
+    "repetition_detection": "ending a text that repeats itself",
+    "media_io_kwargs": "another way to read images",
 }
 """Request fields of features that are not available, and what messages call the feature."""
 

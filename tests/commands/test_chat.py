@@ -145,6 +145,20 @@ def test_chat_with_a_server(
     assert "max_tokens" not in first
 
 
+def test_one_quick_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Request] = []
+    with serving_beside(model_script(words, seen=seen)) as url:
+        assert through_pipe(monkeypatch, ["chat", "--url", url, "--quick", "hi"], "unread") == 0
+        assert through_pipe(monkeypatch, ["complete", "--url", url, "--quick", "once"]) == 0
+    assert capsys.readouterr().out.startswith("w0 w1 w2 \nw0 ")
+    chat, complete = (request.body for request in seen if "completions" in request.path)
+    assert roles(chat["messages"]) == "u:hi"
+    assert complete["prompt"] == "once"
+    assert cli.main(["chat", "--quick", " "]) == 2
+
+
 def test_complete_with_a_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

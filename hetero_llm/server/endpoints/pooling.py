@@ -151,6 +151,10 @@ class PoolingEndpoints:
                 raise unsupported(name, feature)
         if body.priority:
             raise unsupported("priority", "priority scheduling")
+        if getattr(body, "embed_dtype", None) not in (None, "float32"):
+            raise unsupported("embed_dtype", "another type of vectors than float32")
+        if getattr(body, "endianness", None) not in (None, "native", "little"):
+            raise unsupported("endianness", "another order of bytes than little-endian")
         short_text("request_id", body.request_id, context.settings.limits.request_id_chars)
         return body
 
