@@ -74,7 +74,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cpu.expert_team": (*_DEVICE, "bridge.expert_mailbox", "bridge.host_experts"),
     "cpu.draft_worker": (*_DEVICE, "cpu", "spec_decode", "bridge.ipc"),
     "gpu": (*_DEVICE, "bridge.kv_offload", "bridge.expert_mailbox", "bridge.host_experts", "lora"),
-    "gpu.kernels": ("models", "quantization.matrix", "sampling", "bridge.expert_mailbox"),
+    "gpu.kernels": (
+        "models", "quantization.matrix", "sampling", "bridge.expert_mailbox", "bridge.host_experts",
+    ),
     "engine": _ENGINE,
     "engine.builders": (*_BUILDER, "engine", "quantization.matrix"),
     "engine.factory": _BUILDER,

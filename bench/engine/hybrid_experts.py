@@ -21,6 +21,11 @@ Table 1, for each trace and batch:
 - `model_ms`: for each layer, the attention's bytes at the GPU's rate, then the longer one of the
   host's bytes at the read rate of all threads and the bank's bytes at the GPU's rate; `of_model`:
   model_ms / ms;
+- `linked`: what the GPU computes of the missed experts, reading it over the link while the threads
+  compute the rest: the last inner rows of each, or a share of them whole; as the engine chooses it,
+  or, if it chooses nothing (`pays` is False), the fastest part that it tries; `linked_ms` with it
+  and `alone_ms` without, from the same graphs in turns, experts fixed; `link_gain`: alone_ms /
+  linked_ms; `linked_over_link`: link_ms / linked_ms;
 - `link_ms`: what streaming the same missed experts takes at least: their bytes at the link's rate,
   in place of the host's; `over_link`: link_ms / ms.
 
@@ -35,6 +40,9 @@ where all experts fit, `plan_experts` makes none, and the layers are the plain o
 Table 4, how much a batch can gain: `bound`, tokens/s of the largest batch over those of one
 sequence by `model_ms`, and `gain`, as measured.
 
+Table 5, what the engine measures at start to choose `linked`: ms of a layer with random routes, by
+`linked`.
+
 Rates of the same run: plain reads by the threads, page-locked memory to the GPU, copies on the GPU
 (bytes read plus written).
 """
@@ -44,6 +52,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,16 +65,18 @@ from bench.common import Rows, bench_parser, names_of, numbers, print_table, rep
 from bench.cpu_limits import ReadProbe
 from bench.engine.expert_placement import SETUPS, TRACES, make_trace
 from bench.gpu_timing import capture, copy_bandwidth, event_ms, link_rate
-from hetero_llm.bridge.expert_mailbox import ExpertMailbox, open_mailbox
+from hetero_llm.bridge.expert_mailbox import NO_PART, WHOLES, ExpertMailbox, LinkPart, open_mailbox
 from hetero_llm.bridge.host_experts import HostExperts, HostLayer, HostMatrices
 from hetero_llm.cpu import native
 from hetero_llm.cpu.expert_team import ExpertTeam
-from hetero_llm.engine.builders.build_experts import join_experts
+from hetero_llm.engine.builders.build_experts import join_experts, link_parts
 from hetero_llm.engine.builders.expert_store import ExpertMemory
 from hetero_llm.expert_offload.placement import ExpertPlacement, PromotionBudget
+from hetero_llm.expert_offload.step_costs import choose_linked
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.expert_moves import FixedPlacement, Placement
 from hetero_llm.gpu.hybrid_experts import HybridExperts
+from hetero_llm.gpu.kernels.linked_experts import MOST_TOKENS
 from hetero_llm.gpu.kernels.quantized_experts import quantized_experts
 from hetero_llm.gpu.kernels.skinny_gemm import linear
 from hetero_llm.models.experts import Experts
@@ -80,6 +91,7 @@ _PATTERN = 1 << 26
 _RATE = 2e9
 _EXCHANGES, _REPLAYS = 8, 400
 _RESIDENT_LAYERS = 8
+_TURNS = 4
 
 
 def fp8_layers(count: int, inner: int, hidden: int, memory: Any) -> HostExperts:
@@ -262,11 +274,49 @@ def measure_trace(stack: Stack, name: str, batch: int, seconds: float) -> dict[s
             row["of_model"] = row["model_ms"] / row["fixed_ms"]
             row["over_link"] = row["link_ms"] / row["fixed_ms"]
             row["steps"] = len(times)
+            if batch <= MOST_TOKENS:
+                step = partial(stack.step, modules, routes, x)
+                row |= third_lane(experts, routes, step, seconds)
+                row["linked_over_link"] = row["link_ms"] / row["linked_ms"]
         else:
             row["promoted"] = experts.moves.num_promoted
             row["late_ms"] = statistics.median(times[len(times) // 2 :])
         del graph, experts, team
     return row
+
+
+def third_lane(
+    experts: HybridExperts, routes: Routes, step: Callable[[], None], seconds: float
+) -> dict[str, Any]:
+    """See the module; `experts` is left as it was."""
+    batch, inner = routes.ids.shape[2], experts.bank.host.inner
+    found = experts.measure_linked([batch], link_parts(inner))[batch]
+    linked = choose_linked(found, NO_PART)
+    row: dict[str, Any] = {"pays": linked != NO_PART}
+    row["start_ms"] = {name_of(part): 1e3 * seconds for part, seconds in found.items()}
+    if linked == NO_PART:
+        linked = min((part for part in found if part != NO_PART), key=found.__getitem__)
+    graphs = []
+    for some in (NO_PART, linked):
+        experts.use_link({batch: some})
+        graphs.append(capture(step))
+    experts.use_link({})
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(_TURNS):
+        for graph, own in zip(graphs, times, strict=True):
+            routes.start_at(routes.steps // 2)
+            count = routes.steps - routes.steps // 2
+            own += run_steps(experts, graph, batch, count, seconds / _TURNS)
+    torch.cuda.synchronize()
+    alone, with_link = (statistics.median(own) for own in times)
+    gain = {"alone_ms": alone, "linked_ms": with_link, "link_gain": alone / with_link}
+    return row | {"linked": name_of(linked)} | gain
+
+
+def name_of(part: LinkPart) -> str:
+    if part.rows:
+        return f"{part.rows} rows"
+    return f"{part.whole / WHOLES:.2f} whole" if part.whole else "none"
 
 
 def placement_of(stack: Stack, seen: np.ndarray, *, moves: bool) -> Placement:
@@ -419,8 +469,15 @@ def main() -> None:
         ]
     gains = gains_of(table)
     print_table(gains)
+    starts = [
+        {"trace": row["trace"], "batch": row["batch"], **row.pop("start_ms")}
+        for row in table
+        if "start_ms" in row
+    ]
+    if starts:
+        print_table(starts)
     about = {"layers": args.layers, "resident": args.resident, "rates": rates}
-    about |= {"hand_over": overs, "all_resident": resident, "gains": gains}
+    about |= {"hand_over": overs, "all_resident": resident, "gains": gains, "start_ms": starts}
     report("hybrid_experts", about, table, args.out)
 
 

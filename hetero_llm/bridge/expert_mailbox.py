@@ -4,9 +4,10 @@ One mailbox serves one device and one team of threads. A layer's exchange has fo
 next layer's begins after the last of them, so one mailbox is enough:
 
 1. A kernel writes the tokens that need an expert on the host: their rows of `x`, and `ids` and
-   `weights`. Then it writes LAYER and TOKENS, and last, as a release to the whole system, SEQUENCE.
+   `weights`. Then it writes the other words, and last, as a release to the whole system, SEQUENCE.
 2. The team, which polls SEQUENCE, computes for each of these tokens the sum of weight * output over
-   its experts on the host, and writes it to the token's row of `y`.
+   its experts on the host, without the device's part (`LinkPart`), and writes it to the token's row
+   of `y`.
 3. It writes SEQUENCE's value to ANSWERED, as a release.
 4. A kernel, which polls ANSWERED, adds the rows of `y`.
 
@@ -28,15 +29,38 @@ if TYPE_CHECKING:
 WORDS = 16
 """int32 words of `request` and of `answer`: a cache line each."""
 
-SEQUENCE, LAYER, TOKENS = 0, 1, 2
+SEQUENCE, LAYER, TOKENS, LINKED, WHOLE = 0, 1, 2, 3, 4
 """Words of `request`: the exchange's number; its layer, counted over the layers that have experts;
-tokens of the step, rows of `ids` that the team has to look at."""
+tokens of the step, rows of `ids` that the team has to look at; and `LinkPart.rows` and `whole`:
+what the device computes itself of the experts that `ids` names."""
+
+LINKED_UNIT, WHOLES = 128, 256
+"""See `LinkPart`."""
 
 ANSWERED, STOPPED = 0, 1
 """Words of `answer`: the last exchange whose `y` is complete; not zero: no answer will come."""
 
 ON_DEVICE = -1
 """In `ids`: this choice of the token is not the team's."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPart:
+    """What the device computes of the experts that a request names: some inner rows of each, or
+    some experts, or nothing. Both sides know it from the request alone.
+
+    Attributes:
+        rows: the last inner rows of every expert; those of the team are then a multiple of
+            `LINKED_UNIT`.
+        whole: `WHOLES`-ths of the different experts, rounded down to whole ones, those of the
+            highest numbers. Not with `rows`.
+    """
+
+    rows: int = 0
+    whole: int = 0
+
+
+NO_PART = LinkPart()
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,6 +197,15 @@ class HostExperts:
             ):
                 assert one.kind == first.kind and one.data.shape == first.data.shape
 
+    def is_page_locked(self) -> bool:
+        """Whether a device reads all of it where it lies. Needs a device."""
+        return all(
+            tensor.is_pinned()
+            for layer in self.layers
+            for part in (layer.gate_up, layer.down)
+            for _, tensor in part.tensors()
+        )
+
     @property
     def num_layers(self) -> int:
         """Layers that have experts."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hetero_llm.bridge.expert_mailbox import STOPPED, ExpertMailbox
+from hetero_llm.bridge.expert_mailbox import NO_PART, STOPPED, ExpertMailbox, LinkPart
 from hetero_llm.bridge.host_experts import HostExperts, HostMatrices
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.cpu import native
@@ -49,6 +49,7 @@ _REASONS = {
     3: "a request had more tokens than the mailbox",
     4: "a request named an expert that there is not",
     5: "a request named an expert that host memory does not hold",
+    6: "a request left a part of the experts to the device that no kernel leaves out",
 }
 _LONG, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
@@ -57,7 +58,8 @@ class _Form(ctypes.Structure):
     """`Form` of csrc/experts/matrix.h."""
 
     _fields_ = [
-        (name, _LONG) for name in ("kind", "scale", "group", "scale_rows", "rows", "depth", "zeros")
+        (name, _LONG)
+        for name in ("kind", "scale", "group", "scale_rows", "rows", "depth", "zeros", "stored")
     ]
 
 
@@ -198,7 +200,7 @@ def declare(library: ctypes.CDLL) -> None:
             "stop": (None, [_POINTER]),
             "free": (None, [_POINTER]),
             "running": (None, [_POINTER, _POINTER]),
-            "post": (_LONG, [_POINTER] * 2 + [_LONG] * 4 + [_POINTER]),
+            "post": (_LONG, [_POINTER] * 2 + [_LONG] * 6 + [_POINTER]),
         },
     )
 
@@ -209,6 +211,7 @@ def post(
     layer: int,
     tokens: int,
     *,
+    part: LinkPart = NO_PART,
     count: int = 1,
     gap_us: float = 0.0,
 ) -> np.ndarray:
@@ -216,6 +219,7 @@ def post(
 
     Args:
         tokens: of `ids`, `weights` and `x`, which the caller has written.
+        part: that the device computes itself.
         count: equal requests, one after the other.
         gap_us: spins for so long before each.
 
@@ -228,8 +232,8 @@ def post(
     declare(library)
     nanoseconds = np.zeros(count, np.int64)
     stopped = library.hetero_experts_post(
-        mailbox.request.data_ptr(), mailbox.answer.data_ptr(), layer, tokens, count,
-        int(gap_us * 1e3), nanoseconds.ctypes.data,
+        mailbox.request.data_ptr(), mailbox.answer.data_ptr(), layer, tokens, part.rows,
+        part.whole, count, int(gap_us * 1e3), nanoseconds.ctypes.data,
     )  # fmt: skip
     if stopped:
         raise RuntimeError(f"the threads that compute experts have ended: {_REASONS[stopped]}")
@@ -297,7 +301,7 @@ def _form(matrices: HostMatrices) -> _Form | None:
         return None
     form = _Form(
         kind=_KINDS[matrices.kind], scale=0, group=1, scale_rows=1, rows=matrices.rows,
-        depth=matrices.columns, zeros=_NO_ZEROS,
+        depth=matrices.columns, zeros=_NO_ZEROS, stored=matrices.columns,
     )  # fmt: skip
     if matrices.scale is None:
         return form

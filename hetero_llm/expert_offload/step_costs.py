@@ -1,5 +1,6 @@
-"""Seconds of steps by number of tokens, where some experts run on the host; and which experts of a
-long step the threads compute while the link brings the others.
+"""Seconds of steps by number of tokens, where some experts run on the host; which experts of a long
+step the threads compute while the link brings the others; and how much of the experts of a small
+step the GPU reads over the link itself.
 
 Graphs are timed by replays whose tokens are padding, and padding asks for no experts. The draft
 budget (`spec_decode.budget`) would take more tokens for nearly free, while each wakes experts in
@@ -8,12 +9,17 @@ host memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+Part = TypeVar("Part")
+"""Of the experts on the host."""
 
 
 def with_host_experts(
@@ -133,3 +139,46 @@ def fit_lane_costs(
                 best[list(used)] = found
     exchange, expert, row = (best * max(slowdown, 1.0)).tolist()
     return LaneCosts(exchange, expert, row, link_seconds / on_host)
+
+
+LINKED_SIZES = (1, 4, 16)
+"""Tokens of a step for which the link's part is measured; a step takes the next larger size."""
+
+LEAST_ON_HOST = 0.05
+"""Share of all experts: below it nearly all steps miss no expert, and two kernels more in each
+layer cost more than the link's part saves."""
+
+_SHARES = (0.15, 0.55)
+"""Of an expert's inner rows, or of the experts: threads and link are about as fast (107 and 50 GB/s
+were measured, 74 and 49 at once)."""
+_CANDIDATES, _LEAST_GAIN = 4, 0.03
+
+
+def linked_rows(inner: int, unit: int) -> tuple[int, ...]:
+    """How many inner rows of each expert the link's part may have, ascending; a few numbers.
+
+    Args:
+        inner: rows of an expert.
+        unit: of the rows that are not the link's.
+    """
+    low, high = (share * inner for share in _SHARES)
+    found = [n for n in range(inner % unit or unit, inner, unit) if low <= n <= high]
+    step = -(-len(found) // _CANDIDATES) if found else 1
+    return tuple(found[::step])
+
+
+def linked_wholes(wholes: int) -> tuple[int, ...]:
+    """How many parts out of `wholes` of all experts the link may have, ascending; a few numbers.
+    Shares are rounded down to experts: 0.26 gives it one of four, 0.34 one of three."""
+    return tuple(math.ceil(share * wholes) for share in (0.26, 0.34, 0.41, 0.51))
+
+
+def choose_linked(seconds: Mapping[Part, float], none: Part) -> Part:
+    """The fastest of some parts of the link, if it saves 3% over none; else none.
+
+    Args:
+        seconds: part -> time of a layer.
+        none: the part that is nothing; in `seconds`.
+    """
+    best = min(seconds, key=seconds.__getitem__)
+    return best if seconds[best] <= (1.0 - _LEAST_GAIN) * seconds[none] else none

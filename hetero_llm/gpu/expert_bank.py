@@ -221,6 +221,8 @@ class ExpertBank:
         gate_up, down: the matrices.
         table: [layers, experts] int32: slots, or `ON_HOST`.
         hits: [layers, experts] int32, counted up by `expert_requests.post`.
+        places: [layers, experts] int32, where host memory has the experts that the table says are
+            there, if it does not hold all (`HostPlaces`); None: it does.
     """
 
     def __init__(
@@ -247,6 +249,9 @@ class ExpertBank:
         shape = (host.num_layers, host.num_experts)
         self.table = torch.full(shape, ON_HOST, dtype=torch.int32, device=device)
         self.hits = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.places: Tensor | None = None
+        if host.places is not None:
+            self.places = torch.from_numpy(host.places.table).to(device, copy=True)
 
     @property
     def device(self) -> torch.device:
@@ -282,6 +287,10 @@ class ExpertBank:
         self.gate_up.save(slot, first.gate_up.data[place])
         self.down.save(slot, first.down.data[place])
 
+    def layer_places(self, layer: int) -> Tensor | None:
+        """A layer's row of `places`."""
+        return None if self.places is None else self.places[layer]
+
     def staging_slot(self, layer: int) -> int:
         """The first of the slots in which a layer's experts are streamed: layers alternate."""
         return self.num_slots + layer % 2 * self.staging
@@ -297,5 +306,7 @@ class ExpertBank:
         self.show(table)
 
     def show(self, table: np.ndarray) -> None:
-        """Writes the table; the slots that it names are filled."""
+        """Writes the table; the slots and the places that it names are filled."""
         self.table.copy_(torch.from_numpy(table))
+        if self.places is not None and self.host.places is not None:
+            self.places.copy_(torch.from_numpy(self.host.places.table))

@@ -31,13 +31,14 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hetero_llm.core.null_objects import do_nothing
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.kernels.expert_requests import ON_HOST, write_table
 
-_TURNS = 8
-"""More than the steps that may be launched and not finished."""
+_TURNS = 16
+"""More than twice the steps that may be launched and not finished: each writes two tables."""
 
 
 class Promotion(Protocol):
@@ -227,7 +228,9 @@ class ExpertMoves:
         self._ring = torch.zeros(_TURNS, 2 * most_changes, dtype=torch.int32, pin_memory=pin)
         self._rows = self._ring.numpy()
         self._turn = 0
-        self._changes: dict[int, int] = {}  # of the flat table
+        # Of the flat tables of slots and of places.
+        self._changes: dict[int, int] = {}
+        self._moved: dict[int, int] = {}
         write_table(bank.table, self._ring[0], 0)  # compiles
 
     @property
@@ -248,8 +251,10 @@ class ExpertMoves:
                 self._start_copies()
         if chooses:
             self._promote(link_is_busy)
+        if self._moved and self._bank.places is not None:
+            self._write(self._bank.places, self._moved)
         if self._changes:
-            self._write_table()
+            self._write(self._bank.table, self._changes)
         self._launched += 1
 
     def finished(self) -> None:
@@ -272,6 +277,7 @@ class ExpertMoves:
             assert self._places is not None and move.evicted is not None
             self._places.publish(move.place)
             self.placement.vacate(move.slot)
+            self._moved[self._number(*move.evicted)] = move.place
             self._change(*move.evicted, ON_HOST)
             move.phase, move.step = _CLEARED, self._launched
             return False
@@ -315,17 +321,21 @@ class ExpertMoves:
                 move.phase, move.place = _SAVE, self._places.begin(*one.evicted)
 
     def _change(self, layer: int, expert: int, slot: int) -> None:
-        self._changes[layer * self._bank.host.num_experts + expert] = slot
+        self._changes[self._number(layer, expert)] = slot
 
-    def _write_table(self) -> None:
-        changes = list(self._changes.items())
-        self._changes.clear()
+    def _number(self, layer: int, expert: int) -> int:
+        return layer * self._bank.host.num_experts + expert
+
+    def _write(self, table: Tensor, entries: dict[int, int]) -> None:
+        """Changes a table on the device ahead of the next step, and forgets the changes."""
+        changes = list(entries.items())
+        entries.clear()
         for first in range(0, len(changes), self._most):
             if first and self._bank.device.type == "cuda":
                 torch.cuda.synchronize(self._bank.device)  # rare; rows of the ring stay as they are
             some = changes[first : first + self._most]
             self._turn = (self._turn + 1) % _TURNS
             row = self._rows[self._turn]
-            row[: len(some)] = [place for place, _ in some]
-            row[self._most : self._most + len(some)] = [slot for _, slot in some]
-            write_table(self._bank.table, self._ring[self._turn], len(some))
+            row[: len(some)] = [number for number, _ in some]
+            row[self._most : self._most + len(some)] = [value for _, value in some]
+            write_table(table, self._ring[self._turn], len(some))

@@ -1,8 +1,10 @@
 """A mixture whose experts are in the bank on the GPU, and on the host where the bank has no room.
 
 Layers call `start` and `function` of their `HybridLayer`. Steps of at most `most_rows` tokens ask
-CPU threads for the experts on the host (`kernels.expert_requests`); longer ones stream them through
-the GPU (`expert_streams`), but for those of few tokens, which the threads compute. The runner calls
+CPU threads for the experts on the host (`kernels.expert_requests`), and where the link is a third
+lane (`use_link`), the GPU computes a part of these experts meanwhile (`kernels.linked_experts`).
+Longer steps stream them through the GPU (`expert_streams`), but for those of few tokens, which the
+threads compute. The runner calls
 `before_launch`, `begin` and `finished`. Between steps,
 counters of visits lead to promotions (`expert_moves`).
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hetero_llm.bridge.expert_mailbox import NO_PART, LinkPart
 from hetero_llm.core.null_objects import do_nothing
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.expert_moves import ExpertMoves
@@ -31,6 +34,7 @@ from hetero_llm.gpu.kernels.expert_requests import (
     wait_add,
 )
 from hetero_llm.gpu.kernels.experts import bank_experts
+from hetero_llm.gpu.kernels.linked_experts import MOST_TOKENS, linked_experts
 from hetero_llm.gpu.kernels.quantized_experts import quantized_bank_experts
 from hetero_llm.models.config import Gate
 from hetero_llm.models.experts import Experts
@@ -41,6 +45,8 @@ _PROMPT_BYTES = 1 << 30
 """That may be copied at once after a long prompt: some 20 ms of a link, beside the steps."""
 _NO_LIMIT = 1 << 30
 _TIMED = 3
+_TIMED_EXCHANGES = 8
+"""Of a captured step for measurements: together they read more than a processor caches."""
 
 
 class NoHybridExperts:
@@ -118,12 +124,14 @@ class Started:
     """What a layer hands from `start` to `finish`.
 
     Attributes:
+        ids: of the tokens.
         table: [experts] int32 on the device: the slots of the layer's experts.
         exchange: None: no expert is left to the threads.
         streamed: whether experts visit the staging slots.
     """
 
     places: Places
+    ids: Tensor
     table: Tensor
     exchange: Exchange | None
     streamed: bool
@@ -144,6 +152,7 @@ class LaneTimes:
     slowdown: float
 
 
+# large: layers, the runner and what is measured at start use the same parts.
 class HybridExperts:
     """See the module. One thread launches, finishes and reads.
 
@@ -159,7 +168,7 @@ class HybridExperts:
 
     Attributes:
         most_rows: may be lowered before steps are captured; `measure_most_rows`.
-        bank, exchange, moves, wake: see Args.
+        bank, exchange, moves, activation, wake: see Args.
         measured: of `measure_most_rows`; None before.
     """
 
@@ -190,6 +199,8 @@ class HybridExperts:
         self._steps = 0  # since the counters were read
         self._prompt_tokens = 0  # of the last step, if it was a long one
         self._kv_slots: Tensor | None = None
+        self.activation: Gate = activation
+        self._linked: tuple[tuple[int, Exchange], ...] = ()  # by most tokens, ascending
         multiply = quantized_bank_experts if bank.is_quantized else bank_experts
         self._multiply = partial(
             multiply,
@@ -279,6 +290,7 @@ class HybridExperts:
             table, exchange = self._enter(layer, ids, kv_slots)
         else:
             table = self.bank.table[layer]
+            exchange = self._exchange_for(rows)
         places = post(
             *(x, ids, weights),
             table=table,
@@ -287,7 +299,7 @@ class HybridExperts:
             exchange=exchange,
             kv_slots=kv_slots,
         )
-        return Started(places, table, exchange, streams)
+        return Started(places, ids, table, exchange, streams)
 
     def _enter(
         self, layer: int, ids: Tensor, kv_slots: Tensor | None
@@ -310,11 +322,44 @@ class HybridExperts:
 
     def finish(self, layer: int, x: Tensor, weights: Tensor, started: Started) -> Tensor:
         """The sum of all experts' outputs: [T, hidden]."""
-        parts = self._multiply(x, started.places, weights, table=started.table)
-        total = wait_add(parts, weights, started.places, dtype=x.dtype, exchange=started.exchange)
+        places, exchange = started.places, started.exchange
+        parts = self._multiply(x, places, weights, table=started.table)
+        linked = None
+        if exchange is not None and exchange.part != NO_PART:
+            linked = linked_experts(
+                *(x, started.ids, weights, places.slots, self.bank.host.layers[layer]),
+                part=exchange.part,
+                activation=self.activation,
+                places=self.bank.layer_places(layer),
+            )
+        total = wait_add(
+            parts, weights, places, dtype=x.dtype, exchange=exchange, linked=linked
+        )  # fmt: skip
         if started.streamed and self._streams is not None:
             self._streams.leave(layer)
         return total
+
+    # -- the link as a third lane ---------------------------------------------------------------
+
+    def use_link(self, parts: Mapping[int, LinkPart]) -> None:
+        """From now on the GPU computes a part of the experts that small steps miss. Called before
+        steps are captured.
+
+        Args:
+            parts: most tokens of a step, `linked_experts.MOST_TOKENS` at most -> what the GPU
+                computes of the experts on the host. Steps of more tokens than any: nothing.
+        """
+        assert all(0 < rows <= min(MOST_TOKENS, self.most_rows) for rows in parts)
+        self._linked = tuple(
+            (rows, dataclasses.replace(self.exchange, part=parts[rows])) for rows in sorted(parts)
+        )
+
+    def link_part(self, rows: int) -> LinkPart:
+        """What the GPU computes of missed experts in steps of so many tokens."""
+        return self._exchange_for(rows).part
+
+    def _exchange_for(self, rows: int) -> Exchange:
+        return next((each for most, each in self._linked if rows <= most), self.exchange)
 
     # -- measuring ------------------------------------------------------------------------------
 
@@ -330,22 +375,13 @@ class HybridExperts:
         assert self._streams is not None and candidates[-1] <= self.most_rows
         bank, device = self.bank, self.bank.device
         layer = int((self.moves.placement.table < 0).sum(1).argmax())
-        box = self.exchange.mailbox
-        k, hidden, experts = box.ids.shape[1], bank.host.hidden, bank.host.num_experts
         limit, self.most_rows = self.most_rows, _NO_LIMIT
         self.begin(torch.zeros(0, dtype=torch.int32, device=device))
 
         def ask(rows: int) -> Callable[[], None]:
             self.wake()
-            x = torch.randn(rows, hidden, dtype=box.x.dtype, device=device)
-            ids = torch.rand(rows, experts, device=device).topk(k, dim=1).indices
-            weights = torch.full((rows, k), 1 / k, device=device)
-            ids = ids.to(torch.int32).contiguous()
-
-            def run() -> None:
-                self.finish(layer, x, weights, self.start(layer, x, ids, weights))
-
-            return run
+            routes = self._random_routes(rows)
+            return partial(self._run_alone, layer, routes)
 
         link = _seconds(partial(self._streams.copy_alone, layer))
         threads: dict[int, float] = {}
@@ -360,6 +396,64 @@ class HybridExperts:
         bank.hits.zero_()
         self.measured = LaneTimes(link, threads, slowdown)
         return self.measured
+
+    def _random_routes(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x, ids and weights of tokens that choose any experts."""
+        box, device = self.exchange.mailbox, self.bank.device
+        k = box.ids.shape[1]
+        x = torch.randn(rows, self.bank.host.hidden, dtype=box.x.dtype, device=device)
+        likely = torch.rand(rows, self.bank.host.num_experts, device=device)
+        ids = likely.topk(k, dim=1).indices.to(torch.int32).contiguous()
+        return x, ids, torch.full((rows, k), 1 / k, device=device)
+
+    def _run_alone(self, layer: int, routes: tuple[Tensor, Tensor, Tensor]) -> None:
+        x, ids, weights = routes
+        self.finish(layer, x, weights, self.start(layer, x, ids, weights))
+
+    @torch.inference_mode()
+    def measure_linked(
+        self, sizes: Sequence[int], candidates: Sequence[LinkPart]
+    ) -> dict[int, dict[LinkPart, float]]:
+        """Seconds of a layer's exchange in captured steps, by tokens and by what the GPU computes
+        of missed experts. On a CUDA device, before the first step; `use_link` is not in
+        effect afterwards.
+
+        Args:
+            sizes: tokens, ascending; see `use_link`.
+            candidates: parts to be tried.
+        """
+        bank, layers = self.bank, self.bank.host.num_layers
+        self.begin(torch.zeros(0, dtype=torch.int32, device=bank.device))
+        found: dict[int, dict[LinkPart, float]] = {}
+        for rows in sizes:
+            routes = [(i % layers, self._random_routes(rows)) for i in range(_TIMED_EXCHANGES)]
+            found[rows] = {}
+            for part in candidates:
+                self.use_link({rows: part})
+                found[rows][part] = self._time_captured(routes) / len(routes)
+        self.use_link({})
+        bank.hits.zero_()
+        return found
+
+    def _time_captured(self, routes: Sequence[tuple[int, tuple[Tensor, Tensor, Tensor]]]) -> float:
+        """Seconds of exchanges that follow each other in one graph."""
+
+        def run() -> None:
+            for layer, tokens in routes:
+                self._run_alone(layer, tokens)
+
+        self.wake()
+        run()  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            run()
+
+        def replay() -> None:
+            self.wake()
+            graph.replay()
+
+        return _seconds(replay)
 
     def _time_beside(self, layer: int, run: Callable[[], None]) -> float:
         """The least seconds of a few runs while the link reads host memory, too."""

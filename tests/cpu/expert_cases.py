@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_llm.bridge.expert_mailbox import ON_DEVICE, ExpertMailbox, open_mailbox
+from hetero_llm.bridge.expert_mailbox import (
+    NO_PART,
+    ON_DEVICE,
+    WHOLES,
+    ExpertMailbox,
+    LinkPart,
+    open_mailbox,
+)
 from hetero_llm.bridge.host_experts import HostExperts, HostKind, HostLayer, HostMatrices
 from hetero_llm.models.config import ClampedSwish
 from hetero_llm.models.layers import GatedActivation
@@ -150,24 +157,35 @@ def _matrices(
     return matrices, torch.stack(dense)
 
 
-def expected(mixture: Mixture, mailbox: ExpertMailbox, layer: int, tokens: int) -> Tensor:
-    """[tokens, hidden] float32: y of a request; rows of tokens that ask for nothing are 0."""
+def expected(
+    mixture: Mixture, mailbox: ExpertMailbox, layer: int, tokens: int, *, part: LinkPart = NO_PART
+) -> Tensor:
+    """[tokens, hidden] float32: y of a request; rows of tokens that ask for nothing are 0.
+
+    Args:
+        part: that the request leaves out.
+    """
     host, dtype = mixture.host, mailbox.x.dtype
     gate: str | ClampedSwish = host.activation
     if gate == "clamped":
         gate = ClampedSwish(host.alpha, host.limit)
     activation = GatedActivation(gate)
     own = host.layers[layer]
+    kept = host.inner - part.rows
+    asked = mailbox.ids[:tokens]
+    different = asked[asked != ON_DEVICE].unique().tolist()
+    teams = different[: len(different) - len(different) * part.whole // WHOLES]
     y = torch.zeros(tokens, host.hidden)
     for token in range(tokens):
         for expert, weight in zip(mailbox.ids[token], mailbox.weights[token], strict=True):
-            if expert == ON_DEVICE:
+            if int(expert) not in teams:
                 continue
             x = mailbox.x[token].float()
             first = mixture.gate_up[layer, expert] @ x
             if own.gate_up.bias is not None:
                 first = first + own.gate_up.bias[expert].float()
             inner = activation.plain(first.unsqueeze(0))[0]
+            inner[kept:] = 0
             if dtype == torch.bfloat16:
                 inner = inner.bfloat16().float()
             second = mixture.down[layer, expert] @ inner

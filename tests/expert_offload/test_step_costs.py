@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from hetero_llm.expert_offload.step_costs import (
     LaneCosts,
+    choose_linked,
     fit_lane_costs,
+    linked_rows,
+    linked_wholes,
     with_host_experts,
 )
 from hetero_llm.spec_decode.budget import choose, verify_times
@@ -89,3 +92,26 @@ def test_costs_from_exchanges() -> None:
         {8: 0.01}, on_host=4, num_experts=8, experts_per_token=2, link_seconds=0.02
     )
     assert min(one.exchange, one.expert, one.row) >= 0.0 and one.link == 0.005
+
+
+@pytest.mark.parametrize("inner", [704, 768, 1408, 1536, 2880, 14336])
+def test_parts_of_the_link_leave_whole_units_to_the_threads(inner: int) -> None:
+    found = linked_rows(inner, 128)
+    assert 2 <= len(found) <= 4 and found == tuple(sorted(found))
+    assert all((inner - linked) % 128 == 0 for linked in found)
+    assert all(0.15 * inner <= linked <= 0.55 * inner for linked in found)
+
+
+def test_experts_too_small_to_be_cut_have_no_parts() -> None:
+    assert linked_rows(128, 128) == () == linked_rows(64, 128)
+
+
+def test_the_links_part_has_to_pay() -> None:
+    assert choose_linked({0: 1.0, 512: 0.9, 640: 0.88, 768: 0.95}, 0) == 640
+    assert choose_linked({"": 1.0, "some": 0.98, "more": 1.2}, "") == ""
+
+
+def test_whole_experts_of_the_link() -> None:
+    """One of four, of three, two of five, one of two, and none of one."""
+    experts = [[count * share // 256 for share in linked_wholes(256)] for count in (1, 2, 3, 4, 5)]
+    assert experts == [[0, 0, 0, 0], [0, 0, 0, 1], [0, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 2]]

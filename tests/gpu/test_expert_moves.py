@@ -36,6 +36,7 @@ class FakeBank:
     host: FakeHost = field(default_factory=FakeHost)
     held: dict[int, int] = field(default_factory=dict)
     on_host: dict[int, int] = field(default_factory=dict)
+    places: torch.Tensor | None = None
 
     @property
     def num_slots(self) -> int:
@@ -101,6 +102,7 @@ class Rig:
             count = LAYERS * EXPERTS - len(held) + spares
             bank.host.places = places = HostPlaces(LAYERS, EXPERTS, count)
             places.fill(placement.table)
+            bank.places = torch.from_numpy(places.table.copy()).to(device)
             bank.on_host = {int(p): i for i, p in enumerate(places.table.ravel()) if p >= 0}
         copies = HeldCopies(bank)
         moves = ExpertMoves(cast(ExpertBank, bank), placement, copies, most_changes=2)
@@ -111,8 +113,12 @@ class Rig:
         self.moves.before_launch(link_is_busy=busy, chooses=True)
         return self.bank.table.cpu().numpy().copy()
 
-    def check(self, table: np.ndarray) -> None:
-        """What a step with this table reads is what it ought to be."""
+    def shown_places(self) -> np.ndarray | None:
+        """Those that a step which is launched now finds on the device."""
+        return None if self.bank.places is None else self.bank.places.cpu().numpy().copy()
+
+    def check(self, table: np.ndarray, shown: np.ndarray | None) -> None:
+        """What a step with this table, and these places, reads is what it ought to be."""
         for place in np.flatnonzero(table.ravel() >= 0).tolist():
             assert self.bank.held.get(int(table.ravel()[place])) == place
         places = self.bank.host.places
@@ -121,6 +127,7 @@ class Rig:
         places.check_integrity()
         for expert in np.flatnonzero(table.ravel() < 0).tolist():
             assert self.bank.on_host.get(int(places.table.ravel()[expert])) == expert
+            assert shown is not None and self.bank.on_host.get(int(shown.ravel()[expert])) == expert
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -134,20 +141,20 @@ def test_steps_never_read_what_is_written(
     stay = spares is not None
     placement = EveryStep(round_robin(SLOTS, LAYERS, EXPERTS), seed, owners_stay=stay)
     rig = Rig.of(device, placement, spares=spares)
-    under_way: list[np.ndarray] = []
+    under_way: list[tuple[np.ndarray, np.ndarray | None]] = []
     for _ in range(120):
         what = rng.integers(0, 3)
         if what == 0 and len(under_way) < 3:
             table = rig.launch(busy=bool(rng.integers(0, 4) == 0))
             assert (table == rig.moves.placement.table).all()
-            under_way.append(table)
+            under_way.append((table, rig.shown_places()))
         elif what == 1 and under_way:
             under_way.pop(0)
             rig.moves.finished()
         else:
             rig.copies.end_one()
-        for table in under_way:
-            rig.check(table)
+        for table, shown in under_way:
+            rig.check(table, shown)
     assert rig.moves.num_promoted >= 3
 
 
@@ -191,7 +198,7 @@ def test_the_engines_placement_moves_what_is_visited(device: torch.device) -> No
     counts[:, -1] = 50
     for _ in range(8):
         placement.observe(counts, steps=32, seconds=1.0)
-        rig.check(rig.launch())
+        rig.check(rig.launch(), rig.shown_places())
         rig.moves.finished()
         rig.copies.end_one()
         rig.copies.end_one()
@@ -262,7 +269,7 @@ def test_the_engines_placement_exchanges_what_is_visited(device: torch.device, s
     counts[:, -1] = 50
     for _ in range(30):
         placement.observe(counts, steps=32, seconds=1.0)
-        rig.check(rig.launch())
+        rig.check(rig.launch(), rig.shown_places())
         rig.moves.finished()
         for _ in range(3):
             rig.copies.end_one()

@@ -12,19 +12,23 @@ from torch import Tensor
 from hetero_llm.bridge.expert_mailbox import (
     ANSWERED,
     LAYER,
+    LINKED,
     ON_DEVICE,
     SEQUENCE,
     STOPPED,
     TOKENS,
+    WHOLE,
+    WHOLES,
     ExpertMailbox,
+    LinkPart,
 )
 from hetero_llm.bridge.host_experts import HostExperts, HostMatrices
 from hetero_llm.models.config import ClampedSwish
 from hetero_llm.models.layers import GatedActivation
 from hetero_llm.quantization.matrix import QuantizedMatrix, dequantize
 
-Compute = Callable[[int, int, Tensor], Tensor]
-"""(layer, expert, x [N, hidden] float32) -> [N, hidden] float32."""
+Compute = Callable[[int, int, Tensor, int], Tensor]
+"""(layer, expert, x [N, hidden] float32, inner rows left out) -> [N, hidden] float32."""
 
 
 def dense(matrices: HostMatrices, expert: int) -> Tensor:
@@ -52,13 +56,14 @@ def expert_outputs(host: HostExperts) -> Compute:
     clamped = ClampedSwish(host.alpha, host.limit)
     gate = GatedActivation(clamped if host.activation == "clamped" else host.activation)
 
-    def compute(layer: int, expert: int, x: Tensor) -> Tensor:
+    def compute(layer: int, expert: int, x: Tensor, linked: int) -> Tensor:
         parts = host.layers[layer]
         first, second = (
             None if part.bias is None else part.bias[expert].float()
             for part in (parts.gate_up, parts.down)
         )
         middle = gate(torch.nn.functional.linear(x, dense(parts.gate_up, expert), first))
+        middle[:, host.inner - linked :] = 0
         return torch.nn.functional.linear(middle, dense(parts.down, expert), second)
 
     return compute
@@ -69,11 +74,13 @@ class PythonTeam:
 
     Attributes:
         requests: layer and number of tokens of each exchange so far.
+        parts: that each of them leaves out.
         error: what ended the thread; None: nothing has.
     """
 
     def __init__(self, mailbox: ExpertMailbox, compute: Compute) -> None:
         self.requests: list[tuple[int, int]] = []
+        self.parts: list[LinkPart] = []
         self.error: BaseException | None = None
         self._mailbox = mailbox
         self._compute = compute
@@ -110,7 +117,8 @@ class PythonTeam:
                     self._ends.wait(1e-4)
                     continue
                 try:
-                    self._answer(int(request[LAYER]), int(request[TOKENS]))
+                    part = LinkPart(int(request[LINKED]), int(request[WHOLE]))
+                    self._answer(int(request[LAYER]), int(request[TOKENS]), part)
                 except BaseException as error:
                     self.error = error
                     break
@@ -118,10 +126,13 @@ class PythonTeam:
         if not self._dies.is_set():
             answer[STOPPED] = 1
 
-    def _answer(self, layer: int, tokens: int) -> None:
+    def _answer(self, layer: int, tokens: int, part: LinkPart) -> None:
         box = self._mailbox
         self.requests.append((layer, tokens))
+        self.parts.append(part)
         ids = box.ids[:tokens]
+        different = ids[ids != ON_DEVICE].unique().tolist()
+        own = different[: len(different) - len(different) * part.whole // WHOLES]
         for token in range(tokens):
             asked = ids[token] != ON_DEVICE
             if not bool(asked.any()):
@@ -129,6 +140,8 @@ class PythonTeam:
                 continue
             x, total = box.x[token].float().unsqueeze(0), 0.0
             for place in asked.nonzero().flatten().tolist():
-                outputs = self._compute(layer, int(ids[token, place]), x)
+                if int(ids[token, place]) not in own:
+                    continue
+                outputs = self._compute(layer, int(ids[token, place]), x, part.rows)
                 total = total + float(box.weights[token, place]) * outputs[0]
             box.y[token] = total

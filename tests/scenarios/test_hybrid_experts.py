@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hetero_llm.bridge.expert_mailbox import NO_PART, LinkPart
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.engine.builders.build_experts import expert_modules
@@ -203,6 +204,44 @@ def test_tokens_do_not_depend_on_where_experts_are(
         assert len(rows) > 2
 
 
+def cut_checkpoint(folder: Path, family: str = "qwen3_moe") -> Path:
+    """With experts of 192 inner rows, of which the GPU may compute the last 64."""
+    variant, name = ("heads_of_16", "intermediate_size") if family == "gpt_oss" else (
+        "full", "moe_intermediate_size",
+    )  # fmt: skip
+    return make_tiny_checkpoint(folder, family, variant, layers=2, changes={name: INNER})
+
+
+INNER, LINKED = 192, LinkPart(rows=64)
+
+
+@pytest.mark.parametrize("part", [LINKED, LinkPart(whole=128)], ids=["rows", "whole"])
+@pytest.mark.parametrize(
+    "family, spares", [("qwen3_moe", None), ("qwen3_moe", 2), ("gpt_oss", None)]
+)
+def test_the_gpu_computes_a_part_of_the_missed_experts(
+    tmp_path: Path, device: torch.device, family: str, spares: int | None, part: LinkPart
+) -> None:
+    """Of steps with up to three tokens; larger ones leave all to the threads, as do long ones."""
+    checkpoint = cut_checkpoint(tmp_path, family)
+    wanted = plain_tokens(checkpoint, device, 2)
+    with open_hybrid(checkpoint, device, residency=0.3, most_rows=ASKS, spares=spares) as hybrid:
+        hybrid.experts.use_link({1: NO_PART, 3: part})
+        runner = runner_of(hybrid, device)
+        found = [runner.finish(runner.launch(step)).token_ids for step in steps(2)]
+        assert found == wanted
+        shares = dict(zip([n for _, n in hybrid.team.requests], hybrid.team.parts, strict=True))
+        assert shares == {PROMPT + 2: NO_PART, 2: part}
+
+
+@pytest.mark.parametrize("part", [LINKED, LinkPart(whole=128)], ids=["rows", "whole"])
+def test_the_part_of_the_gpu_follows_experts_that_change_sides(
+    tmp_path: Path, device: torch.device, part: LinkPart
+) -> None:
+    """See `check_sides`."""
+    check_sides(cut_checkpoint(tmp_path), device, {1: part})
+
+
 def test_tokens_while_experts_change_places_in_every_step(
     checkpoint: Path, device: torch.device
 ) -> None:
@@ -267,6 +306,10 @@ def test_a_team_that_is_gone_ends_the_step_with_an_error(
 def test_outputs_while_experts_change_sides_in_every_step(
     checkpoint: Path, device: torch.device
 ) -> None:
+    check_sides(checkpoint, device, {})
+
+
+def check_sides(checkpoint: Path, device: torch.device, parts: dict[int, LinkPart]) -> None:
     """Host memory holds what the bank does not. Slots and places hold no numbers while a copy
     writes them, and two steps are under way at a time."""
     config = load_model_config(checkpoint)
@@ -289,6 +332,7 @@ def test_outputs_while_experts_change_sides_in_every_step(
     ) as hybrid:  # fmt: skip
         experts, k = hybrid.experts, hybrid.config.experts_per_token  # type: ignore[attr-defined]
         experts.begin(torch.arange(1, dtype=torch.int32, device=device))
+        experts.use_link(parts)
         for step in range(24):
             experts.before_launch(np.ones(1, np.int32), link_is_busy=False)
             for plain, ours in zip(
@@ -304,3 +348,4 @@ def test_outputs_while_experts_change_sides_in_every_step(
             assert hybrid.host.places is not None
             hybrid.host.places.check_integrity()
         assert experts.moves.num_promoted >= 5
+        assert set(hybrid.team.parts) == set(parts.values() or (NO_PART,))

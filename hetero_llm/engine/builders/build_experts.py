@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from hetero_llm.bridge.expert_mailbox import open_mailbox
+from hetero_llm.bridge.expert_mailbox import (
+    LINKED_UNIT,
+    NO_PART,
+    WHOLES,
+    LinkPart,
+    open_mailbox,
+)
 from hetero_llm.bridge.host_experts import HostExperts
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.config.expert_config import ExpertConfig, worker_beside_experts
@@ -40,7 +46,14 @@ from hetero_llm.expert_offload.profile import (
     model_fingerprint,
     save_profile,
 )
-from hetero_llm.expert_offload.step_costs import fit_lane_costs
+from hetero_llm.expert_offload.step_costs import (
+    LEAST_ON_HOST,
+    LINKED_SIZES,
+    choose_linked,
+    fit_lane_costs,
+    linked_rows,
+    linked_wholes,
+)
 from hetero_llm.models.config_reader import read_json
 from hetero_llm.utils import topology
 from hetero_llm.utils.affinity import ThreadsElsewhere
@@ -310,9 +323,55 @@ def open_experts(
             *(slots, shape[0] * shape[1], team.threads, experts.most_rows, times),
             *(1e3 * found.link, found.slowdown),
         )  # fmt: skip
+        if (placement.table < 0).mean() >= LEAST_ON_HOST:
+            share_link(experts, k)
     if choice.profile is not None:
         weakref.finalize(experts, _save, choice.profile, placement, choice.model)
     return experts
+
+
+def share_link(experts: HybridExperts, k: int) -> None:
+    """Lets the GPU compute a part of the experts that small steps miss, where that is faster.
+
+    Args:
+        experts: on a CUDA device, before steps are captured.
+        k: experts of a token.
+    """
+    from hetero_llm.gpu.kernels.linked_experts import why_not_linked
+
+    host = experts.bank.host
+    reason = why_not_linked(host.layers[0], k, experts.activation)
+    if reason is None and not host.is_page_locked():
+        reason = "their memory is not page-locked"
+    if reason is not None:
+        logger.info("experts: the link is no lane of small steps: %s", reason)
+        return
+    sizes = [size for size in LINKED_SIZES if size <= experts.most_rows]
+    found = experts.measure_linked(sizes, link_parts(host.inner))
+    chosen = {size: choose_linked(times, NO_PART) for size, times in found.items()}
+    experts.use_link(chosen)
+    logger.info(
+        "experts: what the GPU reads over the link of those on the host, while the threads compute "
+        "the others, and ms a layer over those without, by tokens: %s",
+        ", ".join(
+            f"{size}: {_describe(chosen[size], host.inner)}, {1e3 * times[chosen[size]]:.3f} over "
+            f"{1e3 * times[NO_PART]:.3f}"
+            for size, times in found.items()
+        ),
+    )
+
+
+def link_parts(inner: int) -> tuple[LinkPart, ...]:
+    """What is tried for experts of so many inner rows: nothing first."""
+    rows = (LinkPart(rows=count) for count in linked_rows(inner, LINKED_UNIT))
+    wholes = (LinkPart(whole=share) for share in linked_wholes(WHOLES))
+    return (NO_PART, *rows, *wholes)
+
+
+def _describe(part: LinkPart, inner: int) -> str:
+    if part.rows:
+        return f"{part.rows} of {inner} inner rows"
+    return f"{part.whole / WHOLES:.2f} of the experts" if part.whole else "nothing"
 
 
 def join_experts(

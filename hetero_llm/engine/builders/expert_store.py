@@ -207,7 +207,7 @@ class ExpertStore:
             parts = (self._settled[index, "gate_up"], self._settled[index, "down"])
             biases = module.biases or (None, None)
             with_biases = (
-                part if bias is None else dataclasses.replace(part, bias=bias.detach().cpu())
+                part if bias is None else dataclasses.replace(part, bias=_on_host(bias))
                 for part, bias in zip(parts, biases, strict=True)
             )
             layers.append(HostLayer(*with_biases))
@@ -273,7 +273,7 @@ def host_matrices(weight: torch.Tensor | QuantizedStack, bias: torch.Tensor | No
     import torch
 
     if bias is not None:
-        bias = bias.detach().cpu()
+        bias = _on_host(bias)
     if isinstance(weight, torch.Tensor):
         kind = cast(HostKind, str(weight.dtype).removeprefix("torch."))
         return HostMatrices(kind, weight.detach(), bias=bias)
@@ -298,6 +298,12 @@ def host_matrices(weight: torch.Tensor | QuantizedStack, bias: torch.Tensor | No
         None if matrix.row_scale is None else matrix.row_scale.view(count, -1),
         bias,
     )
+
+
+def _on_host(bias: torch.Tensor) -> torch.Tensor:
+    """A copy of a bias, page-locked if it comes from a device, which is to read it there."""
+    found = bias.detach().cpu()
+    return found.pin_memory() if bias.device.type == "cuda" else found
 
 
 def _form(layer: HostLayer) -> tuple[object, ...]:

@@ -29,12 +29,16 @@ from torch import Tensor
 from hetero_llm.bridge.expert_mailbox import (
     ANSWERED,
     LAYER,
+    LINKED,
+    NO_PART,
     ON_DEVICE,
     SEQUENCE,
     STOPPED,
     TOKENS,
+    WHOLE,
     WORDS,
     ExpertMailbox,
+    LinkPart,
 )
 from hetero_llm.gpu.kernels.launch import INTERPRETED, pdl_options, wait_and_release
 
@@ -60,7 +64,9 @@ _MOST_ADDING = 128
 _TILE = 1024
 
 _NUMBER, _ASKED, _ARRIVED, _GAVE_UP = (tl.constexpr(i) for i in range(4))
-_SEQUENCE, _LAYER, _TOKENS = (tl.constexpr(i) for i in (SEQUENCE, LAYER, TOKENS))
+_SEQUENCE, _LAYER, _TOKENS, _LINKED, _WHOLE = (
+    tl.constexpr(i) for i in (SEQUENCE, LAYER, TOKENS, LINKED, WHOLE)
+)
 _ANSWERED, _STOPPED = tl.constexpr(ANSWERED), tl.constexpr(STOPPED)
 assert (ANSWERED, STOPPED) == (0, 1)  # the two halves of one read
 _ON_DEVICE, _ON_HOST, _NOWHERE = (tl.constexpr(i) for i in (ON_DEVICE, ON_HOST, NOWHERE))
@@ -77,6 +83,7 @@ class Exchange:
         most_looks: readings of ANSWERED until a layer gives up.
         rows: of a long step, `rows_of_mail`: only the tokens that ask have a row of the mailbox.
             None: each token has its own.
+        part: of the experts on the host that the device computes itself (`linked_experts`).
     """
 
     mailbox: ExpertMailbox
@@ -84,6 +91,7 @@ class Exchange:
     errors: Tensor
     most_looks: int = MOST_LOOKS
     rows: Tensor | None = None
+    part: LinkPart = NO_PART
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +167,7 @@ def _pause(SLEEP: tl.constexpr):
 
 
 # large: its arguments are half of it.
-@triton.jit(do_not_specialize=["num_rows", "layer"])
+@triton.jit(do_not_specialize=["num_rows", "layer", "linked", "whole"])
 def post_kernel(
     x,  # [num_rows, hidden], x_stride apart
     ids,  # [num_rows, K] int
@@ -179,6 +187,8 @@ def post_kernel(
     hidden,
     x_stride,
     layer,
+    linked,
+    whole,
     K: tl.constexpr,
     K_LANES: tl.constexpr,
     TILE: tl.constexpr,
@@ -242,6 +252,8 @@ def post_kernel(
                 if mail_rows is not None:
                     tokens = tl.load(mail_rows + num_rows)
                 tl.store(request + _TOKENS, tokens)
+                tl.store(request + _LINKED, linked)
+                tl.store(request + _WHOLE, whole)
                 tl.debug_barrier()
                 _release(request + _SEQUENCE, number, ON_GPU)
 
@@ -265,6 +277,7 @@ def wait_add_kernel(
     parts,  # [SPLIT_K, num_rows * K, n]; SUMMED [num_rows, n] float32
     shares,  # [num_rows, K] float32
     slots,  # [num_rows, K] int32, see Places
+    linked,  # [num_rows, n] float32; None
     answers,  # [num_rows, n] float32, in host memory
     mail_rows,  # see `post_kernel`
     words,  # `answer` of the mailbox
@@ -324,6 +337,8 @@ def wait_add_kernel(
             line = row
             if mail_rows is not None:
                 line = tl.cast(tl.load(mail_rows + row), tl.int64)
+            if linked is not None:
+                total += tl.load(linked + row * n + columns, mask=answered, other=0.0)
             total += tl.load(answers + line * n + columns, mask=answered, other=0.0, volatile=True)
         tl.store(y + row * n + columns, total.to(y.dtype.element_ty), mask=inside)
 
@@ -428,6 +443,8 @@ def post(
         hidden,
         x.stride(0),
         layer,
+        0 if exchange is None else exchange.part.rows,
+        0 if exchange is None else exchange.part.whole,
         K=k,
         K_LANES=triton.next_power_of_2(k),
         TILE=min(2 * _TILE, triton.next_power_of_2(hidden)),
@@ -447,6 +464,7 @@ def wait_add(
     *,
     dtype: torch.dtype,
     exchange: Exchange | None,
+    linked: Tensor | None = None,
 ) -> Tensor:
     """The weighted sums of the bank's experts, and of the host's if the layer has asked.
 
@@ -457,12 +475,16 @@ def wait_add(
         places: of `post`.
         dtype: of the result.
         exchange: that of `post`.
+        linked: [T, n] float32, contiguous: the part of the host's experts that is not the threads',
+            where a token has asked; None: there is none.
 
     Returns:
         [T, n] in `dtype`. If the answer does not come, `exchange.errors` is set and rows lack it.
     """
     (rows, k), n = weights.shape, parts.shape[-1]
     assert parts.is_contiguous() and weights.is_contiguous() and weights.dtype == torch.float32
+    assert linked is None or (linked.shape == (rows, n) and linked.is_contiguous())
+    assert linked is None or linked.dtype == torch.float32
     summed = _are_summed(parts, rows, k, dtype)
     y = torch.empty((rows, n), dtype=dtype, device=parts.device)
     tile = min(_TILE, triton.next_power_of_2(n))
@@ -476,6 +498,7 @@ def wait_add(
         parts,
         weights,
         places.slots,
+        linked,
         *mail,
         y,
         rows,
@@ -535,6 +558,7 @@ def post_reference(
         if state[ASKED]:
             state[NUMBER] += 1
             box.request[LAYER], box.request[TOKENS] = layer, rows
+            box.request[LINKED], box.request[WHOLE] = exchange.part.rows, exchange.part.whole
             box.request[SEQUENCE] = int(state[NUMBER])
     experts = torch.where(slots >= 0, ids, -1).to(torch.int32)
     return Places(experts, slots.to(torch.int32))
@@ -547,6 +571,7 @@ def wait_add_reference(
     *,
     dtype: torch.dtype,
     exchange: Exchange | None,
+    linked: Tensor | None = None,
 ) -> Tensor:
     """`wait_add` in plain torch, reading from the host."""
     (rows, k), n = weights.shape, parts.shape[-1]
@@ -567,6 +592,8 @@ def wait_add_reference(
         else:
             asked = (places.slots == ON_HOST).any(1, keepdim=True)
             lines = torch.arange(rows) if exchange.rows is None else exchange.rows[:-1].cpu()
+            if linked is not None:
+                total = total + torch.where(asked, linked, 0.0)
             answers = box.y[lines.long()]
             total = total + torch.where(asked, answers.to(total.device), 0.0)
     return total.to(dtype)

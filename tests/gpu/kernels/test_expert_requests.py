@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor
 from hetero_llm.bridge.expert_mailbox import (
     ANSWERED,
     LAYER,
+    LINKED,
     ON_DEVICE,
     SEQUENCE,
     STOPPED,
     TOKENS,
+    WHOLE,
+    LinkPart,
     open_mailbox,
 )
 from hetero_llm.gpu.kernels.expert_requests import (
@@ -267,6 +271,32 @@ def test_a_team_that_has_stopped_is_not_waited_for(device: torch.device, add: ob
     assert exchange.errors.tolist() == [1]
 
 
+@pytest.mark.parametrize("ask, add", [(post, wait_add), (post_reference, wait_add_reference)])
+def test_the_part_of_the_device_is_posted_and_added(
+    device: torch.device, ask: Any, add: Any
+) -> None:
+    """To tokens that have asked alone: rows of the others are undefined."""
+    rows, hidden, k = 5, 40, 2
+    layer = Layer.of(device, rows, hidden, k, on_host=(1,))
+    exchange = dataclasses.replace(exchange_on(device, rows, hidden, k), part=LinkPart(384, 7))
+    places = ask(
+        layer.x, layer.ids, layer.weights, table=layer.table, hits=layer.hits(), layer=2,
+        exchange=exchange,
+    )  # fmt: skip
+    synchronize(device)
+    box = exchange.mailbox
+    assert (int(box.request[LINKED]), int(box.request[WHOLE])) == (384, 7)
+    box.y.fill_(2.0)
+    box.answer[ANSWERED] = box.request[SEQUENCE]
+    asked = (places.slots == ON_HOST).any(1)
+    assert asked.any() and not asked.all()
+    linked = torch.full((rows, hidden), float("nan"), device=device)
+    linked[asked] = 0.5
+    parts = torch.zeros(rows * k, hidden, device=device)
+    y = add(parts, layer.weights, places, dtype=torch.float32, exchange=exchange, linked=linked)
+    assert (y[asked] == 2.5).all() and (y[~asked] == 0).all()
+
+
 def test_an_older_answer_is_not_taken(device: torch.device) -> None:
     exchange = exchange_on(device, 2, 40, 2)
     exchange.state[NUMBER] = 5
@@ -279,7 +309,7 @@ def test_layers_in_turn_with_a_thread_that_answers(device: torch.device) -> None
     """Twelve layers after each other; a thread computes x * (expert + 1) for what is asked."""
     layers, rows, hidden, k = 12, 9, 48, 3
     exchange = exchange_on(device, rows, hidden, k, most_looks=20 << 20)
-    team = PythonTeam(exchange.mailbox, lambda layer, expert, x: x * (expert + 1 + layer))
+    team = PythonTeam(exchange.mailbox, lambda layer, expert, x, _: x * (expert + 1 + layer))
     with team:
         for number in range(layers):
             on_host = () if number % 4 == 3 else (number % EXPERTS, (number + 2) % EXPERTS)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hetero_llm import SamplingParams
+from hetero_llm.bridge.expert_mailbox import NO_PART, LinkPart
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.engine.builders import build_experts
 from hetero_llm.engine.builders.build_experts import expert_modules
@@ -27,10 +28,12 @@ from tests.helpers.hybrid import DelayedCopies, EveryStep, open_hybrid
 from tests.models.tiny import make_tiny_checkpoint
 from tests.scenarios.test_hybrid_experts import (
     ASKS,
+    LINKED,
     MAX_LEN,
     SLOTS,
     STREAMS,
     cache_of,
+    cut_checkpoint,
     plain_tokens,
     poison,
     steps,
@@ -61,6 +64,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wide")
     return make_tiny_checkpoint(folder, "qwen3_moe", "full", layers=2, changes=WIDE)
+
+
+@pytest.fixture(scope="module")
+def wide_cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With experts that can be cut."""
+    folder, changes = tmp_path_factory.mktemp("cut"), {**WIDE, "moe_intermediate_size": 384}
+    return make_tiny_checkpoint(folder, "qwen3_moe", "full", layers=2, changes=changes)
 
 
 def residency(
@@ -127,6 +137,62 @@ def test_half_precision_through_the_engine(wide: Path, quantization: str | None)
             gc.collect()
     same = sum(a == b for a, b in zip(*found, strict=True))
     assert same >= 0.7 * len(found[0])
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8_block", "int4"])
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_the_link_as_a_third_lane_of_the_engine(
+    wide_cut: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None, exclusive: bool
+) -> None:
+    """The most inner rows, and the most experts, that are tried, of all small steps: first tokens
+    are those of the threads alone, but for near ties in 16 bits."""
+    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    settings = {
+        **BF16,
+        "quantization": quantization,
+        **residency(wide_cut, 0.3, torch.bfloat16, quantization),
+    }
+    if exclusive:
+        monkeypatch.setattr(build_experts, "plan_experts", exclusive_plan)
+    found = []
+    for wanted in ("", "rows", "whole"):
+
+        def choose(times: dict[LinkPart, float], none: LinkPart, wanted: str = wanted) -> LinkPart:
+            return max(times, key=lambda part: getattr(part, wanted)) if wanted else none
+
+        monkeypatch.setattr(build_experts, "choose_linked", choose)
+        llm = start(wide_cut, **settings)
+        try:
+            experts = llm.engine.runner.experts
+            assert (experts.link_part(1) != NO_PART) == bool(wanted)
+            outputs = [generate(llm, [prompt], params)[0] for prompt in many_prompts()]
+            found.append([output.outputs[0].token_ids[0] for output in outputs])
+        finally:
+            llm.close()
+            gc.collect()
+    for other in found[1:]:
+        same = sum(a == b for a, b in zip(found[0], other, strict=True))
+        assert same >= 0.8 * len(other)
+
+
+@pytest.mark.parametrize("part", [LINKED, LinkPart(whole=128)], ids=["rows", "whole"])
+def test_the_part_of_the_gpu_beside_graphs_and_exchanges(
+    tmp_path: Path, device: torch.device, part: LinkPart
+) -> None:
+    """Tokens of decoding steps that are replayed, while experts change sides in every step."""
+    count = 40
+    checkpoint = cut_checkpoint(tmp_path)
+    wanted = plain_tokens(checkpoint, device, count)
+    with open_hybrid(
+        checkpoint, device, residency=0.5, most_rows=ASKS, spares=2,
+        copies=lambda bank: StreamCopies(device),
+        placement=lambda table: EveryStep(table, owners_stay=True),
+    ) as hybrid:  # fmt: skip
+        hybrid.experts.use_link({16: part})
+        runner = runner_on(hybrid, device)
+        found = [runner.finish(runner.launch(step)).token_ids for step in steps(count)]
+        assert found == wanted
+        assert part in hybrid.team.parts and hybrid.experts.moves.num_promoted >= 5
 
 
 def test_threads_that_stop_end_the_engine(checkpoint: Path) -> None:

@@ -170,7 +170,7 @@ FAST void byte_tile(const DotCall& call) {
     const Form form = *c.form;
     Decoder<kKind, Zeros::kNone> decoder;
     decoder.begin();
-    const int64_t bytes = form.stride(), group = has_scales(kKind) ? form.group : bytes;
+    const int64_t bytes = form.taken_bytes(), group = has_scales(kKind) ? form.group : bytes;
     __m512 totals[W][R];
 #pragma GCC unroll 4
     for (int i = 0; i < W; ++i)
@@ -273,7 +273,7 @@ FAST void nibble_tile(const DotCall& call) {
     const Form form = *c.form;
     Decoder<kKind, kZeros> decoder;
     decoder.begin();
-    const int64_t bytes = form.stride(), groups = form.groups();
+    const int64_t bytes = form.taken_bytes(), groups = form.groups();
     const int64_t per_step = form.group >= kRowDepth || groups == 1 ? 1 : kRowDepth / form.group;
     const __m512i lanes = lanes_of_groups(per_step);
     __m512 totals[W][R];

@@ -157,8 +157,8 @@ template <Kind kKind, int N, int W, int R>
 INLINE void word_tile(const DotCall& c) {
     const Form& form = *c.form;
     const bool has_points = form.zeros == Zeros::kPoints, has_zeros = form.zeros != Zeros::kNone;
-    const int64_t bytes = form.stride(), group_words = form.group / 8;
-    const bool is_one = form.group >= form.depth;
+    const int64_t bytes = form.taken_bytes(), group_words = form.group / 8;
+    const bool is_one = form.is_one_group();
     Floats<N> totals[W][R];
     clear<W, R, N>(totals);
     for (int64_t at = 0; at < bytes; at += 4 * N) {

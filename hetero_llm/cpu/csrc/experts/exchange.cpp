@@ -16,6 +16,7 @@ constexpr int64_t kMostStrip = 64, kLeastGates = 8, kLeastOutputs = 16;
 constexpr int64_t kTasksPerThread = 16;              // that strips are made small for
 constexpr int64_t kTokensAtOnce = 64;                // of an expert: their results stay in L1
 constexpr int64_t kChunk = 1024;                     // elements that a task prepares
+constexpr int64_t kWholes = 256;                     // parts of all experts that a request counts by
 
 std::vector<int32_t> places(int64_t depth, const Layout& layout) {
     std::vector<int32_t> found(depth);
@@ -71,6 +72,8 @@ Exchange::Exchange(const Setting& setting, int threads)
                           dot_layout(setting.down.kind, bf16_rows_, setting.isa))),
       input_tile_place_(tile_places(setting.gate_up)),
       inner_tile_place_(tile_places(setting.down)),
+      inner_(setting.inner),
+      down_(setting.down),
       starts_(setting.experts + 2),
       tokens_(setting.max_tokens * setting.experts_per_token),
       weights_(setting.max_tokens * setting.experts_per_token),
@@ -86,10 +89,16 @@ Matrix Exchange::matrix_at(const int64_t* at, const Form& form) const {
             (const char*)zeros, (const float*)at[4], (const char*)at[5]};
 }
 
-Refusal Exchange::open(int64_t layer, int64_t tokens) {
+Refusal Exchange::open(int64_t layer, int64_t tokens, int64_t linked, int64_t whole) {
     parts_.clear();
     if (layer < 0 || layer >= s_.layers) return Refusal::kLayer;
     if (tokens < 0 || tokens > s_.max_tokens) return Refusal::kTokens;
+    // Behind a multiple of kRowDepth no kernel reads what an earlier request left in a row.
+    if (linked < 0 || linked >= s_.inner || (linked > 0 && (s_.inner - linked) % kRowDepth != 0))
+        return Refusal::kLinked;
+    if (whole < 0 || whole >= kWholes || (whole > 0 && linked > 0)) return Refusal::kLinked;
+    inner_ = s_.inner - linked;
+    down_.depth = inner_;
     const int64_t k = s_.experts_per_token;
     // The sums below index by what this pass has checked, so it keeps its own copy: a device that
     // writes meanwhile can make results wrong, but no write go astray.
@@ -117,12 +126,16 @@ Refusal Exchange::open(int64_t layer, int64_t tokens) {
         tokens_[at] = (int32_t)(i / k);
         weights_[at] = s_.weights[i];
     }
+    int64_t different = 0;
+    for (int64_t e = 0; e < s_.experts; ++e) different += starts_[e + 1] > starts_[e];
+    const int64_t own = different - different * whole / kWholes;
     int64_t block = 0;
     dots_serve_ = false;
     packed_pairs_.clear();
     for (int64_t e = 0; e < s_.experts; ++e) {
         const int64_t first = starts_[e], rows = starts_[e + 1] - first;
         if (rows == 0) continue;
+        if ((int64_t)parts_.size() == own) break;
         const int64_t* at = s_.addresses + (layer * s_.experts + e) * 2 * kAddresses;
         Part part{matrix_at(at, s_.gate_up), matrix_at(at + kAddresses, s_.down), first, rows, -1};
         if (!part.gate_up.data || !part.down.data) {
@@ -161,8 +174,8 @@ void Exchange::plan_tasks() {
     inputs_ = (prepared_ + (int64_t)packed_pairs_.size()) * chunks;
     const int64_t parts = (int64_t)parts_.size();
     const int64_t least = packed_pairs_.empty() ? kLeastGates : kTileRows;
-    gate_strip_ = strip_for(s_.inner, parts, threads_, least);
-    gate_strips_ = (s_.inner + gate_strip_ - 1) / gate_strip_;
+    gate_strip_ = strip_for(inner_, parts, threads_, least);
+    gate_strips_ = (inner_ + gate_strip_ - 1) / gate_strip_;
     // The longest tasks first, so that threads end together.
     by_rows_.resize(parts_.size());
     std::iota(by_rows_.begin(), by_rows_.end(), 0);
@@ -208,13 +221,13 @@ const char* Exchange::strip_of(int64_t task, bool gates) const {
                task % gate_strips_ * gate_strip_ * s_.gate_up.stride();
     }
     if (task >= output_strips_) return nullptr;
-    return parts_[0].down.data + task * output_strip_ * s_.down.stride();
+    return parts_[0].down.data + task * output_strip_ * down_.stride();
 }
 
 void Exchange::compute_gates(int64_t task, int64_t ahead, Scratch& scratch) {
     const Part& part = parts_[by_rows_[task / gate_strips_]];
     const int64_t first = task % gate_strips_ * gate_strip_;
-    const int64_t count = std::min(gate_strip_, s_.inner - first);
+    const int64_t count = std::min(gate_strip_, inner_ - first);
     const char* next = strip_of(ahead, true);
     if (part.block < 0) gates_by_dots(part, first, count, next, scratch);
     else gates_by_tiles(part, first, count, next, scratch);
@@ -318,8 +331,8 @@ void Exchange::outputs_by_dots(const Part& part, int64_t first, int64_t count, c
         const int64_t tokens = std::min(kTokensAtOnce, part.rows - r);
         for (int64_t i = 0; i < tokens; ++i) scratch.x[i] = inner_row(part.first + r + i);
         const bool is_last = r + tokens == part.rows;
-        const char* again = part.down.data + first * s_.down.stride();
-        dot_rows({&s_.down, part.down, first, count, scratch.x, tokens, scratch.gate, count,
+        const char* again = part.down.data + first * down_.stride();
+        dot_rows({&down_, part.down, first, count, scratch.x, tokens, scratch.gate, count,
                   is_last ? next : again, bf16_rows_, s_.isa});
         for (int64_t t = 0; t < tokens; ++t)
             add_output(part, r + t, first, count, scratch.gate + t * count);
@@ -329,7 +342,7 @@ void Exchange::outputs_by_dots(const Part& part, int64_t first, int64_t count, c
 void Exchange::outputs_by_tiles(const Part& part, int64_t first, int64_t count, const char* next,
                                 Scratch& scratch) {
     const int64_t blocks = (part.rows + kTileTokens - 1) / kTileTokens;
-    const int64_t stride = s_.down.stride();
+    const int64_t stride = down_.stride();
     for (int64_t b = 0; b < blocks; b += kMostTileBlocks) {
         const int64_t some = std::min(kMostTileBlocks, blocks - b), width = some * kTileTokens;
         const int64_t tokens = std::min(width, part.rows - b * kTileTokens);
@@ -340,7 +353,7 @@ void Exchange::outputs_by_tiles(const Part& part, int64_t first, int64_t count, 
             const char* more = i + kTileRows < count ? own + (i + kTileRows) * stride
                                : b + some < blocks   ? own
                                                      : next;
-            tile_rows({&s_.down, part.down, first + i, rows, x, some, scratch.gate, more});
+            tile_rows({&down_, part.down, first + i, rows, x, some, scratch.gate, more});
             for (int64_t t = 0; t < tokens; ++t) {
                 float column[kTileRows];
                 for (int64_t j = 0; j < rows; ++j) column[j] = scratch.gate[j * width + t];
@@ -357,7 +370,7 @@ void Exchange::add_outputs(int64_t task, int64_t ahead, Scratch& scratch) {
         std::memset(s_.y + token * s_.hidden + first, 0, count * sizeof(float));
     for (size_t p = 0; p < parts_.size(); ++p) {
         const char* next = p + 1 < parts_.size()
-                               ? parts_[p + 1].down.data + first * s_.down.stride()
+                               ? parts_[p + 1].down.data + first * down_.stride()
                                : strip_of(ahead, false);
         if (parts_[p].block < 0) outputs_by_dots(parts_[p], first, count, next, scratch);
         else outputs_by_tiles(parts_[p], first, count, next, scratch);

@@ -41,7 +41,7 @@ struct Setting {
 };
 
 // Why a request cannot be answered; 0: it can.
-enum class Refusal : int { kNone = 0, kLayer = 2, kTokens = 3, kExpert = 4, kNotHeld = 5 };
+enum class Refusal : int { kNone = 0, kLayer = 2, kTokens = 3, kExpert = 4, kNotHeld = 5, kLinked = 6 };
 
 // The tokens of one expert.
 struct Part {
@@ -60,8 +60,10 @@ class Exchange {
     Exchange(const Setting& setting, int threads);
     ~Exchange();
 
-    // Reads the ids of a request. Called by one thread, while no other one is in `work`.
-    Refusal open(int64_t layer, int64_t tokens);
+    // Reads the ids of a request. The last `linked` inner rows of every expert are the device's: the
+    // others are a multiple of kRowDepth, or all. Or `whole` 256ths of the experts are, rounded
+    // down, those of the highest numbers. Called by one thread, while no other one is in `work`.
+    Refusal open(int64_t layer, int64_t tokens, int64_t linked, int64_t whole);
     // Whether any token wants an expert of the host.
     bool is_empty() const { return parts_.empty(); }
     // Computes y of the tokens that asked; every thread of the team calls it.
@@ -96,6 +98,8 @@ class Exchange {
     std::vector<int32_t> input_place_, inner_place_, input_tile_place_, inner_tile_place_;
 
     // Of a request.
+    int64_t inner_;  // rows of gates and of ups, columns of down
+    Form down_;      // of so many columns
     std::vector<Part> parts_;       // experts ascending
     std::vector<int32_t> by_rows_;  // parts, those of most tokens first
     std::vector<int32_t> starts_, tokens_, wanted_;  // wanted: tokens with experts on the host

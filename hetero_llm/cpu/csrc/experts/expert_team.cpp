@@ -74,7 +74,8 @@ void ExpertTeam::nap(uint32_t calls, int64_t nanoseconds) {
 // Whether more requests may come.
 bool ExpertTeam::answer(int32_t sequence) {
     const int64_t begin = now_ns();
-    const Refusal refusal = exchange_.open(request_[kLayer], request_[kTokens]);
+    const Refusal refusal =
+        exchange_.open(request_[kLayer], request_[kTokens], request_[kLinked], request_[kWhole]);
     if (refusal != Refusal::kNone) {
         __atomic_store_n(answer_ + kStopped, (int32_t)refusal, __ATOMIC_RELEASE);
         return false;
@@ -157,7 +158,8 @@ void hetero_experts_running(hetero::experts::ExpertTeam* team, hetero::experts::
 // answer. nanoseconds: [count] from the release of the sequence number to the answer seen. Returns
 // 0, or the word STOPPED as soon as the team writes it.
 int64_t hetero_experts_post(int32_t* request, const int32_t* answer, int64_t layer, int64_t tokens,
-                            int64_t count, int64_t gap_ns, int64_t* nanoseconds) {
+                            int64_t linked, int64_t whole, int64_t count, int64_t gap_ns,
+                            int64_t* nanoseconds) {
     using namespace hetero::experts;
     for (int64_t i = 0; i < count; ++i) {
         const int64_t begin_gap = now_ns();
@@ -166,6 +168,8 @@ int64_t hetero_experts_post(int32_t* request, const int32_t* answer, int64_t lay
             (int32_t)((uint32_t)__atomic_load_n(request + kSequence, __ATOMIC_RELAXED) + 1);
         request[kLayer] = (int32_t)layer;
         request[kTokens] = (int32_t)tokens;
+        request[kLinked] = (int32_t)linked;
+        request[kWhole] = (int32_t)whole;
         const int64_t begin = now_ns();
         __atomic_store_n(request + kSequence, sequence, __ATOMIC_RELEASE);
         for (int64_t spins = 1;; ++spins) {

@@ -47,21 +47,24 @@ struct Form {
     int64_t scale_rows;    // rows that share a scale
     int64_t rows, depth;   // of a matrix: outputs and inputs
     Zeros zeros;           // int4 only: one for each scale, and scale_rows is 1
+    int64_t stored;        // columns of a row in memory, of which products take the first `depth`
 
-    int64_t groups() const { return (depth + group - 1) / group; }
-    int64_t stride() const { return row_bytes(kind, depth); }
+    int64_t groups() const { return (stored + group - 1) / group; }    // of a row in memory
+    int64_t stride() const { return row_bytes(kind, stored); }         // between rows
+    int64_t taken_bytes() const { return row_bytes(kind, depth); }     // of a row, in products
+    bool is_one_group() const { return group >= stored; }
 };
 
 // Whether the products here serve the form. Groups: of 8 bits the whole depth or multiples of 64,
 // of 4 bits 32, 64 or multiples of 128 (or the whole depth). 4-bit rows have whole bytes.
 inline bool fits(const Form& form) {
-    if (form.rows < 1 || form.depth < 1) return false;
+    if (form.rows < 1 || form.depth < 1 || form.stored < form.depth) return false;
     if (!has_scales(form.kind)) return form.zeros == Zeros::kNone;
-    if (form.group < 1 || form.group > form.depth || form.scale_rows < 1) return false;
+    if (form.group < 1 || form.group > form.stored || form.scale_rows < 1) return false;
     if (form.zeros != Zeros::kNone && (form.kind != Kind::kInt4 || form.scale_rows != 1))
         return false;
     if (is_4_bit(form.kind) && form.depth % 2 != 0) return false;
-    if (form.group == form.depth) return true;
+    if (form.is_one_group()) return true;
     if (is_8_bit(form.kind)) return form.group % 64 == 0;
     return form.group == 32 || form.group == 64 || form.group % 128 == 0;
 }

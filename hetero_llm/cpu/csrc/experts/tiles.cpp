@@ -104,7 +104,7 @@ AMX_INLINE void unpack_nibbles(__m512i raw, __m512i high_table, __m512i low_tabl
 AMX void unpack(const TileJob& job, int64_t row, int64_t begin, int64_t count, uint16_t* to) {
     const Form& form = *job.form;
     const char* data = job.matrix.data + row * form.stride();
-    const int64_t end = form.stride();
+    const int64_t end = form.taken_bytes();
     if (form.kind == Kind::kBf16) {
         for (int64_t k = 0; k < count; k += 32, to += 32)
             _mm512_store_si512(to, load_some(data + 2 * (begin + k), end - 2 * (begin + k)));
@@ -216,7 +216,7 @@ int64_t tile_place(TileOrder order, int64_t k) {
 
 AMX void tile_rows(const TileJob& job) {
     const Form& form = *job.form;
-    const int64_t blocks = job.blocks, x_block = tile_block_size(form.depth) * 2;
+    const int64_t blocks = job.blocks, x_block = tile_block_size(form.stored) * 2;
     const char* x = (const char*)job.x;
     set_tiles(job.count);
     if (form.kind == Kind::kBf16 && form.depth % kStep == 0) {

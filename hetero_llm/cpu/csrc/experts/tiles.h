@@ -26,7 +26,7 @@ struct TileJob {
     const Form* form;
     Matrix matrix;
     int64_t first, count;   // rows: at most kTileRows
-    const uint16_t* x;      // blocks of tokens, tile_block_size(depth) apart
+    const uint16_t* x;      // blocks of tokens, tile_block_size(stored) apart
     int64_t blocks;         // at most kMostTileBlocks
     float* out;             // out[i * blocks * kTileTokens + t], 64-byte aligned
     const char* next;       // rows to prefetch, or null

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_llm.bridge.expert_mailbox import ON_DEVICE, ExpertMailbox
+from hetero_llm.bridge.expert_mailbox import NO_PART, ON_DEVICE, ExpertMailbox, LinkPart
 from hetero_llm.cpu import native
 from hetero_llm.cpu.expert_team import ExpertTeam, post
 from hetero_llm.models.config import ClampedSwish
@@ -38,7 +38,14 @@ def mixture_of(name: str, **options: object) -> Mixture:
     return make_mixture(kind, **{**sizes, **options})  # type: ignore[arg-type]
 
 
-def check(mixture: Mixture, mailbox: ExpertMailbox, tokens: int, *, layer: int = 0) -> None:
+def check(
+    mixture: Mixture,
+    mailbox: ExpertMailbox,
+    tokens: int,
+    *,
+    layer: int = 0,
+    part: LinkPart = NO_PART,
+) -> None:
     """The last answer against torch: to 1e-5 in float; in bf16 a gate that is nearly between two
     numbers may round to the other one. Rows of no interest stay as `fill` left them."""
     asked = (mailbox.ids[:tokens] != ON_DEVICE).any(1)
@@ -46,7 +53,7 @@ def check(mixture: Mixture, mailbox: ExpertMailbox, tokens: int, *, layer: int =
     assert y[~asked].isnan().all() and mailbox.y[tokens:].isnan().all()
     if not asked.any():
         return
-    wanted = expected(mixture, mailbox, layer, tokens)[asked]
+    wanted = expected(mixture, mailbox, layer, tokens, part=part)[asked]
     errors, size = (y[asked] - wanted).abs(), wanted.abs().max()
     if mailbox.x.dtype == BF16:
         assert errors.max() < 0.03 * size
@@ -66,6 +73,52 @@ def test_one_to_many_tokens(library: ctypes.CDLL, isa: int, name: str, dtype: to
         fill(mailbox, tokens, EXPERTS, seed=tokens)
         post(mailbox, library, layer, tokens)
         check(mixture, mailbox, tokens, layer=layer)
+    team.stop()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FLOAT], ids=["bf16", "float"])
+@pytest.mark.parametrize("name", KINDS)
+def test_inner_rows_that_the_device_computes_are_left_out(
+    library: ctypes.CDLL, isa: int, name: str, dtype: torch.dtype
+) -> None:
+    """Requests of different shares follow each other."""
+    mixture = mixture_of(name, hidden=320, inner=480, bias=dtype)
+    mailbox = mailbox_for(mixture, MOST_TOKENS, K, dtype)
+    team = ExpertTeam(mixture.host, mailbox, library, threads=2, isa=isa)
+    for tokens, rows in ((1, 352), (20, 0), (3, 96), (MOST_TOKENS, 224), (5, 0)):
+        part = LinkPart(rows)
+        fill(mailbox, tokens, EXPERTS, seed=tokens)
+        post(mailbox, library, 0, tokens, part=part)
+        check(mixture, mailbox, tokens, part=part)
+    team.stop()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_experts_that_the_device_computes_are_left_out(library: ctypes.CDLL, tokens: int) -> None:
+    """Those of the highest numbers, down to one of two; tokens that have no others get zeros."""
+    mixture = mixture_of("float32", bias=FLOAT)
+    mailbox = mailbox_for(mixture, tokens, K, FLOAT)
+    team = ExpertTeam(mixture.host, mailbox, library, threads=2)
+    for whole in (0, 85, 128, 255):
+        fill(mailbox, tokens, EXPERTS, seed=tokens)
+        part = LinkPart(whole=whole)
+        post(mailbox, library, 0, tokens, part=part)
+        check(mixture, mailbox, tokens, part=part)
+    team.stop()
+
+
+@pytest.mark.parametrize(
+    "part", [*map(LinkPart, (-1, 1, 100, 320)), LinkPart(0, -1), LinkPart(0, 256), LinkPart(64, 9)]
+)
+def test_parts_that_no_kernel_leaves_out_end_the_team(library: ctypes.CDLL, part: LinkPart) -> None:
+    """Without a word in y: 320 inner rows, of which the team's are a multiple of 128."""
+    mixture = mixture_of("bf16", inner=320)
+    mailbox = mailbox_for(mixture, 4, K)
+    fill(mailbox, 4, EXPERTS, seed=1)
+    team = ExpertTeam(mixture.host, mailbox, library, threads=1)
+    with pytest.raises(RuntimeError, match="left a part of the experts to the device"):
+        post(mailbox, library, 0, 4, part=part)
+    assert team.stop_reason is not None and mailbox.y.isnan().all()
     team.stop()
 
 
