@@ -199,6 +199,13 @@ HOST_EXPERTS = grouped(
         "File of how often each expert was used: read at start, so that the GPU begins with the "
         "experts in demand, and written at the end. Not in TACO-LLM.",
     ),
+    argument(
+        "moe_link_lane",
+        False,
+        "Let the GPU compute a part of the experts that steps of up to 16 tokens miss, reading it "
+        "from host memory beside the CPU's threads, where measurements at start find that faster. "
+        "Off by default until it has been measured on GPUs. Not in TACO-LLM.",
+    ),
 )
 
 PARALLEL = grouped(

@@ -100,6 +100,7 @@ class EngineArgTypes(TypedDict, total=False):
     moe_expert_memory: float | str
     moe_cpu_experts: str
     moe_expert_profile: str | os.PathLike[str] | None
+    moe_link_lane: bool
     tensor_parallel_size: int
     pipeline_parallel_size: int
     sequence_parallel_size: int
@@ -245,6 +246,7 @@ class EngineArgFields:
     moe_expert_memory: float | str
     moe_cpu_experts: str
     moe_expert_profile: str | os.PathLike[str] | None
+    moe_link_lane: bool
     tensor_parallel_size: int
     pipeline_parallel_size: int
     sequence_parallel_size: int

@@ -20,15 +20,17 @@ class ExpertConfig:
         bank_bytes: of the GPU's memory for experts; None: as many as fit.
         cpu_experts: "auto": the CPU computes what does not fit; "off": nothing; "all": all experts.
         profile: file of scores that is read at start and written at the end; None: none.
+        link_lane: whether small steps may leave a part of the missed experts to the GPU.
     """
 
     bank_bytes: int | None = None
     cpu_experts: CpuExperts = "auto"
     profile: str | None = None
+    link_lane: bool = False
 
 
 def experts_from_args(args: Mapping[str, Any]) -> ExpertConfig:
-    """Reads `moe_expert_memory`, `moe_cpu_experts` and `moe_expert_profile`.
+    """Reads the arguments that begin with `moe_`.
 
     Args:
         args: The complete dict of `config.args.resolve_engine_args`.
@@ -45,10 +47,14 @@ def experts_from_args(args: Mapping[str, Any]) -> ExpertConfig:
     if cpu_experts != "auto" and profile is not None:
         reason = f"has no effect with moe_cpu_experts={cpu_experts!r}: no expert changes its place"
         raise ConfigError("moe_expert_profile", profile, reason)
+    if cpu_experts == "off" and args["moe_link_lane"]:
+        reason = "has no effect with moe_cpu_experts='off': no expert is missed"
+        raise ConfigError("moe_link_lane", True, reason)
     return ExpertConfig(
         bank_bytes=None if memory == "auto" else int(memory * _GIB),
         cpu_experts=cast("CpuExperts", cpu_experts),
         profile=profile,
+        link_lane=args["moe_link_lane"],
     )
 
 

@@ -165,9 +165,7 @@ def choose_experts(
 
 def _warn_if(asked: bool, reason: str) -> None:
     if asked:
-        logger.warning(
-            "moe_expert_memory, moe_cpu_experts and moe_expert_profile have no effect: %s", reason
-        )
+        logger.warning("arguments that begin with moe_ have no effect: %s", reason)
 
 
 def _check_alone(config: EngineConfig, model_config: ModelConfig) -> None:
@@ -323,7 +321,7 @@ def open_experts(
             *(slots, shape[0] * shape[1], team.threads, experts.most_rows, times),
             *(1e3 * found.link, found.slowdown),
         )  # fmt: skip
-        if (placement.table < 0).mean() >= LEAST_ON_HOST:
+        if config.experts.link_lane and (placement.table < 0).mean() >= LEAST_ON_HOST:
             share_link(experts, k)
     if choice.profile is not None:
         weakref.finalize(experts, _save, choice.profile, placement, choice.model)

@@ -150,6 +150,7 @@ def test_the_link_as_a_third_lane_of_the_engine(
     settings = {
         **BF16,
         "quantization": quantization,
+        "moe_link_lane": True,
         **residency(wide_cut, 0.3, torch.bfloat16, quantization),
     }
     if exclusive:
