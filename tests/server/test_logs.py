@@ -199,7 +199,7 @@ def test_the_lines_come_from_a_running_server(caplog: pytest.LogCaptureFixture) 
             await asyncio.sleep(0.01)
         task.cancel()
 
-    asyncio.run(asyncio.wait_for(report(), 20))
+    asyncio.run(asyncio.wait_for(report(), LIMIT))
     (line,) = [r.getMessage() for r in caplog.records]
     assert re.match(r"Avg prompt throughput: 0\.0 tokens/s, Avg generation throughput: \d", line)
 
