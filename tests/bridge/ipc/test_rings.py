@@ -248,8 +248,8 @@ def test_a_signals_handler_can_end_a_wait() -> None:
     with both_ends() as ends, alarm_after(0.02, stop):
         begun = time.monotonic_ns()
         with pytest.raises(InterruptedError, match="enough"):
-            ends.consumer.pop(timeout_us=20_000_000)
-        assert time.monotonic_ns() - begun < 10_000_000_000
+            ends.consumer.pop(timeout_us=200_000_000)
+        assert time.monotonic_ns() - begun < 100_000_000_000
 
 
 def test_each_end_is_opened_once() -> None:
