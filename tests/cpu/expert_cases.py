@@ -159,21 +159,20 @@ def expected(mixture: Mixture, mailbox: ExpertMailbox, layer: int, tokens: int) 
     activation = GatedActivation(gate)
     own = host.layers[layer]
     y = torch.zeros(tokens, host.hidden)
-    for token in range(tokens):
-        for expert, weight in zip(mailbox.ids[token], mailbox.weights[token], strict=True):
-            if expert == ON_DEVICE:
-                continue
-            x = mailbox.x[token].float()
-            first = mixture.gate_up[layer, expert] @ x
-            if own.gate_up.bias is not None:
-                first = first + own.gate_up.bias[expert].float()
-            inner = activation.plain(first.unsqueeze(0))[0]
-            if dtype == torch.bfloat16:
-                inner = inner.bfloat16().float()
-            second = mixture.down[layer, expert] @ inner
-            if own.down.bias is not None:
-                second = second + own.down.bias[expert].float()
-            y[token] += weight * second
+    for expert in mailbox.ids[:tokens].unique().tolist():
+        if expert == ON_DEVICE:
+            continue
+        chosen, places = (mailbox.ids[:tokens] == expert).nonzero(as_tuple=True)
+        first = mailbox.x[chosen].float() @ mixture.gate_up[layer, expert].T
+        if own.gate_up.bias is not None:
+            first = first + own.gate_up.bias[expert].float()
+        inner = activation.plain(first)
+        if dtype == torch.bfloat16:
+            inner = inner.bfloat16().float()
+        second = inner @ mixture.down[layer, expert].T
+        if own.down.bias is not None:
+            second = second + own.down.bias[expert].float()
+        y.index_add_(0, chosen, mailbox.weights[chosen, places, None] * second)
     return y
 
 
