@@ -22,8 +22,26 @@ settings.register_profile(
 settings.register_profile("random", settings.get_profile("steady"), derandomize=False)
 settings.load_profile("steady")
 
+_FIRST = (
+    "scenarios/test_first_start.py", "scenarios/test_user_types.py",
+    "scenarios/test_offload_ranks.py", "scenarios/test_tensor_parallel.py",
+    "scenarios/test_pipeline_parallel.py", "scenarios/test_sequence_parallel.py",
+    "scenarios/test_data_parallel.py", "scenarios/test_families.py", "scenarios/test_lora.py",
+    "scenarios/test_prompt_adapters.py", "scenarios/test_engine_fuzz.py",
+    "scenarios/test_random_schemas.py", "cpu/csrc/experts/test_exchange.py",
+    "bridge/kv_offload/test_copier_sanitizers.py", "bridge/ipc/test_rings_sanitizers.py",
+    "distributed/test_group_collectives.py", "server/test_templates.py",
+)  # fmt: skip
+"""Files that take many seconds, longest first. Workers take whole files: one that begins late
+leaves the other workers with nothing to do in the end."""
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"tests/{file}": place for place, file in enumerate(_FIRST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
 def pytest_collection_finish() -> None:
