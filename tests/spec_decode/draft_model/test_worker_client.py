@@ -492,12 +492,12 @@ def test_close_when_it_does_not_listen(caplog: pytest.LogCaptureFixture) -> None
         assert "did not end by itself" in caplog.text
 
 
-def test_twenty_restarts_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     with worker("good", clock) as one:
         wait_up(one)
         files, rings, children = belongings()
-        for number in range(20):
+        for number in range(6):
             kill(one) if number % 2 else stop(one)
             clock.now += HANG_SECONDS + 0.01
             one.check_health()
@@ -505,7 +505,7 @@ def test_twenty_restarts_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             one.check_health()
             wait_up(one)
             assert belongings()[:2] == (files, rings) and len(belongings()[2]) == len(children)
-        assert one.counters.starts == 21 and one.counters.hangs == 10
+        assert one.counters.starts == 7 and one.counters.hangs == 3
 
 
 def test_a_forgotten_worker_ends() -> None:
