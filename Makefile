@@ -52,7 +52,8 @@ demo: $(STAMP)
 
 # Two workers, and threads of torch that sleep when they wait: 12.5 minutes on two cores.
 test: $(STAMP)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not faults" -n $(TEST_WORKERS) --dist loadfile
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not faults" -n $(TEST_WORKERS) \
+	  --dist loadfile --no-loadscope-reorder
 
 # On one GPU and 16 cores. Most of a first run is compiling kernels, so almost as many workers as cores.
 test-gpu: $(STAMP)

@@ -331,6 +331,7 @@ def test_the_help_says_how_a_conversation_samples(capsys: pytest.CaptureFixture[
         assert f"{name} {value}" in words
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_waits_for_the_step() -> None:
     llm = FakeLLM(model="m")
     reached = []
@@ -341,11 +342,10 @@ def test_an_interrupt_waits_for_the_step() -> None:
             reached.append(length)  # the step went on to its end
 
     llm.at = at
-    before = signal.getsignal(signal.SIGINT)
     answer = LocalModel(llm, SamplingParams(), None).answer("x", lambda text: None)
     assert (answer.text, answer.interrupted, answer.tokens) == ("a ", True, 2)
     assert (reached, llm.closed_streams) == ([2], 1)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_the_demo_model_talks(
@@ -406,6 +406,7 @@ class Terminal:
             os.close(self._main)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_terminal_shows_prompt_answer_and_stops_on_interrupt() -> None:
     gone = threading.Event()
 

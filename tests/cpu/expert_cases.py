@@ -176,22 +176,19 @@ def expected(
     different = asked[asked != ON_DEVICE].unique().tolist()
     teams = different[: len(different) - len(different) * part.whole // WHOLES]
     y = torch.zeros(tokens, host.hidden)
-    for token in range(tokens):
-        for expert, weight in zip(mailbox.ids[token], mailbox.weights[token], strict=True):
-            if int(expert) not in teams:
-                continue
-            x = mailbox.x[token].float()
-            first = mixture.gate_up[layer, expert] @ x
-            if own.gate_up.bias is not None:
-                first = first + own.gate_up.bias[expert].float()
-            inner = activation.plain(first.unsqueeze(0))[0]
-            inner[kept:] = 0
-            if dtype == torch.bfloat16:
-                inner = inner.bfloat16().float()
-            second = mixture.down[layer, expert] @ inner
-            if own.down.bias is not None:
-                second = second + own.down.bias[expert].float()
-            y[token] += weight * second
+    for expert in teams:
+        chosen, places = (asked == expert).nonzero(as_tuple=True)
+        first = mailbox.x[chosen].float() @ mixture.gate_up[layer, expert].T
+        if own.gate_up.bias is not None:
+            first = first + own.gate_up.bias[expert].float()
+        inner = activation.plain(first)
+        inner[:, kept:] = 0
+        if dtype == torch.bfloat16:
+            inner = inner.bfloat16().float()
+        second = inner @ mixture.down[layer, expert].T
+        if own.down.bias is not None:
+            second = second + own.down.bias[expert].float()
+        y.index_add_(0, chosen, mailbox.weights[chosen, places, None] * second)
     return y
 
 

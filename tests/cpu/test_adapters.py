@@ -91,6 +91,7 @@ def test_preemption(llama: Base, by_torch: dict[str, list[list[int]]]) -> None:
         assert llm.metrics()["num_preemptions"] > 0
 
 
+@pytest.mark.usefixtures("free_drafts")
 @pytest.mark.parametrize(
     "options",
     [
@@ -107,9 +108,12 @@ def test_speculation(
     if options.get("speculative_model") == "itself":
         options = {**options, "speculative_model": str(llama.folder)}
     with start(llama, max_loras=3, **options) as llm:
-        for _ in range(2):
+        for turn in range(40):  # a worker of a busy machine may be late for the first ones
             assert twelve(llm, llama) == by_torch["greedy"]
-        assert llm.metrics()["spec_decode_num_draft_tokens"] > 0
+            if turn > 0 and llm.metrics()["spec_decode_num_draft_tokens"] > 0:
+                break
+        else:
+            raise AssertionError("there were no drafts")
 
 
 def mean_error(base: Base, output: RequestOutput, which: int) -> float:

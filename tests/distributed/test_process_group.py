@@ -40,12 +40,12 @@ def test_a_group_behind_one_that_no_rank_joined() -> None:
         "import torch\n"
         "from hetero_llm.distributed.process_group import close_group, open_group\n"
         "from hetero_llm.models.collectives import Rank\n"
-        f"open_group(Rank(1, 2), {store}, torch.device('cpu'), timeout=120)\n"
+        f"open_group(Rank(1, 2), {store}, torch.device('cpu'), timeout=500)\n"
         "close_group()\n"
     )
     other = subprocess.Popen([sys.executable, "-c", code], pass_fds=(store,))
     try:
-        assert open_group(Rank(0, 2), store, cpu, timeout=120).size() == 2
+        assert open_group(Rank(0, 2), store, cpu, timeout=500).size() == 2
     finally:
         close_group()
         os.close(store)

@@ -275,6 +275,7 @@ def test_drafts_beyond_the_context_are_refused(tiny_folder: Path, where: str) ->
         LLM(str(tiny_folder), device="cpu", max_model_len=64, draft_optional=True, **draft)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_returns_what_there_is_and_the_engine_goes_on(tiny: LLM) -> None:
     def interrupt_late(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         if len(output_ids) == 3:

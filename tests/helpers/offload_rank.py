@@ -34,7 +34,8 @@ class Impatient(PolledGates):
     """Steps do not wait at all, and say so: what they compute may be wrong."""
 
     def wait(self, layer: int) -> None:
-        self.times_out |= not all(self.landed(flag, layer) for flag in self.armed)
+        if not all(self.landed(flag, layer) for flag in self.armed):
+            self.gave_up.add(self.turn)
 
 
 def _fail_copies(driver: FakeCuda) -> PolledGates:

@@ -28,6 +28,8 @@ GOLDEN = "[HIT CNT] total: 132, gpu: 0 (0.00%) cpu: 10 (7.58%) not hit: 122 (92.
 GREEDY = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 _CONTEXT = 512
 _MOST_STEPS = 50_000
+MOST_ROUNDS = 40
+"""Of traffic, where two or three nearly always do."""
 
 
 def tiny_folder(folder: Path) -> Path:
@@ -192,6 +194,28 @@ def check_over(engine: Engine) -> None:
     assert metrics["kv_offload_open_loads"] == metrics["kv_offload_open_stores"] == 0
     assert tier.index.num_pinned == 0, "a host block is still pinned"
     assert tier.copier.poll() == []
+
+
+def repeat_until(engine: Engine, serve_round: Callable[[int], int], **wanted: int) -> int:
+    """Serves at least two rounds, until each of these metrics is as large as wanted: how many
+    copies there are, and which of them are aborted, depends on when the copy threads run. No copy
+    is under way between rounds.
+
+    Args:
+        serve_round: takes the round's number and returns the number of tokens it has checked.
+
+    Returns:
+        The sum of these numbers.
+    """
+    checked = 0
+    for turn in range(MOST_ROUNDS):
+        checked += serve_round(turn)
+        rest(engine)
+        metrics = engine.metrics()
+        missing = {name: metrics[name] for name, least in wanted.items() if metrics[name] < least}
+        if turn > 0 and not missing:
+            return checked
+    raise AssertionError(f"after {MOST_ROUNDS} rounds: {missing}, wanted are {wanted}")
 
 
 class FaultyCopier:

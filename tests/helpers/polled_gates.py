@@ -20,15 +20,16 @@ class PolledGates:
         flag_of: see `runner.layer_ready`.
         armed: flags that the present step waits for.
         num_waits: flags that were not yet set when they were looked at.
-        times_out: a step has given up; see `take_error`.
         turn: names the step armed last.
+        gave_up: turns of steps that gave up; see `take_error`. Several can be unfinished, as those
+            of a stage are that runs ahead of the last one.
     """
 
     def __init__(self) -> None:
         self.flag_of: Callable[[int], LayerReadyFlag | None] = lambda transfer_id: None
         self.num_waits = 0
-        self.times_out = False
         self.turn = 0
+        self.gave_up: set[int] = set()
         self._flags = np.zeros(NUM_FLAGS, np.int32)
         self.armed: list[LayerReadyFlag] = []
 
@@ -37,6 +38,7 @@ class PolledGates:
         return self._flags.ctypes.data
 
     def arm(self, transfer_ids: Sequence[int]) -> None:
+        self.turn += 1
         flags = [self.flag_of(transfer_id) for transfer_id in transfer_ids]
         self.armed = [flag for flag in flags if flag is not None]
 
@@ -49,7 +51,8 @@ class PolledGates:
                 time.sleep(0)
 
     def take_error(self, turn: int) -> bool:
-        found, self.times_out = self.times_out, False
+        found = turn in self.gave_up
+        self.gave_up.discard(turn)
         return found
 
     def landed(self, flag: LayerReadyFlag, layer: int) -> bool:

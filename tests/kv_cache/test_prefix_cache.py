@@ -84,7 +84,7 @@ PROMPTS = st.lists(
     max_examples=40,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(prompts=PROMPTS, samples=st.sampled_from([1, 1, 2]), cut=st.integers(0, 6))
 def test_output_is_the_same_with_and_without(

@@ -208,6 +208,7 @@ def test_a_class_with_products_of_its_own_is_not_batch_invariant(
     assert "differently in other batches" in str(caught.value)
 
 
+@pytest.mark.usefixtures("free_drafts")
 def test_draws_with_the_lookahead_cache_are_the_same(llama: Path) -> None:
     asked = prompts(9, 14)
     params = dataclasses.replace(GREEDY, max_tokens=20)

@@ -109,7 +109,7 @@ def test_a_library_engine_publishes(tmp_path: Path) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.connect(config["replay_endpoint"])
             socket.send_multipart((b"", bytes(8)))
-            assert socket.poll(20_000), "no answer"
+            assert socket.poll(120_000), "no answer"
             _, number, batch = socket.recv_multipart()
     _, events, rank = msgspec.msgpack.decode(batch)
     ((tag, hashes, parent, tokens, block_size, *_),) = events

@@ -35,6 +35,8 @@ from tests.helpers.adapters import (
 from tests.models import tiny_moe
 from tests.models.tiny import VARIANTS, VOCAB_SIZE, make_tiny_checkpoint, reference_attention
 
+pytestmark = pytest.mark.usefixtures("free_drafts")
+
 ATTENTION = r".*(attn|attention|self_attention)\..*"
 OF_MIXTURES = r".*(attn|shared_expert).*"
 """transformers' experts and routers are no linear layers."""

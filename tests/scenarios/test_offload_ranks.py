@@ -37,7 +37,6 @@ STAGES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
 SHARED_TOKENS = {"tensor_parallel_size": 1, "sequence_parallel_size": 2}
 DRAFTS = {"use_lookahead": True, "num_speculative_tokens": 4}
 HOST_BLOCKS = 60
-MOST_ROUNDS = 40  # two or three do
 BLOCK_BYTES = 2 * 3 * 2 * 16 * 16 * 4  # K and V, layers, KV heads, their size, tokens, float32
 
 
@@ -99,19 +98,12 @@ def compare(engine: Engine, plain: Engine, seed: int, count: int = 16) -> int:
 
 
 def compare_until(engine: Engine, plain: Engine, **wanted: int) -> int:
-    """Compares rounds of traffic until each of these metrics is at least as large: how many copies
-    there are, and which of them are aborted, depends on when the copy threads run. Every other
-    round repeats the one before it, whose blocks have been stored by then. Returns the number of
-    tokens compared in all rounds."""
-    compared = 0
-    for turn in range(MOST_ROUNDS):
-        compared += compare(engine, plain, seed=2 + turn // 2)
-        traffic.rest(engine)
-        metrics = engine.metrics()
-        missing = {name: metrics[name] for name, least in wanted.items() if metrics[name] < least}
-        if not missing and turn > 0:
-            return compared
-    raise AssertionError(f"after {MOST_ROUNDS} rounds: {missing}, wanted are {wanted}")
+    """Compares rounds of traffic until the metrics are as large as wanted. Every other round
+    repeats the one before it, whose blocks have been stored by then. Returns the number of tokens
+    compared in all rounds."""
+    return traffic.repeat_until(
+        engine, lambda turn: compare(engine, plain, seed=2 + turn // 2), **wanted
+    )
 
 
 @pytest.mark.parametrize("ranks", [{}, STAGES, SHARED_TOKENS], ids=["layers", "stages", "tokens"])
@@ -161,6 +153,6 @@ def test_wrong_bytes_in_another_rank_are_seen(start: Any, plain: Engine) -> None
     """The negative control: loads of rank 1 bring other blocks than those asked for."""
     engine = start("poison")
     with pytest.raises(traffic.WrongTokens):
-        for turn in range(MOST_ROUNDS):
+        for turn in range(traffic.MOST_ROUNDS):
             compare(engine, plain, seed=6 + turn // 2)
             traffic.rest(engine)

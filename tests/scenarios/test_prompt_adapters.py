@@ -34,6 +34,8 @@ from tests.helpers.prompt_adapters import (
 from tests.models import tiny_moe
 from tests.models.tiny import VARIANTS, VOCAB_SIZE, make_tiny_checkpoint, reference_attention
 
+pytestmark = pytest.mark.usefixtures("free_drafts")
+
 FAMILIES = dict(reversed(VARIANTS))
 """The first variant of each family."""
 LENGTHS = (5, 11, 1)

@@ -12,6 +12,8 @@ import torch
 from hetero_llm import LLM, SamplingParams
 from tests.models.test_quantized_weights import FORMATS, both
 
+pytestmark = pytest.mark.usefixtures("free_drafts")
+
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
 
 

@@ -124,12 +124,18 @@ def check(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.fixture(scope="module")
+def mypy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of both installs: they have the standard library's types in common."""
+    return tmp_path_factory.mktemp("mypy")
+
+
 @pytest.mark.parametrize("kind", ["editable", "wheel"])
-def test_a_users_script_under_mypy_strict(kind: str, tmp_path: Path) -> None:
+def test_a_users_script_under_mypy_strict(kind: str, tmp_path: Path, mypy_cache: Path) -> None:
     pytest.importorskip("mypy")
     done = check(
         tmp_path, sys.executable, "-m", "mypy", "--strict", "--config-file", "",
-        "--cache-dir", tmp_path / "cache",
+        "--cache-dir", mypy_cache,
         "--python-executable", install(kind, tmp_path / "installed"), "script.py",
     )  # fmt: skip
     found = re.findall(r"^script\.py:(\d+): (error|note: Revealed type is \"(.*)\")", done.stdout,

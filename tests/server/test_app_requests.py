@@ -13,6 +13,7 @@ import pytest
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.settings import Limits, ServerSettings
+from tests.helpers.time_limits import growing_limits
 from tests.server.fake_engine import CONTEXT, EOS, VOCAB, FakeEngine
 from tests.server.serving import LIMIT, Served, events, head, raw, raw_post, received, serving
 
@@ -520,26 +521,29 @@ def test_too_many_requests_at_once(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_deadline_ends_a_running_request(tokenizer: Tokenizer, path: str, stream: bool) -> None:
     """Three tokens come at once, the fourth never."""
-    engine = FakeEngine(tokenizer)
 
     def three(ids: list[int], sequence: int, position: int) -> int:
         if position == 2:
             engine.unpaused.clear()
         return 66
 
-    engine.script = three
     body = {"prompt": "a b", "messages": USER, "max_tokens": 1500, "stream": stream}
-    with serving(engine) as served:
-        answer = served.post(path, body, headers={"x-request-timeout-ms": "500"})
-        assert answer.status_code == 200
-        chunks = events(answer.text)[:-1] if stream else [answer.json()]
-        choice = chunks[-1]["choices"][0]
-        assert choice["finish_reason"] == "length" and choice["timeout"] is True
-        if not stream:
-            assert chunks[0]["usage"]["completion_tokens"] == 3
-        metrics = served.http.get("/metrics").text
-        assert 'hetero_llm:aborted_requests_total{cause="timeout"} 1.0' in metrics
-        assert engine.num_live == 0
+    for limit in growing_limits(0.2):
+        engine = FakeEngine(tokenizer, script=three)
+        with serving(engine) as served:
+            headers = {"x-request-timeout-ms": str(round(1000 * limit))}
+            answer = served.post(path, body, headers=headers)
+            metrics = served.http.get("/metrics").text
+        if engine.generated == 3:
+            break
+    assert answer.status_code == 200
+    chunks = events(answer.text)[:-1] if stream else [answer.json()]
+    choice = chunks[-1]["choices"][0]
+    assert choice["finish_reason"] == "length" and choice["timeout"] is True
+    if not stream:
+        assert chunks[0]["usage"]["completion_tokens"] == 3
+    assert 'hetero_llm:aborted_requests_total{cause="timeout"} 1.0' in metrics
+    assert engine.num_live == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -558,7 +562,7 @@ def test_a_deadline_in_the_queue(tokenizer: Tokenizer, stream: bool) -> None:
 
 def test_a_deadline_before_the_first_token(tokenizer: Tokenizer) -> None:
     """Scheduled, but its prompt takes too long."""
-    engine = FakeEngine(tokenizer, delay=0.2)
+    engine = FakeEngine(tokenizer, delay=LIMIT)
     with serving(engine) as served:
         slow = served.post(
             COMPLETIONS, {"prompt": "a"}, headers={"x-request-timeout-ms": "1"}

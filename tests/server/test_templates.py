@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ MOODY = (
 PLAIN = {"add_generation_prompt": True, "continue_final_message": False}
 WAITING = Limits(template_seconds=60.0)
 SHORT = Limits(template_seconds=0.5)
+LATE = "it did not end within 0.5 s"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,32 +52,47 @@ def conversation(word: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def moody(tokenizer: Tokenizer) -> Iterator[Served]:
-    settings = ServerSettings(chat_template=MOODY, limits=SHORT)
-    with serving(FakeEngine(tokenizer), settings) as served:
-        yield served
+def moody(tokenizer: Tokenizer) -> Iterator[Callable[[Limits], Served]]:
+    """Servers of the template, with a short limit of time and without."""
+    with ExitStack() as stack:
+        servers = {
+            limits: stack.enter_context(
+                serving(FakeEngine(tokenizer), ServerSettings(chat_template=MOODY, limits=limits))
+            )
+            for limits in (SHORT, WAITING)
+        }
+        yield servers.__getitem__
 
 
 @pytest.mark.parametrize(
-    ("word", "reason"),
+    ("word", "limits", "reason"),
     [
-        ("loop", "it did not end within 0.5 s"),
-        ("power", "it did not end within 0.5 s"),  # one call of C code
-        ("fill", "it takes too much memory"),
-        ("write", f"it writes more than {len('rolecontentuserwrite') + 4 * CONTEXT} characters"),
+        ("loop", SHORT, LATE),
+        ("power", SHORT, LATE),  # one call of C code
+        ("fill", WAITING, "it takes too much memory"),
+        (
+            "write",
+            WAITING,
+            f"it writes more than {len('rolecontentuserwrite') + 4 * CONTEXT} characters",
+        ),
     ],
 )
-def test_a_template_out_of_bounds(moody: Served, word: str, reason: str) -> None:
+def test_a_template_out_of_bounds(
+    moody: Callable[[Limits], Served], word: str, limits: Limits, reason: str
+) -> None:
+    served = moody(limits)
     for path in (CHAT, "/tokenize") if word == "write" else (CHAT,):
-        answer = moody.post(path, conversation(word))
+        answer = served.post(path, conversation(word))
         assert answer.status_code == 400
         message = f"messages: the chat template cannot be applied: {reason}"
         assert answer.json()["error"] == {
             "message": message, "type": "invalid_request_error", "param": "messages",
             "code": "invalid_value",
         }  # fmt: skip
-    assert moody.post(CHAT, conversation("fine")).status_code == 200
-    assert moody.engine.seen[-1][1].text == "<fine>"
+    while (answer := served.post(CHAT, conversation("fine"))).status_code != 200:
+        # Not even this ends in time on a very busy machine.
+        assert limits is SHORT and LATE in answer.text
+    assert served.engine.seen[-1][1].text == "<fine>"
 
 
 def test_others_go_on_while_a_template_loops(tokenizer: Tokenizer) -> None:
@@ -136,23 +153,22 @@ def test_many_conversations_share_one_worker() -> None:
 
 
 def test_conversations_wait_for_a_worker_that_starts() -> None:
-    """However long that takes, and without starting one for each: patience may end while the first
-    one, just started, works through them, which starts a second."""
+    """However long that takes, and without starting one for each."""
 
     async def run() -> None:
         text = "{{ messages[0].content }}"
-        template = ChatTemplate(text, {}, seconds=60.0, patience=0.1, queue_seconds=5.0)
+        template = ChatTemplate(text, {}, seconds=60.0, patience=0.01, queue_seconds=60.0)
         template.start()
         (worker,) = template.pids
+        os.kill(worker, signal.SIGSTOP)
         try:
             jobs = [template.render(USER, PLAIN, most_chars=9) for _ in range(8)]
             rendering = asyncio.ensure_future(asyncio.gather(*jobs))
-            pids = set()
-            while not rendering.done():
-                await asyncio.sleep(0.001)
-                pids.update(template.pids)
-            assert rendering.result() == [USER[0]["content"]] * 8
-            assert worker in pids and len(pids) <= 2
+            for _ in range(20):
+                await asyncio.sleep(0.01)
+                assert template.pids == [worker]
+            os.kill(worker, signal.SIGCONT)
+            assert await rendering == [USER[0]["content"]] * 8
         finally:
             template.close()
 

@@ -229,7 +229,7 @@ def test_no_request_waits_for_a_collector_that_is_away(
         for _ in range(3):
             body = {"prompt": [66], "max_tokens": 2}
             assert served.post(COMPLETIONS, body).status_code == 200
-    asyncio.run(asyncio.wait_for(tracer.close(), 10))
+    asyncio.run(asyncio.wait_for(tracer.close(), LIMIT))
 
 
 # -- without it ---------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from hetero_llm.bridge.ipc.rings import (
     create_ring,
 )
 from hetero_llm.core.errors import RingError
+from hetero_llm.utils import native_build
 from hetero_llm.utils.native_build import find_compiler
 from tests.bridge.ipc.tools import (
     ASLEEP,
@@ -248,8 +249,8 @@ def test_a_signals_handler_can_end_a_wait() -> None:
     with both_ends() as ends, alarm_after(0.02, stop):
         begun = time.monotonic_ns()
         with pytest.raises(InterruptedError, match="enough"):
-            ends.consumer.pop(timeout_us=20_000_000)
-        assert time.monotonic_ns() - begun < 10_000_000_000
+            ends.consumer.pop(timeout_us=200_000_000)
+        assert time.monotonic_ns() - begun < 100_000_000_000
 
 
 def test_each_end_is_opened_once() -> None:
@@ -407,12 +408,17 @@ def test_without_a_compiler_there_are_no_rings(
 def test_build_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Two of the three libraries, without optimization: the third takes as long as both."""
+    assert [name for name, _ in build.RECIPES] == ["rings", "KV copier", "host pool"]
+    monkeypatch.setattr(build, "RECIPES", build.RECIPES[::2])
     monkeypatch.setenv("HETERO_LLM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(native_build, "FAST", ("-O0",))
+    monkeypatch.setattr(native_build, "SANITIZED", ("-O0", *native_build.SANITIZERS))
     assert build.main(["--sanitize"]) == 0
     lines = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
     built = {Path(path) for path in lines.values()}
-    assert len(built) == 6 and set(tmp_path.iterdir()) == built
-    for name in ("rings", "KV copier"):
+    assert len(built) == 4 and set(tmp_path.iterdir()) == built
+    for name in ("rings", "host pool"):
         plain, sanitized = Path(lines[name]), Path(lines[f"{name} with sanitizers"])
         assert b"__asan_init" in sanitized.read_bytes()
         assert b"__asan_init" not in plain.read_bytes()

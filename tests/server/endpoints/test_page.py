@@ -302,7 +302,7 @@ def test_the_cpu_time_is_that_of_the_whole_tree() -> None:
     try:
         assert child.stdout.readline() == b"1\n"
         first = machine.read()
-        assert first.cpu_seconds == pytest.approx(0, abs=0.05)  # nothing of before
+        assert 0 <= first.cpu_seconds < time.process_time() / 2  # nothing of before
         assert 1 << 20 < first.memory_bytes < first.memory_total_bytes
         assert first.gpu is None and first.gpu_memory is None
         child.stdin.write(b"1")

@@ -299,6 +299,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("free_drafts")
 @pytest.mark.parametrize(("batch", "least"), [(1, 0.2), (7, 0.08)])
 @pytest.mark.parametrize("name", ENGINES)
 def test_any_traffic_is_served_as_without_drafts(
@@ -323,6 +324,7 @@ def test_any_traffic_is_served_as_without_drafts(
     assert drafter.num_sequences == 0
 
 
+@pytest.mark.usefixtures("free_drafts")
 def test_a_draft_model_like_the_target_draws_alike(target: Path) -> None:
     """At any temperature and for every sample: what both draw depends on logits alone."""
     kinds = {n: FAST[n] for n in ("greedy", "mild", "hot", "samples", "to the end")}

@@ -40,6 +40,7 @@ from tests.spec_decode.draft_model import stand_in
 from tests.spec_decode.draft_model.stand_in import LAST_WORDS, VOCAB
 
 PATIENCE = 60.0  # seconds until what must come counts as missed
+PATIENT = WorkerLimits(stop_seconds=PATIENCE)
 SETTINGS = WorkerSettings(
     folder="/no/such", load_format="auto", dtype="float32", weight_format="float", slots=4,
     max_model_len=100, window=32, max_depth=6, threads=1, cpus=(), ahead=True, most_nodes=8,
@@ -167,7 +168,7 @@ def nothing_is_left(own_objects: None) -> Iterator[None]:
 
 def test_up_and_heard(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    with worker("good") as one:
+    with worker("good", limits=PATIENT) as one:
         assert not one.is_up and one.poll() is None
         one.wait_ready()
         assert one.is_up and one.why_off is None and one.counters.starts == 1
@@ -469,7 +470,7 @@ def test_garbage_in_the_ring_of_answers() -> None:
 
 
 def test_close_while_it_loads(caplog: pytest.LogCaptureFixture) -> None:
-    with worker("no hello") as one:
+    with worker("no hello", limits=PATIENT) as one:
         pid = one.pid
         one.close()
         assert not psutil.pid_exists(pid) and "end by itself" not in caplog.text
@@ -491,12 +492,12 @@ def test_close_when_it_does_not_listen(caplog: pytest.LogCaptureFixture) -> None
         assert "did not end by itself" in caplog.text
 
 
-def test_twenty_restarts_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     with worker("good", clock) as one:
         wait_up(one)
         files, rings, children = belongings()
-        for number in range(20):
+        for number in range(6):
             kill(one) if number % 2 else stop(one)
             clock.now += HANG_SECONDS + 0.01
             one.check_health()
@@ -504,7 +505,7 @@ def test_twenty_restarts_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             one.check_health()
             wait_up(one)
             assert belongings()[:2] == (files, rings) and len(belongings()[2]) == len(children)
-        assert one.counters.starts == 21 and one.counters.hangs == 10
+        assert one.counters.starts == 7 and one.counters.hangs == 3
 
 
 def test_a_forgotten_worker_ends() -> None:
@@ -570,7 +571,7 @@ def test_the_real_worker_ends_with_a_parent_killed_while_it_loads() -> None:
 def test_the_real_worker(caplog: pytest.LogCaptureFixture) -> None:
     """A worker starts, gets messages, ends by itself, and is killed with its parent."""
     settings = replace(SETTINGS, folder=str(demo_folder("demo-draft")))
-    one = DraftWorkerClient(settings, vocab_size=4096)
+    one = DraftWorkerClient(settings, vocab_size=4096, limits=PATIENT)
     try:
         one.wait_ready()
         send(one, 2)  # of texts that it does not know

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from functools import cache
 
 import pytest
 import torch
@@ -31,7 +32,9 @@ GATES: tuple[str | ClampedSwish, ...] = (
 )  # fmt: skip
 
 
+@cache
 def mixture_of(name: str, **options: object) -> Mixture:
+    """The same one for all tests, which only read it."""
     kind = KINDS[name]
     hidden, inner = SIZES.get(name, (320, 160) if kind.group else PLAIN_SIZES)
     sizes = {"experts": EXPERTS, "hidden": hidden, "inner": inner}
@@ -226,7 +229,8 @@ def test_nan_stays_in_its_token(library: ctypes.CDLL, isa: int, name: str) -> No
 
 
 def test_nan_of_fp8_weights_reaches_the_result(library: ctypes.CDLL, isa: int) -> None:
-    mixture = mixture_of("fp8")
+    hidden, inner = PLAIN_SIZES
+    mixture = make_mixture(KINDS["fp8"], experts=EXPERTS, hidden=hidden, inner=inner)
     mixture.host.layers[0].down.data.view(torch.uint8)[2, 5, 7] = 0xFF
     mailbox = mailbox_for(mixture, 2, 1)
     fill(mailbox, 2, EXPERTS, seed=7, on_device=0.0)
