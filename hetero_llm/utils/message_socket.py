@@ -25,7 +25,7 @@ class MessageSocket:
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._socket = end
-        # One buffer for all reads: bytes of this size anew for each would cost 15 µs of page faults.
+        # One buffer for all reads: bytes of this size for each would cost 15 µs of page faults.
         self._read_into = memoryview(bytearray(_READ))
         self._received = bytearray()
         self._unsent = bytearray()

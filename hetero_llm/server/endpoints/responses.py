@@ -25,7 +25,14 @@ from hetero_llm.server.logprobs import chat_logprobs
 from hetero_llm.server.message_events import MessageReader, Piece
 from hetero_llm.server.protocol import ChatLogprob, ChatRequest
 from hetero_llm.server.request_parsing import CheckedRequest, check_generation, read_known
-from hetero_llm.server.response_builder import EventBuilder, aborted
+from hetero_llm.server.response_builder import (
+    NUMBER_MARK,
+    TEXT_MARK,
+    Envelope,
+    EventBuilder,
+    Written,
+    aborted,
+)
 from hetero_llm.server.responses import RESPONSE_EVENTS, Responses, json_response
 from hetero_llm.server.responses_api import protocol as wire
 from hetero_llm.server.responses_api.conversation import (
@@ -214,6 +221,7 @@ class _Builder(EventBuilder):
         self._store = store
         self._writer = OutputWriter(request.id.removeprefix(_PREFIX))
         self._sequence_numbers = count()
+        self._envelope: Envelope | None = None  # of more text
         self._object = _empty_response(conversation, request)
 
     def failure(self, error: ApiError) -> wire.Event:
@@ -239,6 +247,19 @@ class _Builder(EventBuilder):
 
     def _events_of(self, piece: Piece) -> Sequence[wire.Event]:
         return self._numbered(self._writer.write(piece.event, self._logprobs(piece)))
+
+    def _text_event(self, text: str) -> Written:
+        index, item_id = self._writer.more_text(text)
+        if self._envelope is None:
+            sample = wire.TextDelta(
+                sequence_number=NUMBER_MARK,
+                output_index=index,
+                item_id=item_id,
+                delta=TEXT_MARK,
+                logprobs=[],
+            )
+            self._envelope = Envelope(sample, numbered=True)
+        return self._envelope.write_numbered(next(self._sequence_numbers), text)
 
     def _last_events(self, one: CompletionOutput) -> Sequence[wire.Event]:
         response = self._object
