@@ -57,7 +57,7 @@ from hetero_llm.server.tool_requests import ToolRequest
 Conversation = ChatRequest | TokenizeRequest
 """Requests with messages for the chat template."""
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SAY_SOMETHING = frozenset(("system", "developer", "user", "tool"))
 """Roles whose messages need a content; assistants, and roles of a user's own, may have none."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}

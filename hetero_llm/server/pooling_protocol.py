@@ -32,6 +32,8 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
 
     input: str | list[Any] | None = None
     encoding_format: str | None = None
+    embed_dtype: str | None = None
+    endianness: str | None = None
     dimensions: int | None = None
     normalize: bool | None = None
     prompt_name: str | None = None

@@ -89,13 +89,19 @@ class Generation(msgspec.Struct, kw_only=True):
     guided_decoding_backend: Any = None
     guided_whitespace_pattern: Any = None
     structural_tag: Any = None
+    stream_interval: int | None = None
     # Not available.
     logits_processors: Any = None
     prompt_embeds: Any = None
     logprob_token_ids: Any = None
     lora_request: Any = None
     kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
     vllm_xargs: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    watermarking: Any = None
+    return_prompt_text: Any = None
 
 
 class CompletionRequest(Generation, kw_only=True):
@@ -180,6 +186,7 @@ class ChatRequest(Generation, kw_only=True):
     audio: Any = None
     web_search_options: Any = None
     mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
 
 
 # Either a prompt, or a conversation with the fields of a `ChatRequest`.
@@ -211,7 +218,12 @@ UNAVAILABLE = {
     "logprob_token_ids": "log-probabilities of chosen tokens",
     "lora_request": "an adapter beside the model (its name is the model's)",
     "kv_transfer_params": "KV transfer",
+    "ec_transfer_params": "the transfer of encoders' outputs",
     "vllm_xargs": "passing arguments of vLLM's plug-ins",
+    "thinking_token_budget": "a limit on the tokens of reasoning",
+    "repetition_detection": "an end at repeated text (no_repeat_ngram_size forbids it)",
+    "watermarking": "a watermark",
+    "return_prompt_text": "the text of the prompt in the response (/tokenize gives its tokens)",
     "suffix": "inserting text before a suffix",
     "documents": "retrieval through the chat template",
     "functions": _OLD_TOOLS,
@@ -219,6 +231,7 @@ UNAVAILABLE = {
     "audio": "audio",
     "web_search_options": "web search",
     "mm_processor_kwargs": "input other than text",
+    "media_io_kwargs": "an option of reading images",
 }
 """Request fields of features that are not available, and what messages call the feature."""
 

@@ -69,6 +69,13 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _OPEN_LIST, _OPEN_OBJECT = b"[{"
 _SCANNED_AT_ONCE = 1 << 16
 _ITEMS_LOOKED_AT = 4096
+_ASKS_NOTHING: tuple[Any, ...] = (None, False, "", [])
+_ARGUMENTS = frozenset(
+    ("vllm_xargs", "kv_transfer_params", "ec_transfer_params", "mm_processor_kwargs",
+     "media_io_kwargs")
+)  # fmt: skip
+"""Fields that pass arguments on, of which an empty object holds none; an empty `web_search_options`
+asks for a search."""
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _WHERE = re.compile(r" - at `(.*)`$")
 _TYPES = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
@@ -84,6 +91,7 @@ _TYPE_WORDS = {
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
 _TIMEOUT_HEADER = "x-request-timeout-ms"
+_LEAST_SEED = -(1 << 63)
 _NOT_PASSED = {"max_tokens", "truncation_side", "structured_outputs"} | UNAVAILABLE.keys()
 _SAMPLING_FIELDS = [
     one.name
@@ -482,14 +490,19 @@ def _too_large(limits: Limits) -> ApiError:
 
 
 def refuse_unsupported(request: Generation | TokenizeRequest) -> None:
-    """An empty list or null asks for nothing and passes.
+    """What is empty or false asks for nothing and passes, and so does the choice to call none of no
+    functions.
 
     Raises:
         ApiError: a field asks for a feature that is not available.
     """
     for name, feature in UNAVAILABLE.items():
-        if getattr(request, name, None) not in (None, []):
-            raise unsupported(name, feature)
+        value = getattr(request, name, None)
+        if value in _ASKS_NOTHING or (value == {} and name in _ARGUMENTS):
+            continue
+        if name == "function_call" and value in ("none", "auto"):
+            continue
+        raise unsupported(name, feature)
     if isinstance(request, ChatRequest):
         if request.echo:
             raise unsupported("echo", "echo in a chat")
@@ -518,6 +531,8 @@ def check_limits(request: Generation, limits: Limits, info: EngineInfo) -> None:
     """
     for name in ("n", "best_of", "temperature"):
         _at_most(name, getattr(request, name), getattr(limits, name))
+    if request.stream_interval is not None and request.stream_interval < 1:
+        raise wrong_value("stream_interval", request.stream_interval, "must be at least 1")
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
     _short_list("stop", stop, limits.stop)
     _short_list("bad_words", request.bad_words, limits.bad_words)
@@ -584,6 +599,10 @@ def sampling_params(
     }
     if request.seed == -1:
         del values["seed"]  # vLLM's way to say that any will do
+    elif request.seed is not None and request.seed < 0:
+        if request.seed < _LEAST_SEED:
+            raise wrong_value("seed", request.seed, f"must be at least {_LEAST_SEED}")
+        values["seed"] = request.seed + (1 << 64)  # OpenAI's seeds are signed
     if request.truncate_prompt_tokens == -1:
         # What the context holds beside the answer.
         room = context.client.info.max_model_len - (limit.most or 1)

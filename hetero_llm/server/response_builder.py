@@ -101,6 +101,7 @@ class ResponseBuilder(ABC, Generic[B]):
         self._as_ids = settings.return_tokens_as_token_ids if as_ids is None else as_ids
         self._counter = UsageCounter(request.num_prompt_tokens)
         self._vocab_size = context.client.info.vocab_size
+        self._stream_interval = max(settings.stream_interval, body.stream_interval or 1)
 
     @abstractmethod
     async def whole(self) -> msgspec.Struct:
@@ -136,7 +137,7 @@ class ChunkBuilder(ResponseBuilder[B]):
         opened = False
         envelopes: dict[int, Envelope] = {}
         shows_text_only = self._shows_text_only() and not usage.each
-        found = deltas(self._outputs(), self._settings.stream_interval)
+        found = deltas(self._outputs(), self._stream_interval)
         async with aclosing(found):
             async for index, output, one in found:
                 chunks: list[msgspec.Struct] = []
@@ -226,7 +227,7 @@ class EventBuilder(ResponseBuilder[ChatRequest]):
         """The events of a stream, those of one moment together. The first ones show the response as
         it is before its end: they are to be sent before the next are asked for."""
         begun = ended = False
-        found = deltas(self._outputs(), self._settings.stream_interval)
+        found = deltas(self._outputs(), self._stream_interval)
         async with aclosing(found):
             async for index, output, one in found:
                 text = self._reader.text_of(one)

@@ -18,9 +18,16 @@ from starlette.responses import Response
 
 from hetero_llm.core.errors import shown
 from hetero_llm.core.outputs import CompletionOutput
-from hetero_llm.server.chat_requests import checked_chat, read_by_deltas
+from hetero_llm.server.chat_requests import checked_chat, conversation_prompt, read_by_deltas
 from hetero_llm.server.context import Context, key_digest
-from hetero_llm.server.errors import ApiError, FieldNames, required, unsupported, wrong_value
+from hetero_llm.server.errors import (
+    ApiError,
+    FieldNames,
+    required,
+    unsupported,
+    wrong,
+    wrong_value,
+)
 from hetero_llm.server.logprobs import chat_logprobs
 from hetero_llm.server.message_events import MessageReader, Piece
 from hetero_llm.server.protocol import ChatLogprob, ChatRequest
@@ -94,6 +101,24 @@ class ResponsesApi:
         )
         return await self._responses.send(
             request, checked, builder, streamed=bool(body.stream), framing=RESPONSE_EVENTS
+        )
+
+    async def input_tokens(self, request: Request) -> Response:
+        """POST /v1/responses/input_tokens"""
+        context = self._context
+        body = await read_known(context, request, wire.ResponsesRequest)
+        conversation = self._conversation(body, key_digest(request))
+        with conversation.names.in_errors():
+            check_generation(context, conversation.chat)
+            tools = context.parsers.requested(conversation.chat, context.settings.limits)
+            prompt = await conversation_prompt(context, conversation.chat, tools)
+        return json_response(wire.InputTokens(len(prompt.token_ids or ())))
+
+    async def cancel(self, request: Request) -> Response:
+        """POST /v1/responses/{response_id}/cancel: of a response in the background, and none is."""
+        self._stored(request)
+        raise wrong(
+            "response_id", "only responses in the background can be cancelled, and this is none"
         )
 
     def _conversation(self, body: wire.ResponsesRequest, owner: str) -> _Conversation:
