@@ -564,6 +564,7 @@ NOT_DRAWN = {
     "sequence_parallel.llama-3.1-8b.g": "two numbers: docs/benchmarks.md",
     "pipeline_parallel.llama-3.1-8b.g": "seven numbers: docs/benchmarks.md",
     "guided_requests.llama-3.1-8b.g": "three numbers, in docs/benchmarks.md",
+    "routing.c": "a table: docs/benchmarks.md",
     "perplexity.c": "a table: docs/quantization.md",
     "lora_decode.c": "a table: docs/lora.md",
     "cpu_offline.L.int4.c": "one ratio, in docs/quantization.md",

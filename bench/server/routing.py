@@ -4,7 +4,7 @@ and what the hop costs.
     python -m bench.server.routing [--model demo] [--urls URL,URL] [--out FILE]
 
 Groups of prompts share a long beginning; each request ends in words of its own. The servers' KV
-caches hold half of the groups each: whoever is sent all of them computes most beginnings again.
+caches hold half of the groups each: a server that gets all of them computes most beginnings again.
 "round robin" sends requests to the servers in turn, without a proxy; "least load" is the router
 with --prefix-weight 0. Closed loads: C streams keep C requests in flight.
 

@@ -37,6 +37,7 @@ STAGES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
 SHARED_TOKENS = {"tensor_parallel_size": 1, "sequence_parallel_size": 2}
 DRAFTS = {"use_lookahead": True, "num_speculative_tokens": 4}
 HOST_BLOCKS = 60
+MOST_ROUNDS = 40  # two or three do
 BLOCK_BYTES = 2 * 3 * 2 * 16 * 16 * 4  # K and V, layers, KV heads, their size, tokens, float32
 
 
@@ -97,17 +98,34 @@ def compare(engine: Engine, plain: Engine, seed: int, count: int = 16) -> int:
     return traffic.check_same(jobs, traffic.serve(engine, jobs), expected)
 
 
+def compare_until(engine: Engine, plain: Engine, **wanted: int) -> int:
+    """Compares rounds of traffic until each of these metrics is at least as large: how many copies
+    there are, and which of them are aborted, depends on when the copy threads run. Every other
+    round repeats the one before it, whose blocks have been stored by then. Returns the number of
+    tokens compared in all rounds."""
+    compared = 0
+    for turn in range(MOST_ROUNDS):
+        compared += compare(engine, plain, seed=2 + turn // 2)
+        traffic.rest(engine)
+        metrics = engine.metrics()
+        missing = {name: metrics[name] for name, least in wanted.items() if metrics[name] < least}
+        if not missing and turn > 0:
+            return compared
+    raise AssertionError(f"after {MOST_ROUNDS} rounds: {missing}, wanted are {wanted}")
+
+
 @pytest.mark.parametrize("ranks", [{}, STAGES, SHARED_TOKENS], ids=["layers", "stages", "tokens"])
 def test_tokens_are_those_of_one_process(start: Any, plain: Engine, ranks: dict[str, Any]) -> None:
     """With drafts of the lookahead cache; the same traffic again, so that some are accepted."""
     engine = start(**DRAFTS, **ranks)
-    assert sum(compare(engine, plain, seed) for seed in (2, 2, 3)) > 250
+    tokens = compare_until(
+        engine, plain, kv_offload_loads=4, kv_offload_stores=4, kv_offload_host_evictions=1,
+        spec_decode_num_accepted_tokens=11,
+    )  # fmt: skip
+    assert tokens > 150
     traffic.check_over(engine)
     metrics = engine.metrics()
-    assert metrics["kv_offload_loads"] > 3 and metrics["kv_offload_stores"] > 3
     assert not metrics["kv_offload_failed_loads"] and not metrics["kv_offload_broken"]
-    assert metrics["kv_offload_host_evictions"] > 0
-    assert metrics["spec_decode_num_accepted_tokens"] > 10
     # Bytes of both ranks: an aborted load may have brought some of its own.
     stored = metrics["kv_offload_stored_blocks"] * BLOCK_BYTES
     assert metrics["kv_offload_bytes_d2h"] == stored * ranks.get("sequence_parallel_size", 1)
@@ -119,10 +137,9 @@ def test_all_is_stored_and_copied_at_once(start: Any, plain: Engine) -> None:
         apc_offload_write_policy="write_through", apc_offload_not_lazy=True,
         apc_offload_background_pin=True,
     )  # fmt: skip
-    assert sum(compare(engine, plain, seed) for seed in (2, 3)) > 150
+    assert compare_until(engine, plain, kv_offload_loads=1, kv_offload_stores=4) > 150
     traffic.check_over(engine)
     metrics = engine.metrics()
-    assert metrics["kv_offload_loads"] > 0 and metrics["kv_offload_stores"] > 3
     assert not metrics["kv_offload_failed_loads"] and not metrics["kv_offload_broken"]
 
 
@@ -131,18 +148,19 @@ def test_what_fails_in_another_rank_changes_no_token(
     start: Any, plain: Engine, ranks: dict[str, Any]
 ) -> None:
     """Copies of rank 1 fail, and its steps do not wait for loads but say that they gave them up:
-    rank 0 drops the tokens of such steps."""
+    rank 0 drops the tokens of such steps. A failed load that was aborted counts as aborted."""
     engine = start("failures", **ranks)
-    assert sum(compare(engine, plain, seed) for seed in (4, 5)) > 120
+    compare_until(
+        engine, plain, kv_offload_failed_loads=1, kv_offload_failed_stores=1, kv_offload_loads=1
+    )
     traffic.check_over(engine)
-    metrics = engine.metrics()
-    assert metrics["kv_offload_failed_loads"] > 0 and metrics["kv_offload_failed_stores"] > 0
-    assert metrics["kv_offload_loads"] > 0 and not metrics["kv_offload_broken"]
+    assert not engine.metrics()["kv_offload_broken"]
 
 
 def test_wrong_bytes_in_another_rank_are_seen(start: Any, plain: Engine) -> None:
     """The negative control: loads of rank 1 bring other blocks than those asked for."""
     engine = start("poison")
     with pytest.raises(traffic.WrongTokens):
-        for seed in range(6, 12):
-            compare(engine, plain, seed)
+        for turn in range(MOST_ROUNDS):
+            compare(engine, plain, seed=6 + turn // 2)
+            traffic.rest(engine)
