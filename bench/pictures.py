@@ -566,6 +566,7 @@ NOT_DRAWN = {
     "guided_requests.llama-3.1-8b.g": "three numbers, in docs/benchmarks.md",
     "routing.c": "a table: docs/benchmarks.md",
     "perplexity.c": "a table: docs/quantization.md",
+    "rounding.c": "a table: docs/benchmarks.md",
     "lora_decode.c": "a table: docs/lora.md",
     "cpu_offline.L.int4.c": "one ratio, in docs/quantization.md",
     "guided_pieces.c": "a sentence, in docs/benchmarks.md",

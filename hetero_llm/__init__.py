@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from hetero_llm.engine.llm_engine import LLMEngine as LLMEngine
 
 __version__ = "0.1.0"
+__version_tuple__ = (0, 1, 0)
 
 _HOMES = {
     "LLM": "hetero_llm.engine.llm",
@@ -112,7 +113,7 @@ _HOMES = {
     "DuplicateRequestError": "hetero_llm.core.errors",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", "__version_tuple__", *_HOMES]
 
 
 if not TYPE_CHECKING:  # which would take every name for known

@@ -23,7 +23,8 @@ from hetero_llm.commands.console import (
 from hetero_llm.commands.deferred import CommandParser, DeferredParser, later
 from hetero_llm.config.args import foreign_flags, nearest
 from hetero_llm.config.foreign_args import FOREIGN_ARGS
-from hetero_llm.core.errors import HeteroLLMError
+from hetero_llm.core.errors import ConfigError, HeteroLLMError
+from hetero_llm.utils.dotted_flags import join_dotted_flags
 
 _MODEL_FLAG = "--max-model-len"
 """Commands with this flag run a model, and know vLLM's flags, too."""
@@ -45,6 +46,7 @@ _COMMANDS = (
     ("quantize", "quantize", "add_quantize", "write a quantized copy of a model"),
     ("completion", "completion", "add_completion", "write a completion script for a shell"),
     ("doctor", "doctor", "add_doctor", "show what this machine offers and what is missing"),
+    ("collect-env", "doctor", "add_doctor", "the same as doctor, by vLLM's name"),
 )
 
 
@@ -84,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.set_defaults(program=parser)
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("-v", "--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=DeferredParser
     )
@@ -94,7 +96,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    options, unknown = parser.parse_known_args(argv)
+    try:
+        words = join_dotted_flags(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        parser.error(str(error))
+    options, unknown = parser.parse_known_args(words)
     if unknown:
         # A word after an unknown flag may have been its value: the flag is what went wrong.
         wrong = [word for word in unknown if word.startswith("-")] or unknown

@@ -103,6 +103,12 @@ class TestGenerate:
         assert FakeLLM.last.prompts == ["def f"]
         assert FakeLLM.last.closed
 
+    def test_keys_of_a_mapping_may_be_flags(self) -> None:
+        words = "--prompt x --hf_overrides.rope.factor 2 --speculative-config.method=ngram"
+        assert generate("some/model", *words.split(), "--hf-overrides.name", "a b") == 0
+        assert FakeLLM.last.args["hf_overrides"] == {"rope": {"factor": 2}, "name": "a b"}
+        assert FakeLLM.last.args["speculative_config"] == {"method": "ngram"}
+
     def test_several_results_have_headings(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert generate("--prompt", "one\ntwo", "--prompt", "p" * 80, "--n", "2") == 0
         heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("---")]
@@ -313,6 +319,7 @@ class TestErrors:
             (("bench", "sevre"), "did you mean 'serve'?"),
             (("completion", "bush"), "did you mean 'bash'?"),
             (("generate", "--max-model-len", "2.5K"), "suffix K; did you mean 2.5k?"),
+            (("generate", "--hf-overrides.a"), "--hf-overrides.a=None: needs a value"),
             ((), "required: COMMAND"),
         ],
     )
@@ -325,9 +332,10 @@ class TestErrors:
         assert message in capsys.readouterr().err
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flag", ["--version", "-v"])
+def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(["--version"])
+        cli.main([flag])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"hetero-llm {hetero_llm.__version__}\n"
 

@@ -98,19 +98,26 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "commands.warmup": (
         "core", "config", "utils", "bridge.build", "cpu.native",
     ),
-    "cli": ("core", "config", "commands"),
+    "cli": ("core", "config", "utils.dotted_flags", "commands"),
     "demo_models": ("core",),
     # vLLM's import paths.
     "sampling_params": ("core",),
     "inputs": ("core",),
     "outputs": ("core",),
     "beam_search": ("core",),
+    "logprobs": ("core",),
+    "sequence": ("core",),
+    "logger": ("utils",),
+    "usage": ("utils",),
+    "version": (),
+    "tokenizers": ("engine.resolve",),
+    "transformers_utils": ("engine.resolve",),
     "pooling_params": ("core",),
     "lora.request": ("core",),
     "prompt_adapter": ("core",),
     "v1": ("core",),
-    "v1.engine": ("engine.async_engine",),
-    "entrypoints": ("engine.llm",),
+    "v1.engine": ("core", "engine.async_engine", "engine.llm_engine"),
+    "entrypoints": ("engine.llm", "cli"),
 }  # fmt: skip
 
 # These decide what runs and where its KV lies: no torch, not even by way of others.
@@ -184,7 +191,7 @@ def covers(package: str, name: str) -> bool:
 
 def ours(target: str) -> str | None:
     """A target's name inside the package, None for other people's."""
-    if target in ("hetero_llm", "hetero_llm.__version__"):
+    if target in ("hetero_llm", "hetero_llm.__version__", "hetero_llm.__version_tuple__"):
         return ""
     return target.removeprefix("hetero_llm.") if target.startswith("hetero_llm.") else None
 

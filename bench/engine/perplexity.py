@@ -5,7 +5,8 @@ heldout the calibrated formats see the first 512 tokens of the others. KL: mean 
 next token's distribution from float32's, in nats, which is less noisy than the perplexity.
 --rows 8: products round their inputs, too, as those of many rows do on a GPU (fp8, fp8_block, ifq).
 
-Columns: format, calibration, bits of rows, bytes of the weight files, perplexity, its change, KL.
+Columns: format, calibration, bits of rows, bytes of the weight files, perplexity, its change with
+the half width of a 95% interval over the texts, KL.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,7 +30,6 @@ from hetero_llm.models.layers import CausalLM, Linear
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.quantized_writer import write_quantized
 from hetero_llm.models.read_config import load_model_config
-from hetero_llm.quantization.matrix import QuantizedMatrix
 from hetero_llm.quantization.names import ONLINE_NAMES
 
 CALIBRATIONS = ("none", "self", "heldout")
@@ -44,13 +45,12 @@ def load(folder: Path, dtype: torch.dtype) -> CausalLM:
     return load_model(folder, config, dtype=dtype, device="cpu", show_progress=False)
 
 
-def rounded_rows(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
-    """[M, K] in the matrix's kind of 8 bits and back: a scale for each row, or for as many of its
-    columns as the matrix has one for."""
+def rounded_rows(x: Tensor, kind: str, group: int) -> Tensor:
+    """[M, K] in "fp8" or "int8" and back, with a scale for each `group` columns of a row."""
     columns = x.shape[1]
-    groups = F.pad(x, (0, -columns % matrix.group)).unflatten(1, (-1, matrix.group))
+    groups = F.pad(x, (0, -columns % group)).unflatten(1, (-1, group))
     peaks = groups.abs().amax(2, keepdim=True).clamp_min(1e-30)
-    if matrix.kind == "fp8":
+    if kind == "fp8":
         scale = peaks / 448.0
         codes = (groups / scale).to(torch.float8_e4m3fn).float()
     else:
@@ -64,7 +64,8 @@ def round_rows(model: CausalLM) -> None:
 
     def hook(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
         assert isinstance(module, Linear) and module.quantized is not None
-        return rounded_rows(inputs[0], module.quantized)
+        matrix = module.quantized
+        return rounded_rows(inputs[0], matrix.kind, matrix.group)
 
     for module in model.modules():
         if isinstance(module, Linear) and module.quantized is not None:
@@ -83,15 +84,50 @@ def log_probabilities(model: CausalLM, texts: Tensor) -> Iterator[Tensor]:
         yield logits[:, :-1].log_softmax(-1)
 
 
-def measure(model: CausalLM, reference: list[Tensor], texts: Tensor) -> tuple[float, float]:
-    """Perplexity, and mean KL from the reference, which `log_probabilities` gave."""
-    loss, divergence = 0.0, 0.0
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What `measure` finds.
+
+    Attributes:
+        losses: [S] float64, mean of each text in nats.
+        kl: mean divergence from the reference in nats.
+    """
+
+    losses: Tensor
+    kl: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(float(self.losses.mean()))
+
+    def change_percent(self, base: Measured) -> tuple[float, float]:
+        """Change of the perplexity over that of `base`, and half of its 95% interval: the texts are
+        of one length and measured in pairs, so their differences have a normal mean."""
+        differences = self.losses - base.losses
+        mean = float(differences.mean())
+        error = (
+            float(differences.std()) / math.sqrt(len(differences)) if len(differences) > 1 else 0
+        )
+        return math.expm1(mean) * 100, 1.96 * error * math.exp(mean) * 100
+
+
+def measure(model: CausalLM, reference: list[Tensor], texts: Tensor) -> Measured:
+    """The model over the texts; `reference`: what `log_probabilities` gave for them."""
+    losses, divergence = [], 0.0
     parts = texts.split(TEXTS_AT_ONCE)
     for found, wanted, some in zip(log_probabilities(model, texts), reference, parts, strict=True):
-        loss -= found.gather(2, some[:, 1:, None]).double().sum().item()
+        losses.append(-found.gather(2, some[:, 1:, None]).double().mean((1, 2)))
         divergence += (wanted.exp() * (wanted - found)).double().sum().item()
-    count = texts[:, 1:].numel()
-    return math.exp(loss / count), divergence / count
+    return Measured(torch.cat(losses), divergence / texts[:, 1:].numel())
+
+
+def measured_texts(count: int) -> Tensor:
+    """[count, TEXT_TOKENS] int64, every sixth of the held-out texts."""
+    return _heldout()[::EVERY][:count]
+
+
+def _heldout() -> Tensor:
+    return torch.from_numpy(heldout_prompts().prompts[:, :TEXT_TOKENS].astype("int64"))
 
 
 def main() -> None:
@@ -105,21 +141,22 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=48, help="to measure with")
     options = parser.parse_args()
     folder = demo_folder("demo")
-    rows = torch.from_numpy(heldout_prompts().prompts[:, :TEXT_TOKENS].astype("int64"))
-    texts = rows[::EVERY][: options.texts]
+    texts = measured_texts(options.texts)
     plain = load(folder, torch.float32)
     reference = list(log_probabilities(plain, texts))
     results: Rows = []
+    first: list[Measured] = []
 
     def report(
         name: str, calibration: str, model: CausalLM, size: int, seconds: float, bits: str = "16"
     ) -> None:
-        found, divergence = measure(model, reference, texts)
-        base = results[0]["perplexity"] if results else found
+        found = measure(model, reference, texts)
+        first.append(found)
+        change, half = found.change_percent(first[0])
         results.append({
             "format": name, "calibration": calibration, "rows": bits, "bytes": size,
-            "perplexity": found,
-            "change_percent": (found / base - 1) * 100, "kl": divergence, "seconds": seconds,
+            "perplexity": found.perplexity, "change_percent": change, "half_interval": half,
+            "kl": found.kl, "seconds": seconds,
         })  # fmt: skip
         say(results[-1])
 
@@ -131,6 +168,7 @@ def main() -> None:
     for calibration in options.calibration:
         sample = None
         if calibration == "heldout":
+            rows = _heldout()
             others = torch.arange(len(rows)) % EVERY != 0
             sample = rows[others][: options.tokens // TEXT_TOKENS]
         if calibration == "self":

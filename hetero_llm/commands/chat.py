@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hetero_llm.bench_client.errors import ServerError
@@ -53,6 +55,9 @@ _SAMPLING_NAMES = (
     "ignore_eos",
 )
 _SAMPLING_ROWS = tuple(row for row in SAMPLING_ARGS if row.name in _SAMPLING_NAMES)
+CHAT_SAMPLING: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
+"""How `chat` samples from a model in this process that states none of these fields itself. Sampling
+from the whole distribution, vLLM's default, lets small models say things that make no sense."""
 
 _WHERE_FLAGS: tuple[ArgSpec, ...] = grouped(
     "Server",
@@ -66,10 +71,17 @@ _CHAT_FLAGS: tuple[ArgSpec, ...] = grouped(
     "Conversation",
     effective("system", Kind.STR, None, "System prompt.", aliases=("system_prompt",)),
     effective("chat_template", Kind.PATH, None, "File with a chat template, for --model."),
+    effective("quick", Kind.STR, None, "Message to answer, and to end after."),
 )
 _COMPLETE_FLAGS: tuple[ArgSpec, ...] = grouped(
     "Prompt",
-    effective("prompt", Kind.STR, None, "The prompt (default: the argument, or standard input)."),
+    effective(
+        "prompt",
+        Kind.STR,
+        None,
+        "The prompt (default: the argument, or standard input).",
+        aliases=("quick",),
+    ),
 )
 
 
@@ -111,7 +123,14 @@ def add_chat(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `chat`."""
     add_model_word(parser, "folder or Hugging Face name of a model to run here")
     add_rows(parser, (*_CHAT_FLAGS, *_SHOW_FLAGS))
-    _add_common(parser)
+    stated = ", ".join(f"{name} {value}" for name, value in CHAT_SAMPLING.items())
+    _add_common(
+        parser,
+        f"Defaults are the model's (generation_config.json, or a GGUF file's metadata). If it "
+        f"states none of temperature, top_p, top_k and min_p, they are: {stated}. "
+        "--generation-config vllm keeps to those below, and a server has its own. An answer ends "
+        "with the context length unless --max-tokens says otherwise.",
+    )
     parser.usage = "%(prog)s [MODEL | --base-url URL] [options]"
     parser.epilog = f"In the conversation: {HELP}. Without MODEL a server answers."
     finish(parser, run_chat)
@@ -126,7 +145,7 @@ def add_complete(parser: argparse.ArgumentParser, finish: Finish) -> None:
         help="the prompt; before it, or beside --prompt, a model to run here, as --model",
     )
     add_rows(parser, (*_COMPLETE_FLAGS, *_SHOW_FLAGS))
-    _add_common(parser)
+    _add_common(parser, "Defaults that the model states itself go before those below.")
     parser.usage = "%(prog)s [[MODEL] PROMPT] [--base-url URL] [options]"
     parser.epilog = (
         f"Without MODEL a server answers; at most {_COMPLETE_TOKENS} tokens unless --max-tokens "
@@ -135,9 +154,10 @@ def add_complete(parser: argparse.ArgumentParser, finish: Finish) -> None:
     finish(parser, run_complete)
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def _add_common(parser: argparse.ArgumentParser, sampling_note: str) -> None:
     add_rows(parser, (*SERVER_FLAGS, *_WHERE_FLAGS))
-    sampling = parser.add_argument_group("Sampling", "--seed, below, also goes to a server.")
+    note = f"{sampling_note} --seed, below, also goes to a server."
+    sampling = parser.add_argument_group("Sampling", note)
     for row in _SAMPLING_ROWS:
         add_flags(sampling, row)
     add_engine_arguments(parser)
@@ -146,15 +166,21 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def run_chat(options: argparse.Namespace) -> int:
     """Runs a conversation until the end of the input or /quit."""
     values = values_of((*_CHAT_FLAGS, *_SHOW_FLAGS), options)
-    interactive = sys.stdin.isatty()
-    with _open_model(options, {}, values["chat_template"]) as model:
+    quick = values["quick"]
+    interactive = quick is None and sys.stdin.isatty()
+    read = _read_prompted if interactive else _read_line
+    if quick is not None:
+        if not quick.strip():
+            raise ConfigError("quick", quick, "is empty")
+        read = partial(next, iter([quick]), None)
+    with _open_model(options, {}, values["chat_template"], CHAT_SAMPLING) as model:
         model.connect()
         if interactive:
             write(f"({HELP})\n")
         converse(
             model,
             system=values["system"],
-            read=_read_prompted if interactive else _read_line,
+            read=read,
             write=write,
             note=_note,
             interactive=interactive,
@@ -270,9 +296,17 @@ def _note(line: str) -> None:
 
 @contextmanager
 def _open_model(
-    options: argparse.Namespace, defaults: Mapping[str, Any], template: str | None
+    options: argparse.Namespace,
+    defaults: Mapping[str, Any],
+    template: str | None,
+    unstated: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Model]:
-    """The model that MODEL or --model names, in this process; without one that of a server."""
+    """The model that MODEL or --model names, in this process; without one that of a server.
+
+    Args:
+        defaults: sampling fields, unless the user gives them.
+        unstated: sampling fields of a model in this process that states none of these itself.
+    """
     given = vars(options)
     sampling = dict(defaults)
     sampling |= {row.name: given[row.name] for row in _SAMPLING_ROWS if row.name in given}
@@ -288,6 +322,8 @@ def _open_model(
             from hetero_llm.engine.inputs.default_sampling import with_defaults
 
             own = {"max_tokens": None, **llm.default_sampling}
+            if not own.keys() & unstated.keys() and not _keeps_to_vllm(engine_args):
+                own |= unstated
             params = SamplingParams(**with_defaults(own, sampling))
             yield LocalModel(llm, params, None if template is None else _file(template))
         return
@@ -299,6 +335,11 @@ def _open_model(
         sampling["seed"] = value
     values = values_of(rows, options)
     yield ServedModel(server_of(values), values["model_name"], sampling)
+
+
+def _keeps_to_vllm(engine_args: Mapping[str, Any]) -> bool:
+    """Whether the user wants the defaults of `SamplingParams`."""
+    return engine_args.get("generation_config") == "vllm"
 
 
 def _file(name: str) -> str:

@@ -33,7 +33,8 @@ def add_quantize(parser: argparse.ArgumentParser, finish: Finish) -> None:
         choices=_FORMATS,
         required=True,
         help="as of --quantization: 'fp8' has a scale for each row, 'fp8_block' for each "
-        "128 x 128, 'ifq' is int8, 'int4' has a scale for each 128 columns; 'ifq_nf4' is written "
+        "128 x 128, 'ifq' is int8, 'int4' has a scale for each 128 columns, or 64 or 32 where 128 "
+        "do not divide those of all matrices; 'ifq_nf4' is written "
         "as bitsandbytes, all others as compressed-tensors",
     )
     parser.add_argument(
@@ -62,14 +63,19 @@ def add_quantize(parser: argparse.ArgumentParser, finish: Finish) -> None:
 def run_quantize(options: argparse.Namespace) -> int:
     """Writes the checkpoint, and says what it is and how large."""
     from hetero_llm.engine.resolve import resolve_alias
-    from hetero_llm.models.quantized_writer import check_out, write_quantized
+    from hetero_llm.models.quantized_writer import (
+        check_out,
+        check_quantizable,
+        write_quantized,
+    )
     from hetero_llm.models.read_config import load_model_config
 
     folder = model_folder(options, resolve_alias(options.model))
     out = Path(options.out).expanduser()
     check_out(out)
-    # Refuses what cannot be quantized before the model samples text.
+    # Before the model samples text.
     config = load_model_config(folder, quantization=options.format)
+    check_quantizable(folder, options.format, allow_pickle=options.allow_pickle_weights)
     write_quantized(
         folder,
         out,

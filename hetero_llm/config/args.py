@@ -26,10 +26,12 @@ from hetero_llm.config.args_spec import (
 )
 from hetero_llm.config.args_table import ENGINE_ARGS
 from hetero_llm.config.foreign_args import FOREIGN_ARGS
-from hetero_llm.config.foreign_spec import ForeignArg, Takes, check_foreign
+from hetero_llm.config.foreign_spec import ForeignArg, Takes, check_foreign, read_value
 from hetero_llm.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_LOG_SWITCH = "enable_log_requests"
 
 ARGS: tuple[ArgSpec, ...] = ENGINE_ARGS + SERVER_ARGS
 
@@ -58,7 +60,13 @@ def resolve_engine_args(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve_server_args(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the server's own arguments and fill in the defaults, as `resolve_engine_args` does."""
+    """Check the server's own arguments and fill in the defaults, as `resolve_engine_args` does.
+    vLLM's `enable_log_requests` becomes `disable_log_requests`, its opposite."""
+    turned = read_value(given.get(_LOG_SWITCH))
+    if isinstance(turned, bool):
+        given = {name: value for name, value in given.items() if name != _LOG_SWITCH}
+        if given.setdefault("disable_log_requests", not turned) is turned:
+            raise ConfigError(_LOG_SWITCH, turned, "contradicts disable_log_requests")
     return _resolve(Scope.SERVE, SERVER_ARGS, _SERVER_BY_NAME, given)
 
 
@@ -103,7 +111,8 @@ def _resolve(
 
 
 def add_engine_arguments(
-    parser: argparse.ArgumentParser, specs: Iterable[ArgSpec] = ENGINE_ARGS
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    specs: Iterable[ArgSpec] = ENGINE_ARGS,
 ) -> None:
     """Add a flag for every argument; one that is not given leaves no attribute.
 
@@ -113,7 +122,10 @@ def add_engine_arguments(
     groups: dict[str, argparse._ArgumentGroup] = {}
     for spec in specs:
         if spec.group not in groups:
-            groups[spec.group] = parser.add_argument_group(spec.group)
+            if isinstance(parser, argparse._ArgumentGroup):  # which has no groups of its own
+                groups[spec.group] = parser
+            else:
+                groups[spec.group] = parser.add_argument_group(spec.group)
         add_flags(groups[spec.group], spec)
     for scope in {spec.scope for spec in specs}:
         _add_foreign_flags(parser, scope)
@@ -146,7 +158,9 @@ def foreign_flags(arg: ForeignArg) -> list[str]:
     return [*arg.short, *long, *(flag.replace("_", "-") for flag in long if "_" in flag)]
 
 
-def _add_foreign_flags(parser: argparse.ArgumentParser, scope: Scope) -> None:
+def _add_foreign_flags(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, scope: Scope
+) -> None:
     """Adds the flags of vLLM that this engine lacks, without help; flags of the command stay.
 
     They are many: a parser with an attribute `words`, its command line, gets those that it needs.

@@ -47,8 +47,9 @@ _MODEL = grouped(
         "model_impl",
         "auto",
         "What computes the model: 'native' is our implementation, 'transformers' the class of that "
-        "library with our attention; 'auto' is the first where there is one. Not in TACO-LLM.",
-        choices=("auto", "native", "transformers"),
+        "library with our attention; 'auto' is the first where there is one, and 'vllm' another "
+        "name of 'native'. Not in TACO-LLM.",
+        choices=("auto", "native", "vllm", "transformers"),
     ),
     argument("download_dir", Kind.PATH, "Where to download; default: Hugging Face cache."),
     argument(
@@ -144,8 +145,8 @@ _MODEL = grouped(
         "generation_config",
         "auto",
         "Where requests get the sampling fields that they leave out: 'auto' is the model's "
-        "generation_config.json, 'vllm' the defaults of SamplingParams, else a folder with such "
-        "a file.",
+        "generation_config.json or the metadata of its GGUF file, 'vllm' the defaults of "
+        "SamplingParams, else a folder with such a file.",
         harmless=(None,),
         kind=Kind.PATH,
     ),

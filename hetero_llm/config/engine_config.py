@@ -95,8 +95,8 @@ class CpuConfig:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Where sampling defaults come from. `source` is "auto" (the model's generation_config.json),
-    "vllm" (no file) or a folder; keys of `override` replace those of the file."""
+    """Where sampling defaults come from. `source` is "auto" (the model's generation_config.json, or
+    its GGUF file), "vllm" (no file) or a folder; keys of `override` replace those of the file."""
 
     source: str = "auto"
     override: Mapping[str, Any] = field(default_factory=dict)
@@ -190,6 +190,7 @@ class EngineConfig:
             # The model's revision means nothing in another repository.
             "tokenizer_revision": args["tokenizer_revision"]
             or (args["revision"] if args["tokenizer"] in (None, model) else None),
+            "model_impl": "native" if args["model_impl"] == "vllm" else args["model_impl"],
             "load_format": _LOAD_FORMATS.get(args["load_format"], args["load_format"]),
             "hf_overrides": args["hf_overrides"] or {},
             "quantization": _quantization(args["load_format"], args["quantization"]),

@@ -80,7 +80,7 @@ def check_foreign(arg: ForeignArg, value: Any) -> None:
 
 def is_harmless(arg: ForeignArg, value: Any) -> bool:
     """Whether the value, or a command line's text of it, asks for what is done anyway."""
-    value = _read(value)
+    value = read_value(value)
     if value is None or (isinstance(value, (str, list, tuple, set, Mapping)) and not value):
         return True
     if isinstance(value, (list, tuple)) and len(value) == 1:
@@ -88,7 +88,7 @@ def is_harmless(arg: ForeignArg, value: Any) -> bool:
     return any(_same(value, known) for known in arg.harmless)
 
 
-def _read(value: Any) -> Any:
+def read_value(value: Any) -> Any:
     """The value of a text that is a word of Python's or JSON's, a number, or JSON."""
     if not isinstance(value, str):
         return value

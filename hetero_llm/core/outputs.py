@@ -47,6 +47,37 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
 
+    @property
+    def time_in_queue(self) -> float | None:
+        """From the arrival to the first step."""
+        return _between(self.arrival_time, self.first_scheduled_time)
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """From the arrival to the first token."""
+        return _between(self.arrival_time, self.first_token_time)
+
+    @property
+    def queued_ts(self) -> float:
+        """`arrival_time`, by its name in vLLM's second engine; as the next three."""
+        return self.arrival_time
+
+    @property
+    def scheduled_ts(self) -> float | None:
+        return self.first_scheduled_time
+
+    @property
+    def first_token_ts(self) -> float | None:
+        return self.first_token_time
+
+    @property
+    def last_token_ts(self) -> float | None:
+        return self.last_token_time
+
+
+def _between(begin: float, end: float | None) -> float | None:
+    return None if end is None else end - begin
+
 
 @dataclass(slots=True)
 class CompletionOutput:

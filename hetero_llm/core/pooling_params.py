@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 from hetero_llm.core.errors import PoolingError
@@ -30,6 +30,9 @@ class PoolingParams:
             the file's default, "" none. Not in vLLM.
         activation, softmax: older names of `use_activation`.
         step_tag_id, returned_token_ids: of reward models, not available yet.
+        requires_token_ids, extra_kwargs, late_interaction_params: vLLM's; not available yet, but
+            None, False and {} are accepted.
+        skip_reading_prefix_cache: without effect: a model that pools has no prefix cache.
 
     Raises:
         PoolingError: a field has a wrong type or value.
@@ -46,8 +49,25 @@ class PoolingParams:
     softmax: bool | None = None
     step_tag_id: int | None = None
     returned_token_ids: list[int] | None = None
+    requires_token_ids: InitVar[bool] = False
+    extra_kwargs: InitVar[Any] = None
+    late_interaction_params: InitVar[Any] = None
+    skip_reading_prefix_cache: InitVar[bool | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self,
+        requires_token_ids: bool,
+        extra_kwargs: Any,
+        late_interaction_params: Any,
+        skip_reading_prefix_cache: bool | None,
+    ) -> None:
+        for name, value, feature in (
+            ("requires_token_ids", requires_token_ids, "a pooler that sees the token ids"),
+            ("extra_kwargs", extra_kwargs, "an argument for a pooler of one's own"),
+            ("late_interaction_params", late_interaction_params, "late interaction"),
+        ):
+            if value is not None and value is not False and value != {}:
+                raise PoolingError(name, value, f"{feature} is not available yet")
         for name in ("step_tag_id", "returned_token_ids"):
             if getattr(self, name) is not None:
                 raise _bad(self, name, "a reward model is not available yet")

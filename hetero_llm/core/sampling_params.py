@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from enum import Enum
 from numbers import Integral, Real
 from typing import Any, NoReturn
@@ -88,6 +88,9 @@ class SamplingParams:
         structured_outputs: What the output must follow, such as a JSON schema: a
             `StructuredOutputsParams`, or a mapping of its fields. Where only an end-of-sequence
             token may follow, min_tokens does not forbid it.
+        extra_args, flat_logprobs, skip_reading_prefix_cache, thinking_token_budget,
+            repetition_detection: vLLM's; not available yet, but None, False and {} are accepted.
+        skip_clone: Without effect: a request always keeps a copy.
 
     Raises:
         SamplingError: A field is out of range or contradicts another one.
@@ -129,8 +132,31 @@ class SamplingParams:
     logprob_token_ids: Any = None
     guided_decoding: GuidedDecodingParams | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    extra_args: InitVar[Any] = None
+    flat_logprobs: InitVar[Any] = None
+    skip_reading_prefix_cache: InitVar[Any] = None
+    thinking_token_budget: InitVar[Any] = None
+    repetition_detection: InitVar[Any] = None
+    skip_clone: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self,
+        extra_args: Any,
+        flat_logprobs: Any,
+        skip_reading_prefix_cache: Any,
+        thinking_token_budget: Any,
+        repetition_detection: Any,
+        skip_clone: bool,
+    ) -> None:
+        for name, value in (
+            ("extra_args", extra_args),
+            ("flat_logprobs", flat_logprobs),
+            ("skip_reading_prefix_cache", skip_reading_prefix_cache),
+            ("thinking_token_budget", thinking_token_budget),
+            ("repetition_detection", repetition_detection),
+        ):
+            if value is not None and value is not False and value != {}:
+                _fail(name, value, f"{_NOT_YET_GIVEN[name]} is not available yet")
         self.check()
 
     @staticmethod
@@ -350,6 +376,14 @@ _OPTIONAL_INTEGERS = (
 _NOT_YET = {
     "logprob_token_ids": "asking for the log-probabilities of chosen tokens",
 }
+_NOT_YET_GIVEN = {
+    "extra_args": "an argument for a processor of one's own",
+    "flat_logprobs": "another form of log-probabilities",
+    "skip_reading_prefix_cache": "a request that leaves cached prefixes alone",
+    "thinking_token_budget": "a limit on the tokens of reasoning",
+    "repetition_detection": "ending a text that repeats itself",
+}
+"""Parameters that `SamplingParams` takes and does not keep."""
 _BOOLEANS = (
     "use_beam_search",
     "ignore_eos",

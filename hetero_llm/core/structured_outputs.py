@@ -7,7 +7,7 @@ Names and meanings are vLLM's, today's (`StructuredOutputsParams`) and the TACO-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from typing import Any, NoReturn
 
 from hetero_llm.core.errors import SamplingError
@@ -42,6 +42,7 @@ class StructuredOutputsParams:
             None: as the engine's `reasoning_parser` says, at once without one.
         may_begin_with: The token id with which such a reasoning begins, if the model may leave it
             out: then the constraint begins at once, unless this token comes first.
+        disable_fallback: Without effect: no other library stands in for llguidance.
 
     Raises:
         SamplingError: none or several of the first six are given, or a field has a wrong type.
@@ -59,8 +60,11 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     begins_after: Sequence[int] | None = None
     may_begin_with: int | None = None
+    disable_fallback: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, disable_fallback: bool) -> None:
+        if not isinstance(disable_fallback, bool):
+            _fail("disable_fallback", disable_fallback, "must be True or False")
         self.check()
 
     def check(self) -> None:
@@ -117,7 +121,7 @@ class StructuredOutputsParams:
             return value.structured_outputs()
         if not isinstance(value, Mapping):
             _fail(field, value, "must be a StructuredOutputsParams or a mapping of its fields")
-        known = {one.name for one in fields(cls)}
+        known = {one.name for one in fields(cls)} | {"disable_fallback"}
         for name in value:
             if name not in known:
                 _fail(f"{field}.{name}", value[name], "is not a known field")

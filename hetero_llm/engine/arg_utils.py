@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetero_llm.config.args import (
     ENGINE_ARGS,
@@ -19,7 +20,9 @@ from hetero_llm.config.args import (
     resolve_server_args,
     spec_of,
 )
+from hetero_llm.config.args_spec import Kind
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.utils.env import vllm_batch_invariant
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
@@ -27,10 +30,16 @@ if TYPE_CHECKING:
     from hetero_llm.config.engine_arg_types import EngineArgFields as _Fields
     from hetero_llm.config.engine_arg_types import EngineArgTypes
 
+logger = logging.getLogger(__name__)
+
+P = TypeVar("P", argparse.ArgumentParser, argparse._ArgumentGroup)
+
 _FRONT_END = tuple(
     spec for spec in SERVER_ARGS if spec.name in ("served_model_name", "disable_log_requests")
 )
 """Arguments of vLLM's `EngineArgs` that concern who uses the engine, not the engine."""
+_LOG_SWITCH = "enable_log_requests"
+"""vLLM's opposite of `disable_log_requests`."""
 
 
 def _field(spec: ArgSpec) -> tuple[str, Any, Any]:
@@ -64,6 +73,11 @@ class EngineArgs(_Fields):
         given: dict[str, Any] = {"model": model, "tokenizer": tokenizer, **engine_args}
         given = {name: value for name, value in given.items() if not _is_default(name, value)}
         front_end = {spec.name: given.pop(spec.name) for spec in _FRONT_END if spec.name in given}
+        if _LOG_SWITCH in given:
+            front_end[_LOG_SWITCH] = given.pop(_LOG_SWITCH)
+        if "batch_invariant" not in engine_args and vllm_batch_invariant():
+            logger.warning("batch_invariant is on: VLLM_BATCH_INVARIANT says so")
+            given["batch_invariant"] = True
         values = resolve_engine_args(given)
         served = resolve_server_args(front_end)
         values |= {spec.name: served[spec.name] for spec in _FRONT_END}
@@ -89,13 +103,21 @@ class EngineArgs(_Fields):
         """The arguments that a parser of `add_cli_args` found; other attributes are left alone."""
         given = engine_args_from_namespace(args)
         found = vars(args)
-        given |= {spec.name: found[spec.name] for spec in _FRONT_END if spec.name in found}
+        names = (*(spec.name for spec in _FRONT_END), _LOG_SWITCH)
+        given |= {name: found[name] for name in names if name in found}
         return cls(**given)
 
     @staticmethod
-    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Adds a flag for each argument; one that is not given leaves no attribute."""
-        add_engine_arguments(parser, (*ENGINE_ARGS, *_FRONT_END))
+    def add_cli_args(parser: P) -> P:
+        """Adds a flag for each argument, to a parser or to a group of one. One that is not given
+        has its default, or that of an earlier `set_defaults`."""
+        specs = (*ENGINE_ARGS, *_FRONT_END)
+        earlier = {spec.name: parser.get_default(spec.name) for spec in specs}
+        add_engine_arguments(parser, specs)
+        for spec in specs:  # argparse would append to the default of a list
+            default = None if spec.kind is Kind.LIST else spec.default
+            before = earlier[spec.name]
+            parser.set_defaults(**{spec.name: default if before is None else before})
         return parser
 
     def changed(self) -> dict[str, Any]:
@@ -122,6 +144,8 @@ class AsyncEngineArgs(EngineArgs):
 def _is_default(name: str, value: Any) -> bool:
     """Whether the value can be left out, which also spares obsolete arguments their notice."""
     spec = spec_of(name)
+    if spec is not None and spec.kind is Kind.LIST and value is None:
+        return True
     if spec is None or type(value) is not type(spec.default):
         return False
     return bool(value == spec.default)

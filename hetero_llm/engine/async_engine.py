@@ -26,7 +26,7 @@ from collections.abc import (
 )
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import (
@@ -76,6 +76,7 @@ from hetero_llm.engine.processes.replica_choice import (
 )
 from hetero_llm.engine.resolve import open_model
 from hetero_llm.engine.text.tokenizer import Tokenizer, TokenizerThreads, open_grammars
+from hetero_llm.engine.vllm_missing import refuse_options, why_missing
 from hetero_llm.models.folders import is_hub_id
 from hetero_llm.pooling.pooling_model import PoolingModel
 
@@ -297,13 +298,19 @@ class AsyncLLMEngine:
         trace_headers: None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
         priority: int = 0,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """See `EngineClient`. A prompt has any of the forms that `LLM.generate` takes.
 
         If the reader is slower than the engine, outputs beyond 256 are merged. All outputs but the
         last have the `metrics` of the first. `lora_request` and `prompt_adapter_request` name the
-        adapters of the request. `trace_headers` and another priority than 0 are not available yet.
+        adapters of the request. `trace_headers`, another priority than 0 and a replica of one's
+        own choice are not available yet; `tokenization_kwargs` must be empty.
         """
+        refuse_options(tokenization_kwargs)
+        refuse_later("data_parallel_rank", data_parallel_rank, "a chosen replica")
         outputs = await self.add_request(
             request_id,
             prompt,
@@ -452,8 +459,8 @@ class AsyncLLMEngine:
         outputs have arrived and wait to be read."""
         return sum(not stream.ended for stream in self._streams.values())
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
-        """See `EngineClient`; several ids may be given."""
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """See `EngineClient`; several ids may be given. `internal`: see `LLMEngine`."""
         self._attach_loop()
         for one in [request_id] if isinstance(request_id, str) else request_id:
             stream = self._streams.get(self._keys.get(one, ""))
@@ -684,6 +691,10 @@ class AsyncLLMEngine:
         refuse_later("lora_request", lora_request, "LoRA")
         return None if self.tokenizer is None else self.tokenizer.hf
 
+    @property
+    def model_config(self) -> ModelInfo:
+        return self._model
+
     async def get_model_config(self) -> ModelInfo:
         return self._model
 
@@ -697,11 +708,20 @@ class AsyncLLMEngine:
         histograms = merge_histograms([one.histograms for one in self._replicas])
         return metric_objects(await self.metrics(), histograms, labels)
 
-    async def reset_prefix_cache(self) -> None:
-        """See `EngineClient`."""
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """See `LLM.reset_prefix_cache`."""
         await self._call_engines("reset_prefix_cache")
         for index in range(len(self._replicas)):
             self._chooser.forget(index)
+        return True
+
+    async def reset_mm_cache(self) -> None:
+        """See `LLM.reset_mm_cache`."""
+
+    async def reset_encoder_cache(self) -> None:
+        """See `LLM.reset_encoder_cache`."""
 
     async def save_lookahead_cache(self, path: str | os.PathLike[str]) -> None:
         """See `LLM.save_lookahead_cache`. No request makes progress meanwhile. Each of several
@@ -791,6 +811,11 @@ class AsyncLLMEngine:
             if isinstance(result, BaseException):
                 raise result
         return list(results)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(why_missing("AsyncLLMEngine", name))
 
     # -- messages ---------------------------------------------------------------------------
 

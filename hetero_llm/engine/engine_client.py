@@ -13,6 +13,7 @@ from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from hetero_llm.config.engine_config import EngineConfig
     from hetero_llm.core.pooling import Finish, PoolingInput, PoolingResult
     from hetero_llm.engine.inputs.images import ImageInputs
     from hetero_llm.engine.inputs.input_processor import Prompt
@@ -66,6 +67,17 @@ class EngineInfo:
     num_replicas: int = 1
 
 
+class ReadyModel(Protocol):
+    """What `ModelInfo` takes from an engine that was built."""
+
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class ModelInfo:
     """What vLLM's users read from `get_model_config()`; `max_model_len` is in tokens."""
@@ -77,6 +89,19 @@ class ModelInfo:
     vocab_size: int
     dtype: str
     seed: int
+
+    @staticmethod
+    def of(config: EngineConfig, ready: ReadyModel, served_name: str) -> ModelInfo:
+        """Of a model that was loaded as `config` says."""
+        return ModelInfo(
+            model=config.load.model,
+            tokenizer=config.load.tokenizer,
+            served_model_name=served_name,
+            max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            dtype=ready.dtype,
+            seed=config.seed,
+        )
 
     def get_vocab_size(self) -> int:
         return self.vocab_size
@@ -197,7 +222,7 @@ class EngineClient(Protocol):
             EngineHungError: it has shown no life for longer than its step timeout.
         """
 
-    async def reset_prefix_cache(self) -> None:
+    async def reset_prefix_cache(self) -> object:
         """Drops all cached prefixes."""
 
     def shutdown(self, drain_seconds: float) -> Awaitable[None]:

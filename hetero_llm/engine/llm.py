@@ -39,6 +39,7 @@ from hetero_llm.core.sampling_params import BeamSearchParams, RequestOutputKind,
 from hetero_llm.engine.arg_utils import EngineArgs
 from hetero_llm.engine.builders.build_pooling import BuiltPooling
 from hetero_llm.engine.engine import Engine
+from hetero_llm.engine.engine_client import ModelInfo
 from hetero_llm.engine.factory import BuiltEngine, build, free_unreachable
 from hetero_llm.engine.inputs.chat_messages import for_template
 from hetero_llm.engine.inputs.input_processor import (
@@ -52,8 +53,10 @@ from hetero_llm.engine.inputs.input_processor import (
     with_guided_options,
 )
 from hetero_llm.engine.interrupts import interrupt_between_steps
+from hetero_llm.engine.llm_engine import LLMEngine
 from hetero_llm.engine.metric_objects import metric_objects
 from hetero_llm.engine.pooling_calls import PoolingCalls
+from hetero_llm.engine.vllm_missing import refuse_options, why_missing
 from hetero_llm.utils.gc_control import prompt_wakeups, serve_promptly
 
 if TYPE_CHECKING:
@@ -61,15 +64,6 @@ if TYPE_CHECKING:
     from hetero_llm.spec_decode.lookahead.store import Store
 
 logger = logging.getLogger(__name__)
-
-_LEVELS, _PROFILER = "a sleep level", "a profiler"
-_NOT_YET = {
-    "reward": "a reward model", "sleep": _LEVELS, "wake_up": _LEVELS, "start_profile": _PROFILER,
-    "stop_profile": _PROFILER, "set_tokenizer": "another tokenizer after the start",
-    "collective_rpc": "a call in worker processes", "apply_model": "a call on the model",
-    "llm_engine": "the engine inside LLM (use LLMEngine to drive its steps)",
-}  # fmt: skip
-"""Attributes of vLLM's `LLM`, and what they are for."""
 
 
 # large: one method for each call of vLLM's LLM.
@@ -104,6 +98,17 @@ class LLM:
         self._metric_labels = {"model_name": served, "engine": "0"}
         self._num_requests = 0
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # of open streams
+        self._llm_engine: LLMEngine | None = None
+        if isinstance(built, BuiltEngine):
+            self._llm_engine = LLMEngine.around(built, ModelInfo.of(config, built, served))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        """The constructor, for arguments that are an object."""
+        given = engine_args.changed()
+        if engine_args.served_model_name:
+            given["served_model_name"] = engine_args.served_model_name
+        return cls(given.pop("model"), **given)
 
     def __enter__(self) -> LLM:
         return self
@@ -116,7 +121,7 @@ class LLM:
         device = "" if self._built is None else self._built.device
         if self._built is not None:
             self._built.engine.shut_down()
-        self._built = self._pooling = None
+        self._built = self._pooling = self._llm_engine = None
         free_unreachable(device)
 
     def generate(
@@ -133,6 +138,7 @@ class LLM:
         priority: Sequence[int] | None = None,
         *,
         inputs: PromptType | Sequence[PromptType] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generates a continuation of each prompt; prompts run together as far as memory allows.
 
@@ -152,6 +158,7 @@ class LLM:
                 today's name is `SamplingParams.structured_outputs`.
             priority: of each prompt; other ones than 0 are not available yet.
             inputs: an older name of `prompts`.
+            tokenization_kwargs: must be empty.
 
         Returns:
             One finished output per prompt, in order. After Ctrl-C an unfinished one has the text
@@ -162,6 +169,7 @@ class LLM:
                 been started.
         """
         refuse_later("priority", priority if any(priority or ()) else None, "priority scheduling")
+        refuse_options(tokenization_kwargs)
         if inputs is not None:
             if prompts is not None:
                 raise PromptError("inputs", inputs, "is another name of prompts, also given")
@@ -188,6 +196,8 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         prompt_adapter_request: PromptAdapterRequest
         | Sequence[PromptAdapterRequest | None]
         | None = None,
@@ -207,11 +217,13 @@ class LLM:
             continue_final_message: leave the last message open; needs add_generation_prompt=False.
             tools: described to the template.
             chat_template_kwargs: variables of the template.
+            mm_processor_kwargs, tokenization_kwargs: must be empty.
             prompt_adapter_request: as of `generate`.
 
         Raises:
             RequestError: no tokenizer, no template, or a conversation it refuses.
         """
+        refuse_options(tokenization_kwargs, images=mm_processor_kwargs)
         tokenizer = self._engine_parts().tokenizer
         images_in = self._engine_parts().images
         fetch = None if images_in is None else images_in.fetcher.fetch
@@ -250,10 +262,12 @@ class LLM:
         prompts: PromptType | Sequence[PromptType],
         params: BeamSearchParams,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        *,
         use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Searches the `params.beam_width` most likely continuations of each prompt.
+
+        `concurrency_limit` changes nothing: prompts run together as far as memory allows.
 
         The search is that of transformers' `generate`, as with `use_beam_search`: scores are
         divided by (generated length) ** length_penalty.
@@ -332,6 +346,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of each prompt.
 
@@ -344,6 +359,7 @@ class LLM:
             RequestError: a prompt or parameter is wrong, or the model makes no embeddings.
         """
         refuse_later("lora_request", lora_request, "LoRA")
+        refuse_options(tokenization_kwargs)
         options = {"truncate_prompt_tokens": truncate_prompt_tokens}
         return self._pooling_calls("embed").embed(prompts, pooling_params, options, use_tqdm)
 
@@ -354,6 +370,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of the model's classes for each prompt.
 
@@ -361,6 +378,7 @@ class LLM:
             RequestError: a prompt or parameter is wrong, or the model has no classes.
         """
         refuse_later("lora_request", lora_request, "LoRA")
+        refuse_options(tokenization_kwargs)
         return self._pooling_calls("classify").classify(prompts, pooling_params, {}, use_tqdm)
 
     def encode(
@@ -371,6 +389,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         pooling_task: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """The pooled values of each prompt as a tensor: an embedding, or probabilities of classes.
 
@@ -381,6 +400,7 @@ class LLM:
             RequestError: a prompt or parameter is wrong, or the model does not serve the task.
         """
         refuse_later("lora_request", lora_request, "LoRA")
+        refuse_options(tokenization_kwargs)
         calls = self._pooling_calls("encode")
         return calls.encode(prompts, pooling_params, pooling_task, use_tqdm)
 
@@ -394,6 +414,8 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | None = None,
         lora_request: None = None,
+        chat_template: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well texts fit: the score of a cross-encoder, or the cosine of two embeddings.
 
@@ -404,6 +426,8 @@ class LLM:
             RequestError: a text or parameter is wrong, or the model gives no scores.
         """
         refuse_later("lora_request", lora_request, "LoRA")
+        refuse_options(tokenization_kwargs)
+        refuse_later("chat_template", chat_template, "a template of pairs")
         options = {"truncate_prompt_tokens": truncate_prompt_tokens}
         calls = self._pooling_calls("score")
         return calls.score(data_1, data_2, pooling_params, options, use_tqdm)
@@ -434,11 +458,26 @@ class LLM:
         """Counters and gauges of `get_metrics` by the engine's names."""
         return self._parts().metrics()
 
-    def reset_prefix_cache(self) -> None:
-        """Drops all cached prefixes; a model that pools caches none."""
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Drops all cached prefixes, those in host memory too; a model that pools caches none.
+
+        The arguments, vLLM's, ask for what is done anyway: running requests do not prevent it.
+        True, as vLLM's.
+        """
         built = self._parts()
         if not isinstance(built, BuiltPooling):
             built.engine.reset_prefix_cache()
+        return True
+
+    def reset_mm_cache(self) -> None:
+        """Does nothing: prepared images are kept in the prefix cache alone."""
+        self._parts()
+
+    def reset_encoder_cache(self) -> None:
+        """Does nothing: what an encoder has made of images is kept in the prefix cache alone."""
+        self._parts()
 
     def save_lookahead_cache(self, path: str | os.PathLike[str]) -> None:
         """Saves the lookahead cache, which holds the tokens of all requests, in one file.
@@ -471,12 +510,28 @@ class LLM:
         themselves. It must not be stepped while `generate` or a stream runs."""
         return self._engine_parts().engine
 
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The same engine as vLLM's users know it; as of `engine`."""
+        self._engine_parts()
+        assert self._llm_engine is not None, "an engine that generates has one"
+        return self._llm_engine
+
+    @property
+    def model_config(self) -> ModelInfo:
+        """Facts about the model."""
+        return self.llm_engine.model_config
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What the model is for: "generate", or tasks of `PoolingParams`."""
+        built = self._parts()
+        return built.model.tasks if isinstance(built, BuiltPooling) else ("generate",)
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            feature = _NOT_YET.get(name)
-            reason = f"{feature} is not available yet" if feature else "no such attribute"
-            raise AttributeError(f"LLM.{name}: {reason}")
+            raise AttributeError(why_missing("LLM", name))
 
     # -- inside -----------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import (
@@ -24,6 +24,7 @@ from hetero_llm.engine.engine_client import ModelInfo
 from hetero_llm.engine.factory import BuiltEngine, build_engine, free_unreachable
 from hetero_llm.engine.inputs.input_processor import parse_prompt
 from hetero_llm.engine.metric_objects import metric_objects
+from hetero_llm.engine.vllm_missing import refuse_options, why_missing
 from hetero_llm.utils.gc_control import prompt_wakeups, serve_promptly
 
 
@@ -48,22 +49,26 @@ class LLMEngine:
             built = build_engine(config, show_progress=sys.stderr.isatty())
         self._built: BuiltEngine | None = built
         self._running: set[str] = set()
-        self._model = ModelInfo(
-            model=config.load.model,
-            tokenizer=config.load.tokenizer,
-            served_model_name=next(iter(engine_args.served_model_name), config.load.model),
-            max_model_len=built.max_model_len,
-            vocab_size=built.vocab_size,
-            dtype=built.dtype,
-            seed=config.seed,
-        )
+        served = next(iter(engine_args.served_model_name), config.load.model)
+        self._model = ModelInfo.of(config, built, served)
+
+    @classmethod
+    def around(cls, built: BuiltEngine, model: ModelInfo) -> LLMEngine:
+        """Drives an engine that was built elsewhere."""
+        made = cls.__new__(cls)
+        made._built, made._running, made._model = built, set(), model
+        return made
 
     @classmethod
     def from_engine_args(
-        cls, engine_args: EngineArgs, usage_context: Any = None, stat_loggers: Any = None
+        cls,
+        engine_args: EngineArgs,
+        usage_context: Any = None,
+        stat_loggers: Any = None,
+        enable_multiprocessing: bool = False,
     ) -> LLMEngine:
         """The constructor by vLLM's name. `usage_context` has no meaning here: nothing is
-        reported."""
+        reported. The engine is always in this process, whatever `enable_multiprocessing` is."""
         refuse_later("stat_loggers", stat_loggers, "a logger of statistics of the user's own")
         return cls(engine_args)
 
@@ -77,6 +82,8 @@ class LLMEngine:
         *,
         prompt_adapter_request: PromptAdapterRequest | None = None,
         priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: None = None,
     ) -> None:
         """Queues a request.
 
@@ -86,12 +93,16 @@ class LLMEngine:
             lora_request: the adapter of the request; needs `enable_lora`.
             prompt_adapter_request: its prompt adapter; needs `enable_prompt_adapter`.
             priority: another one than 0 is not available yet.
+            tokenization_kwargs: must be empty.
+            trace_headers: not available yet.
 
         Raises:
             RequestError: the prompt or a parameter is wrong.
             DuplicateRequestError: a running request has this id.
         """
         refuse_later("priority", priority or None, "priority scheduling")
+        refuse_later("trace_headers", trace_headers, "tracing of requests without a server")
+        refuse_options(tokenization_kwargs)
         engine = self._parts().engine
         if not isinstance(request_id, str) or not request_id:
             raise RequestError("request_id", request_id, "must be a string that is not empty")
@@ -112,8 +123,9 @@ class LLMEngine:
         self._running.difference_update(one.request_id for one in outputs if one.finished)
         return outputs
 
-    def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests, which have no further output. Unknown ids are left alone."""
+    def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """Ends requests, which have no further output. Unknown ids are left alone. `internal`:
+        without effect, since ids are the caller's own here."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
             if one in self._running:
                 self._running.remove(one)
@@ -129,6 +141,15 @@ class LLMEngine:
         """The transformers tokenizer, or None."""
         tokenizer = self._parts().tokenizer
         return None if tokenizer is None else tokenizer.hf
+
+    @property
+    def tokenizer(self) -> Any:
+        """`get_tokenizer()`."""
+        return self.get_tokenizer()
+
+    @property
+    def model_config(self) -> ModelInfo:
+        return self._model
 
     def get_model_config(self) -> ModelInfo:
         return self._model
@@ -170,9 +191,20 @@ class LLMEngine:
         known = self._parts().engine.adapters.names()
         return {ref.request.lora_int_id for ref in known.values()}
 
-    def reset_prefix_cache(self) -> None:
-        """Drops all cached prefixes."""
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """See `LLM.reset_prefix_cache`."""
         self._parts().engine.reset_prefix_cache()
+        return True
+
+    def reset_mm_cache(self) -> None:
+        """See `LLM.reset_mm_cache`."""
+        self._parts()
+
+    def reset_encoder_cache(self) -> None:
+        """See `LLM.reset_encoder_cache`."""
+        self._parts()
 
     def shutdown(self) -> None:
         """Frees model and KV cache; further calls raise `EngineDeadError`."""
@@ -183,6 +215,11 @@ class LLMEngine:
         self._built = None
         self._running.clear()
         free_unreachable(device)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(why_missing("LLMEngine", name))
 
     def _parts(self) -> BuiltEngine:
         if self._built is None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_llm.config.args import spec_of
+from hetero_llm.config.args_spec import checked
 from hetero_llm.config.engine_config import EngineConfig, LoadConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.demo_models import ALIASES, alias_path
@@ -247,20 +249,54 @@ def limit_steps(
     )
 
 
-def open_tokenizer(config: EngineConfig, model_folder: Path) -> Tokenizer | None:
-    """The configured tokenizer; None with `skip_tokenizer_init`."""
+def get_tokenizer(
+    tokenizer_name: str | Path,
+    *,
+    tokenizer_mode: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    download_dir: str | None = None,
+) -> Any:
+    """The transformers tokenizer of a folder, a GGUF file, a hub id or "demo", by vLLM's name.
+
+    Raises:
+        ConfigError: the mode is unknown.
+        ModelLoadError: there is none.
+    """
+    spec = spec_of("tokenizer_mode")
+    assert spec is not None, "the table has it"
+    mode = checked(spec, tokenizer_mode)
+    folder = _tokenizer_folder(
+        str(tokenizer_name), revision, download_dir, remote_code=trust_remote_code
+    )
+    return load_tokenizer(folder, mode=mode, trust_remote_code=trust_remote_code).hf
+
+
+def _tokenizer_folder(
+    name: str, revision: str | None, download_dir: str | None, *, remote_code: bool
+) -> Path:
     from hetero_llm.models.folders import resolve_model_folder
 
+    return resolve_model_folder(
+        resolve_alias(name),
+        revision=revision,
+        download_dir=download_dir,
+        load_format="dummy",  # no weights
+        remote_code=remote_code,
+    )
+
+
+def open_tokenizer(config: EngineConfig, model_folder: Path) -> Tokenizer | None:
+    """The configured tokenizer; None with `skip_tokenizer_init`."""
     load = config.load
     if load.skip_tokenizer_init:
         return None
     folder = model_folder
     if load.tokenizer != load.model or load.tokenizer_revision != load.revision:
-        folder = resolve_model_folder(
-            resolve_alias(load.tokenizer),
-            revision=load.tokenizer_revision,
-            download_dir=load.download_dir,
-            load_format="dummy",  # no weights
+        folder = _tokenizer_folder(
+            load.tokenizer,
+            load.tokenizer_revision,
+            load.download_dir,
             remote_code=load.trust_remote_code,
         )
     return load_tokenizer(

@@ -157,6 +157,7 @@ class Router(nn.Module):
     def __init__(self, hidden: int, num_experts: int) -> None:
         super().__init__()
         self.gate = self.make_gate(hidden, num_experts)
+        self.gate.keeps_plain = True  # least bytes, and a wrong expert is the largest error
         self.function: Route = self.plain
 
     def make_gate(self, hidden: int, num_experts: int) -> Linear:

@@ -343,11 +343,13 @@ class Linear(nn.Module):
 
     Attributes:
         on_host: `set_quantized` moves the matrix to host memory: see `gpu.weight_offload`.
+        keeps_plain: a matrix that the checkpoint has quantized is dequantized when it is loaded.
         reduce: makes the sum over all ranks of what `product` returns, where ranks have a part of
             the inputs each; the product itself with one rank.
     """
 
     on_host = False
+    keeps_plain = False
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype | None = None

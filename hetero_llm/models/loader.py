@@ -61,6 +61,7 @@ from hetero_llm.models.weight_reader import (
     pieces_of,
     pieces_of_slice,
 )
+from hetero_llm.quantization.formats.fp8 import is_unused_scale
 from hetero_llm.quantization.formats.kv_cache import kv_scale_of
 from hetero_llm.quantization.formats.scheme import CheckpointFormat
 from hetero_llm.quantization.names import ONLINE_BYTES
@@ -742,10 +743,17 @@ def _matches(
     stored_tensors, skipped = _stored_tensors(model, folder, files)
     found: dict[str, _Match] = {}
     unexpected: list[str] = []
+    quantization = model.config.quantization
+
+    def is_plain(name: str) -> bool:
+        return name in targets and name in stored_tensors and stored_tensors[name][1].is_plain
+
     for name, (file, stored) in stored_tensors.items():
         if name in targets or filler.claims(name):
             found[name] = _Match(name, file, stored, targets.get(name))
-        elif model.config.quantization is None or kv_scale_of(stored.name) is None:
+        elif quantization is None or (
+            kv_scale_of(stored.name) is None and not is_unused_scale(quantization, name, is_plain)
+        ):
             unexpected.append(stored.name)
     _use_tied_head(model, targets, found, skipped, compares)
     problems = {

@@ -72,7 +72,8 @@ def online_quantization(wanted: str | None, stored: Mapping[str, Any] | None) ->
 
 
 def has_fp8_weights(config: ModelConfig) -> bool:
-    """Whether weights are e4m3 in memory, by what the configuration says."""
+    """Whether weights or their scales are e4m3 in memory, by what the configuration says: NVFP4 has
+    scales of e4m3, and fp4 of bitsandbytes becomes e4m3."""
     if config.online_quantization is not None:
         return config.online_quantization in ("fp8", "fp8_block")
     stored = config.quantization or {}
@@ -80,12 +81,22 @@ def has_fp8_weights(config: ModelConfig) -> bool:
     if method.startswith("modelopt"):
         inner = _mapping(stored.get("quantization")) or stored
         layers = [_mapping(one) for one in _mapping(inner.get("quantized_layers")).values()]
-        algorithms = (one.get("quant_algo") for one in (inner, *layers))
-        return any(str(one).upper().startswith("FP8") for one in algorithms)
-    groups = [_mapping(one) for one in _mapping(stored.get("config_groups")).values()]
-    weights = [_mapping(one.get("weights")) for one in groups]
-    is_float = any(one.get("type") == "float" and one.get("num_bits") == 8 for one in weights)
-    return method in ("fp8", "fbgemm_fp8") or is_float
+        algorithms = (str(one.get("quant_algo")).upper() for one in (inner, *layers))
+        return any(one.startswith("FP8") or one.endswith("NVFP4") for one in algorithms)
+    if method == "bitsandbytes":
+        four_bits = bool(stored.get("load_in_4bit"))
+        return four_bits and (stored.get("bnb_4bit_quant_type") or "fp4") == "fp4"
+    return method in ("fp8", "fbgemm_fp8") or any(
+        _has_e4m3(_mapping(one), stored) for one in _mapping(stored.get("config_groups")).values()
+    )
+
+
+def _has_e4m3(group: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
+    """Of a group of compressed-tensors."""
+    weights = _mapping(group.get("weights"))
+    form = str(group.get("format") or stored.get("format"))
+    of_floats = weights.get("type") == "float"
+    return of_floats and (weights.get("num_bits") == 8 or form.startswith("nvfp4"))
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

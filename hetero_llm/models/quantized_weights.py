@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.experts import Experts, HostMemory, Router, SettlingMemory
-from hetero_llm.models.layers import BankView, CausalLM, Linear, RearrangedView
+from hetero_llm.models.layers import BankView, CausalLM, Float32Linear, Linear, RearrangedView
 from hetero_llm.models.linear_weights import on_weight
 from hetero_llm.models.sharding import Cut, Run, runs_inside
 from hetero_llm.models.weight_files import StoredTensor, WeightFile
 from hetero_llm.quantization.formats import mxfp4
+from hetero_llm.quantization.formats.fp8 import is_scale_of_experts
 from hetero_llm.quantization.formats.mxfp4 import Mxfp4Format
 from hetero_llm.quantization.formats.scheme import CheckpointFormat, Scheme, StoredPart
 from hetero_llm.quantization.matrix import (
@@ -208,6 +209,7 @@ def plan_matrices(
     """
     if checkpoint_format is None:
         return ()
+    _check_scales_of_experts(checkpoint_format, stored)
     owners = {id(weight.parameter): place for place, weight in enumerate(weights)}
     plain: set[int] = set()
     if isinstance(checkpoint_format, OnlineFormat):
@@ -261,6 +263,16 @@ def plan_matrices(
                 "multiplies with both at once"
             )
     return tuple(plans)
+
+
+def _check_scales_of_experts(checkpoint_format: CheckpointFormat, stored: Stored) -> None:
+    banked = [name for name in stored if is_scale_of_experts(name)]
+    if banked and checkpoint_format.name == "fp8":
+        raise ModelLoadError(
+            f"{banked[0]} has the scales of all experts, whose weights are stored one by one; only "
+            "a scale beside each weight can be read. quantization=fp8_block makes the same of the "
+            "plain checkpoint"
+        )
 
 
 def _never_quantized(model: CausalLM, weights: Sequence[LayerWeight]) -> set[int]:
@@ -445,6 +457,9 @@ class MatrixFiller:
             for _, matrix in sorted(self._matrices.pop(plan.weight), key=lambda part: part[0])
         ]
         weight = self._weights[plan.weight]
+        if isinstance(weight.layer, Linear) and weight.layer.keeps_plain:
+            self._set_plain(weight, parts)
+            return
         try:
             weight.set_quantized(parts)
         except ValueError as error:
@@ -452,9 +467,14 @@ class MatrixFiller:
                 "the layer of %s multiplies with plain weights: %s are fused in it",
                 *(plan.module, error),
             )
-            dense = torch.cat([dequantize(part, self._dtype) for part in parts])
-            dense = dense.view(weight.parameter.shape)
-            setattr(weight.layer, weight.name, nn.Parameter(dense, requires_grad=False))
+            self._set_plain(weight, parts)
+
+    def _set_plain(self, weight: LayerWeight, parts: Sequence[QuantizedMatrix]) -> None:
+        is_router = isinstance(weight.layer, Float32Linear)
+        dtype = torch.float32 if is_router else self._dtype
+        dense = torch.cat([dequantize(part, dtype) for part in parts])
+        dense = dense.view(weight.parameter.shape)
+        setattr(weight.layer, weight.name, nn.Parameter(dense, requires_grad=False))
 
 
 def _sliced(shape: tuple[int, ...], dim: int, runs: tuple[Run, ...]) -> tuple[int, ...]:

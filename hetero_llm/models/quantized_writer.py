@@ -74,23 +74,8 @@ def write_quantized(
         ModelLoadError: the checkpoint cannot be read or quantized so.
     """
     check_out(out)
-    config = load_model_config(folder, quantization=name)
-    files = find_weight_files(folder, "auto", allow_pickle=allow_pickle)
-    with default_dtype(torch.bfloat16), torch.device("meta"), weights_of() as weights:
-        model = model_class(config.architecture)(config)
-    targets = model.checkpoint_tensors().items()
-    banks = [name for name, target in targets if isinstance(target, BankView)]
-    if banks:
-        reason = "holds the matrices of all experts, which no format here writes"
-        raise ModelLoadError(f"{folder}: {banks[0].removesuffix('.weight')} {reason}")
-    stored = {tensor.name: (file, tensor) for file in files for tensor in file.tensors}
-    try:
-        plans = plan_matrices(model, weights, OnlineFormat(name), stored)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{folder}: {error}") from error
-    transposed = [plan.module for plan in plans if plan.transposed]
-    if transposed:
-        raise ModelLoadError(f"{folder}: {transposed[0]} is stored transposed, which is not served")
+    model, files, plans = _planned(folder, name, allow_pickle)
+    config, stored = model.config, [tensor for file in files for tensor in file.tensors]
     by_weight = {f"{plan.module}.weight": plan for plan in plans}
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
     group = int4_group(plan.columns for plan in plans) if name == "int4" else None
@@ -118,13 +103,46 @@ def write_quantized(
     ) as bar:
         _write_shards(_converted(files, by_weight, store, bar), out, shard_bytes)
     _copy_others(folder, out)
-    ignore = _left_plain(config, (tensor for _, tensor in stored.values()), by_weight)
+    ignore = _left_plain(config, stored, by_weight)
     if name == "ifq_nf4":
         said = nf4_checkpoint.quantization_config(ignore)
     else:
         said = quantization_config(name, group or 0, ignore, symmetric=symmetric)
     written = {**read_json(folder / "config.json"), "quantization_config": said}
     (out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+
+def check_quantizable(folder: Path, name: OnlineName, *, allow_pickle: bool = False) -> None:
+    """Raises what `write_quantized` would raise of the checkpoint; reads no weights."""
+    _planned(folder, name, allow_pickle)
+
+
+def _planned(
+    folder: Path, name: OnlineName, allow_pickle: bool
+) -> tuple[CausalLM, tuple[WeightFile, ...], tuple[MatrixPlan, ...]]:
+    """The model without memory, its weight files, and the matrices that are to be quantized.
+
+    Raises:
+        ConfigError, ModelLoadError: see `write_quantized`.
+    """
+    config = load_model_config(folder, quantization=name)
+    files = find_weight_files(folder, "auto", allow_pickle=allow_pickle)
+    with default_dtype(torch.bfloat16), torch.device("meta"), weights_of() as weights:
+        model = model_class(config.architecture)(config)
+    targets = model.checkpoint_tensors().items()
+    banks = [name for name, target in targets if isinstance(target, BankView)]
+    if banks:
+        reason = "holds the matrices of all experts, which no format here writes"
+        raise ModelLoadError(f"{folder}: {banks[0].removesuffix('.weight')} {reason}")
+    stored = {tensor.name: (file, tensor) for file in files for tensor in file.tensors}
+    try:
+        plans = plan_matrices(model, weights, OnlineFormat(name), stored)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{folder}: {error}") from error
+    transposed = [plan.module for plan in plans if plan.transposed]
+    if transposed:
+        raise ModelLoadError(f"{folder}: {transposed[0]} is stored transposed, which is not served")
+    return model, files, plans
 
 
 def _left_plain(

@@ -100,6 +100,7 @@ class Generation(msgspec.Struct, kw_only=True):
     vllm_xargs: Any = None
     thinking_token_budget: Any = None
     repetition_detection: Any = None
+    media_io_kwargs: Any = None
     watermarking: Any = None
     return_prompt_text: Any = None
 
@@ -186,7 +187,6 @@ class ChatRequest(Generation, kw_only=True):
     audio: Any = None
     web_search_options: Any = None
     mm_processor_kwargs: Any = None
-    media_io_kwargs: Any = None
 
 
 # Either a prompt, or a conversation with the fields of a `ChatRequest`.
@@ -220,8 +220,6 @@ UNAVAILABLE = {
     "kv_transfer_params": "KV transfer",
     "ec_transfer_params": "the transfer of encoders' outputs",
     "vllm_xargs": "passing arguments of vLLM's plug-ins",
-    "thinking_token_budget": "a limit on the tokens of reasoning",
-    "repetition_detection": "an end at repeated text (no_repeat_ngram_size forbids it)",
     "watermarking": "a watermark",
     "return_prompt_text": "the text of the prompt in the response (/tokenize gives its tokens)",
     "suffix": "inserting text before a suffix",
@@ -231,7 +229,9 @@ UNAVAILABLE = {
     "audio": "audio",
     "web_search_options": "web search",
     "mm_processor_kwargs": "input other than text",
-    "media_io_kwargs": "an option of reading images",
+    "thinking_token_budget": "a limit on the tokens of reasoning",
+    "repetition_detection": "ending a text that repeats itself",
+    "media_io_kwargs": "another way to read images",
 }
 """Request fields of features that are not available, and what messages call the feature."""
 

@@ -6,6 +6,7 @@ The forms of the text are those of llguidance's documentation (docs/syntax.md, d
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from hetero_llm.structured_output.json_schema import (
 )
 from hetero_llm.structured_output.structural_tag import structural_tag_grammar
 
+_INLINE_START = re.compile(r"(?m)^\s*[?!]start\s*:(?!:=)")
+"""Lark's first rule with a mark of its tree, which llguidance's test for Lark does not know."""
 WHITESPACE = r"[ \t\n\r]{1,64}"
 """Between parts of JSON. It is bounded, since a model may fall into a loop of line ends."""
 
@@ -194,7 +197,7 @@ def _user_grammar(text: str) -> str:
     """
     from llguidance.gbnf_to_lark import is_lark_syntax
 
-    if is_lark_syntax(text):
+    if is_lark_syntax(text) or _INLINE_START.search(text):
         return _lark(text)
     try:
         return _lark(_lark_of_gbnf(text))

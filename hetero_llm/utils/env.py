@@ -91,6 +91,7 @@ def flag_variables() -> dict[str, str]:
 
 
 _VLLM_KEY = "VLLM_API_KEY"
+_VLLM_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 
 def vllm_variables() -> dict[str, str]:
@@ -99,12 +100,24 @@ def vllm_variables() -> dict[str, str]:
     return {"api_key": text} if text else {}
 
 
+def vllm_batch_invariant() -> bool:
+    """VLLM_BATCH_INVARIANT: whether engines are batch-invariant that do not say.
+
+    Raises:
+        ConfigError: it is not 0 or 1.
+    """
+    text = os.environ.get(_VLLM_INVARIANT) or "0"
+    if text not in ("0", "1"):
+        raise ConfigError(_VLLM_INVARIANT, text, "must be 0 or 1")
+    return text == "1"
+
+
 def other_vllm_variables() -> list[str]:
     """Names of vLLM's variables that are set and have no effect here."""
     return sorted(
         name
         for name, text in os.environ.items()
-        if name.startswith("VLLM_") and name != _VLLM_KEY and text
+        if name.startswith("VLLM_") and name not in (_VLLM_KEY, _VLLM_INVARIANT) and text
     )
 
 

@@ -18,7 +18,7 @@ import pytest
 from hetero_llm import cli
 from hetero_llm.bench_client.errors import ServerError
 from hetero_llm.commands import chat
-from hetero_llm.commands.chat import Answer, LocalModel, converse
+from hetero_llm.commands.chat import CHAT_SAMPLING, Answer, LocalModel, converse
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.core.sampling_params import SamplingParams
@@ -145,6 +145,20 @@ def test_chat_with_a_server(
     assert "max_tokens" not in first
 
 
+def test_one_quick_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Request] = []
+    with serving_beside(model_script(words, seen=seen)) as url:
+        assert through_pipe(monkeypatch, ["chat", "--url", url, "--quick", "hi"], "unread") == 0
+        assert through_pipe(monkeypatch, ["complete", "--url", url, "--quick", "once"]) == 0
+    assert capsys.readouterr().out.startswith("w0 w1 w2 \nw0 ")
+    chat, complete = (request.body for request in seen if "completions" in request.path)
+    assert roles(chat["messages"]) == "u:hi"
+    assert complete["prompt"] == "once"
+    assert cli.main(["chat", "--quick", " "]) == 2
+
+
 def test_complete_with_a_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,6 +249,9 @@ class FakeLLM:
     def __exit__(self, *exception: object) -> None:
         pass
 
+    def get_tokenizer(self) -> object:
+        return object()
+
     def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
         self.prompts.append(prompt)
         self.params.append(params)
@@ -268,6 +285,50 @@ def test_complete_in_this_process(
     assert made[0].prompts == ["hi"]
     assert (made[0].params[0].max_tokens, made[0].params[0].top_k) == (256, 4)
     assert (made[0].args["model"], made[0].args["dtype"]) == ("m", "float32")
+
+
+@pytest.mark.parametrize(
+    ("stated", "flags", "expected"),
+    [
+        ({}, (), {**CHAT_SAMPLING, "max_tokens": None}),
+        ({"max_tokens": 9}, (), {**CHAT_SAMPLING, "max_tokens": 9}),
+        ({"top_p": 0.5}, (), {"top_p": 0.5, "temperature": 1.0, "top_k": -1, "min_p": 0.0}),
+        ({}, ("--temperature", "1.5"), {**CHAT_SAMPLING, "temperature": 1.5}),
+        ({"top_p": 0.5}, ("--top-k", "3"), {"top_p": 0.5, "top_k": 3, "temperature": 1.0}),
+        ({}, ("--generation-config", "vllm"), {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0}),
+    ],
+)
+def test_a_conversation_samples_as_the_model_or_the_command_says(
+    stated: dict[str, Any],
+    flags: tuple[str, ...],
+    expected: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[FakeLLM] = []
+
+    def make(**args: Any) -> FakeLLM:
+        made.append(FakeLLM(**args))
+        made[0].default_sampling = stated
+        return made[0]
+
+    def rendered(tokenizer: Any, messages: Any, **rest: Any) -> list[int]:
+        return [1]
+
+    monkeypatch.setattr("hetero_llm.engine.llm.LLM", make)
+    monkeypatch.setattr("hetero_llm.engine.text.tokenizer.Tokenizer.__init__", lambda *_: None)
+    monkeypatch.setattr("hetero_llm.engine.text.tokenizer.Tokenizer.apply_chat_template", rendered)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    assert cli.main(["chat", "m", *flags]) == 0
+    found = made[0].params[0]
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_the_help_says_how_a_conversation_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["chat", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    for name, value in CHAT_SAMPLING.items():
+        assert f"{name} {value}" in words
 
 
 def test_an_interrupt_waits_for_the_step() -> None:

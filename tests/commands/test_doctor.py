@@ -62,8 +62,9 @@ def test_required_packages_are_those_of_the_project() -> None:
     assert project["requires-python"] == f">={low[0]}.{low[1]},<{high[0]}.{high[1] + 1}"
 
 
-def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor"]) == 0
+@pytest.mark.parametrize("name", ["doctor", "collect-env"])
+def test_this_machine(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name]) == 0
     text = capsys.readouterr().out
     for heading in ("System", "CPU", "Memory", "GPU", "Prefix cache offload", "Packages",
                     "Demo models", "Tools"):  # fmt: skip

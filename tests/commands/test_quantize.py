@@ -15,6 +15,7 @@ from hetero_llm.core.errors import ConfigError
 from hetero_llm.demo_models import demo_folder
 from hetero_llm.engine.text.tokenizer import load_tokenizer
 from hetero_llm.models.quantized_writer import write_quantized
+from tests.models.tiny import make_tiny_checkpoint
 
 PROMPT = "def add(a, b):\n"
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8)
@@ -70,6 +71,27 @@ def test_4_bits_are_calibrated_with_text_of_the_model_by_default(
     write_quantized(folder, again, "ifq_nf4", device="cpu", texts=texts)
     files = [(path / "model.safetensors").read_bytes() for path in (out, again)]
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("name", ["int4", "ifq_nf4"])
+def test_columns_that_no_group_divides(
+    tmp_path: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Said before the model samples text, and before any weight is read."""
+    changes = {"hidden_size": 64, "intermediate_size": 52, "head_dim": 16}
+    folder = make_tiny_checkpoint(tmp_path / "plain", "llama", changes=changes)
+
+    def sample(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("hetero_llm.commands.calibration_text.sample_texts", sample)
+    assert main(["quantize", str(folder), str(tmp_path / "out"), "--format", name]) == 2
+    message = capsys.readouterr().err
+    assert "down_proj: 52 columns" in message and "possible are fp8, fp8_block, ifq" in message
+    assert not (tmp_path / "out").exists()
 
 
 def test_texts_are_cut_into_pieces_of_one_length(tmp_path: Path) -> None:

@@ -40,3 +40,10 @@ def test_the_bitsandbytes_load_format_quantizes() -> None:
     assert (both.load_format, both.quantization) == ("auto", "bitsandbytes")
     with pytest.raises(ConfigError, match="^load_format='bitsandbytes': needs .*, not 'awq'"):
         configured(load_format="bitsandbytes", quantization="awq")
+
+
+@pytest.mark.parametrize(
+    ("given", "name"), [("vllm", "native"), ("native", "native"), ("auto", "auto")]
+)
+def test_vllms_name_of_our_own_models(given: str, name: str) -> None:
+    assert configured(model_impl=given).load.model_impl == name

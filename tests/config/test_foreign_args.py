@@ -286,7 +286,7 @@ class TestCommandLine:
         ("flag", "guess"),
         [
             ("--enable-slep-mode", "--enable-sleep-mode"),
-            ("--compilation-config.mode", "--compilation-config"),
+            ("--compilatoin-config.mode", "--compilation-config"),
             ("--max-modle-len", "--max-model-len"),
         ],
     )

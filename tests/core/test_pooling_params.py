@@ -33,6 +33,18 @@ from hetero_llm import PoolingError, PoolingParams, RequestError
             "softmax=True: is another name of use_activation, also given",
         ),
         (
+            {"extra_kwargs": {"a": 1}},
+            "extra_kwargs={'a': 1}: an argument for a pooler of one's own is not available yet",
+        ),
+        (
+            {"late_interaction_params": 3},
+            "late_interaction_params=3: late interaction is not available yet",
+        ),
+        (
+            {"requires_token_ids": True},
+            "requires_token_ids=True: a pooler that sees the token ids is not available yet",
+        ),
+        (
             {"returned_token_ids": [1]},
             "returned_token_ids=[1]: a reward model is not available yet",
         ),
@@ -54,3 +66,13 @@ def test_older_names_and_copies() -> None:
     copied.dimensions = 0
     with pytest.raises(PoolingError, match="dimensions=0"):
         copied.check()
+
+
+def test_parameters_of_vllm_without_content_are_accepted() -> None:
+    params = PoolingParams(
+        requires_token_ids=False,
+        extra_kwargs={},
+        late_interaction_params=None,
+        skip_reading_prefix_cache=True,
+    )
+    assert params == PoolingParams() == params.clone()

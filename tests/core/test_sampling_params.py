@@ -56,7 +56,14 @@ WRONG = [
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens=-2"),
     ({"truncation_side": "middle"}, "truncation_side='middle'"),
     ({"logprob_token_ids": [1]}, r"logprob_token_ids=\[1\]: .*not available yet"),
+    ({"extra_args": {"a": 1}}, r"extra_args=\{'a': 1\}: .*not available yet"),
+    ({"flat_logprobs": True}, "flat_logprobs=True: .*not available yet"),
+    ({"skip_reading_prefix_cache": True}, "skip_reading_prefix_cache=True: .*not available yet"),
+    ({"thinking_token_budget": 9}, "thinking_token_budget=9: .*not available yet"),
+    ({"thinking_token_budget": 0}, "thinking_token_budget=0: .*not available yet"),
+    ({"repetition_detection": {"n": 1}}, "repetition_detection=.*not available yet"),
     ({"guided_decoding": 5}, "guided_decoding=5"),
+    ({"structured_outputs": {"regex": "a", "disable_fallback": 1}}, "disable_fallback=1"),
     ({"structured_outputs": {"xml": ""}}, r"structured_outputs\.xml=''"),
     (
         {"structured_outputs": {"regex": "a", "choice": ["a"]}},
@@ -192,3 +199,17 @@ def test_numbers_of_numpy_become_plain() -> None:
 def test_other_spellings_of_vllm(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     assert SamplingParams(**fields) == SamplingParams(**expected)
     assert SamplingParams(prompt_logprobs=-1).prompt_logprobs == -1
+
+
+def test_parameters_of_vllm_without_content_are_accepted() -> None:
+    params = SamplingParams(
+        extra_args={},
+        flat_logprobs=False,
+        skip_reading_prefix_cache=None,
+        thinking_token_budget=None,
+        repetition_detection=None,
+        skip_clone=True,
+        structured_outputs={"regex": "a", "disable_fallback": True},  # type: ignore[arg-type]
+    )
+    assert params.extra_args is None
+    assert params.clone() == params == SamplingParams(structured_outputs=params.structured_outputs)

@@ -77,3 +77,46 @@ def test_arguments_from_a_command_line() -> None:
     assert isinstance(found, AsyncEngineArgs)
     assert found.changed() == {"model": "demo", "max_num_seqs": 3}
     assert (found.served_model_name, found.disable_log_requests) == (("b",), True)
+
+
+def test_flags_that_are_not_given_have_their_defaults() -> None:
+    parser = argparse.ArgumentParser()
+    group = parser.add_argument_group("Engine arguments")
+    group.set_defaults(max_num_seqs=5)
+    EngineArgs.add_cli_args(group)
+    group.set_defaults(model="demo", runner="generate")
+    args = parser.parse_args(["--dtype", "float32"])
+    assert (args.tensor_parallel_size, args.enable_lora, args.served_model_name) == (1, False, None)
+    made = EngineArgs(**vars(args))
+    assert made.changed() == {
+        "model": "demo", "dtype": "float32", "max_num_seqs": 5, "runner": "generate",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_the_log_of_requests_by_vllms_name(turned: bool) -> None:
+    assert AsyncEngineArgs("demo", enable_log_requests=turned).disable_log_requests is not turned
+    parser = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser())
+    flag = "--enable-log-requests" if turned else "--no-enable-log-requests"
+    found = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", "demo", flag]))
+    assert found.disable_log_requests is not turned
+
+
+def test_the_log_of_requests_by_two_names() -> None:
+    with pytest.raises(ConfigError, match="^enable_log_requests=True: contradicts"):
+        AsyncEngineArgs("demo", enable_log_requests=True, disable_log_requests=True)
+
+
+def test_a_list_may_be_none() -> None:
+    assert EngineArgs("demo", served_model_name=None).served_model_name == ()  # type: ignore[arg-type]
+
+
+def test_batch_invariance_by_vllms_variable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert EngineArgs("demo").batch_invariant is True
+    assert "VLLM_BATCH_INVARIANT" in caplog.text
+    assert EngineArgs("demo", batch_invariant=False).batch_invariant is False
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    assert EngineArgs("demo").batch_invariant is False

@@ -447,6 +447,8 @@ def test_several_requests_are_aborted_at_once(engine: AsyncLLMEngine) -> None:
     [
         ({"priority": 1}, "priority"),
         ({"trace_headers": {"a": "b"}}, "trace_headers"),
+        ({"tokenization_kwargs": {"a": 1}}, "tokenization_kwargs"),
+        ({"data_parallel_rank": 0}, "data_parallel_rank"),
     ],
 )
 def test_what_vllm_takes_and_this_engine_not_yet(
@@ -456,6 +458,24 @@ def test_what_vllm_takes_and_this_engine_not_yet(
         with pytest.raises(ConfigError, match=f"^{field}=.*not available yet"):
             await anext(engine.generate(CODE, GREEDY, "later", **fields))
         assert engine.stats().queue == 0
+
+    asyncio.run(run())
+
+
+def test_arguments_and_calls_of_vllm(engine: AsyncLLMEngine) -> None:
+    async def run() -> None:
+        empty: dict[str, Any] = {"tokenization_kwargs": {}, "data_parallel_rank": None}
+        async for output in engine.generate(CODE, GREEDY, "empty", **empty):
+            last = output
+        assert last.finished
+        await engine.abort(["no", "such"], internal=True)
+        reset = await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        assert reset is True
+        await engine.reset_mm_cache()
+        await engine.reset_encoder_cache()
+        assert engine.model_config is await engine.get_model_config()
+        with pytest.raises(AttributeError, match="pause_generation: a pause of all requests is"):
+            engine.pause_generation()
 
     asyncio.run(run())
 

@@ -18,6 +18,7 @@ from hetero_llm import (
     LLM,
     BeamSearchParams,
     ConfigError,
+    EngineArgs,
     EngineDeadError,
     PoolingError,
     PromptError,
@@ -46,10 +47,71 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         ((np.array([[1, 2], [3, 4]]), None), [Prompt(None, [1, 2]), Prompt(None, [3, 4])]),
         (({"prompt_token_ids": torch.tensor([1, 2])}, None), [Prompt(None, [1, 2])]),
         ((None, np.array([1, 2])), [Prompt(None, [1, 2])]),
+        (
+            ({"prompt": "a", "mm_processor_kwargs": {}, "multi_modal_uuids": None}, None),
+            [Prompt(text="a")],
+        ),
     ],
 )
 def test_prompt_forms(given: tuple, expected: list[Prompt]) -> None:
     assert parse_prompts(*given) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ({"prompt": "a", "mm_processor_kwargs": {"x": 1}}, "another treatment of images"),
+        ({"prompt_embeds": torch.zeros(2, 4)}, "a prompt of embeddings is"),
+        ({"encoder_prompt": "a", "decoder_prompt": "b"}, "a prompt of an encoder is"),
+    ],
+)
+def test_prompts_that_are_not_available_yet(prompt: dict[str, Any], reason: str) -> None:
+    with pytest.raises(PromptError, match=f"{reason}.* not available yet") as caught:
+        parse_prompts(["x", prompt])
+    assert caught.value.prompt_index == 1
+
+
+def test_arguments_and_calls_of_vllm(tiny: LLM, tiny_folder: Path) -> None:
+    shared: dict[str, Any] = {"use_tqdm": False, "tokenization_kwargs": None}
+    (output,) = tiny.generate("ab", GREEDY, priority=[0], **shared)
+    chat = [{"role": "user", "content": "ab"}]
+    template = "{{ messages[0].content }}"
+    (answer,) = tiny.chat(chat, GREEDY, chat_template=template, mm_processor_kwargs={}, **shared)
+    assert answer.outputs[0].token_ids == output.outputs[0].token_ids
+    with pytest.raises(ConfigError, match="^tokenization_kwargs="):
+        tiny.generate("ab", GREEDY, tokenization_kwargs={"max_length": 2})
+    with pytest.raises(ConfigError, match="^mm_processor_kwargs="):
+        tiny.chat(chat, GREEDY, chat_template=template, mm_processor_kwargs={"x": 1})
+    (beams,) = tiny.beam_search(["ab"], BeamSearchParams(2, 3), None, False, 4)
+    assert len(beams.sequences) == 2
+    assert tiny.reset_prefix_cache(reset_running_requests=True, reset_connector=True) is True
+    tiny.reset_mm_cache()
+    tiny.reset_encoder_cache()
+    assert tiny.supported_tasks == ("generate",)
+    assert tiny.model_config.model == str(tiny_folder)
+
+
+def test_the_engine_inside_by_vllms_name(tiny: LLM) -> None:
+    (expected,) = tiny.generate("ab", GREEDY, use_tqdm=False)
+    engine = tiny.llm_engine
+    assert engine is tiny.llm_engine
+    assert engine.model_config.max_model_len == tiny.model_config.max_model_len
+    assert engine.tokenizer is tiny.get_tokenizer()
+    engine.add_request("mine", "ab", GREEDY, tokenization_kwargs={}, trace_headers=None)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_made_of_engine_arguments(tiny_folder: Path) -> None:
+    args = EngineArgs(str(tiny_folder), dtype="float32", device="cpu", served_model_name="mine")
+    with LLM.from_engine_args(args) as llm:
+        assert llm.model_config.served_model_name == "mine"
+        held = llm.llm_engine
+    with pytest.raises(EngineDeadError):
+        llm.llm_engine  # noqa: B018
+    assert not held.has_unfinished_requests()
 
 
 def test_other_names_and_forms_of_prompts(tiny: LLM) -> None:

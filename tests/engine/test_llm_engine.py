@@ -94,6 +94,22 @@ def test_facts_about_the_engine(engine: LLMEngine, tiny_folder: Path) -> None:
     engine.reset_prefix_cache()
 
 
+def test_arguments_and_calls_of_vllm(engine: LLMEngine) -> None:
+    with pytest.raises(ConfigError, match="^tokenization_kwargs="):
+        engine.add_request("a", "x", GREEDY, tokenization_kwargs={"max_length": 1})
+    with pytest.raises(ConfigError, match="^trace_headers="):
+        engine.add_request("a", "x", GREEDY, trace_headers={"a": "b"})  # type: ignore[arg-type]
+    engine.add_request("a", "x", GREEDY)
+    assert engine.reset_prefix_cache(reset_running_requests=True) is True  # beside the request
+    engine.reset_mm_cache()
+    engine.reset_encoder_cache()
+    engine.abort_request(["a"], internal=False)
+    assert engine.model_config is engine.get_model_config()
+    assert engine.tokenizer is engine.get_tokenizer()
+    with pytest.raises(AttributeError, match="LLMEngine.sleep: a sleep level is not available"):
+        engine.sleep()
+
+
 def test_a_closed_engine_says_so(tiny_folder: Path) -> None:
     engine = LLMEngine({"model": str(tiny_folder), "dtype": "float32", "device": "cpu"})
     engine.shutdown()

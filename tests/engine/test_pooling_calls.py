@@ -151,3 +151,17 @@ def test_arguments_that_a_pooling_model_cannot_follow(
     with pytest.raises(ConfigError) as caught:
         LLM(str(folder), device="cpu", **arguments)
     assert str(caught.value).startswith(message)
+
+
+def test_arguments_of_vllm(llm: LLM) -> None:
+    empty: dict[str, Any] = {"use_tqdm": False, "tokenization_kwargs": {}}
+    assert len(llm.embed(TEXTS, **empty)) == len(llm.encode(TEXTS, **empty)) == 3
+    assert len(llm.score(TEXTS[0], TEXTS, chat_template=None, **empty)) == 3
+    for call in (llm.embed, llm.encode, llm.classify):
+        with pytest.raises(ConfigError, match="^tokenization_kwargs=.*truncate_prompt_tokens"):
+            call(TEXTS, tokenization_kwargs={"truncation": True})
+    with pytest.raises(ConfigError, match="^tokenization_kwargs="):
+        llm.score("a", "b", tokenization_kwargs={"truncation": True})
+    with pytest.raises(ConfigError, match="^chat_template=.*not available yet"):
+        llm.score("a", "b", chat_template="x")
+    assert llm.supported_tasks == ("embed", "score")

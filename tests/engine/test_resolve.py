@@ -16,7 +16,13 @@ from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.demo_models import demo_folder
 from hetero_llm.engine.builders.build_draft_worker import own_load_format
-from hetero_llm.engine.resolve import find_model, open_model, open_tokenizer, resolve_dtype
+from hetero_llm.engine.resolve import (
+    find_model,
+    get_tokenizer,
+    open_model,
+    open_tokenizer,
+    resolve_dtype,
+)
 from hetero_llm.models.manifest import manifest_of
 from tests.helpers.gguf_files import make_tiny_gguf
 from tests.models.gguf.test_tokenizer import byte_level
@@ -127,3 +133,12 @@ def test_a_published_model_by_its_name(tmp_path: Path, monkeypatch: pytest.Monke
     importlib.invalidate_caches()
     folder, found = find_model(config("smollm2").load)
     assert folder == stored and found.num_layers == 3
+
+
+def test_a_tokenizer_alone() -> None:
+    tokenizer = get_tokenizer("demo", tokenizer_mode="auto", trust_remote_code=False)
+    assert tokenizer.decode(tokenizer.encode("Hello, you")) == "Hello, you"
+    with pytest.raises(ConfigError, match="tokenizer_mode"):
+        get_tokenizer("demo", tokenizer_mode="fast")
+    with pytest.raises(ModelLoadError):
+        get_tokenizer("/no/such/folder")

@@ -334,7 +334,7 @@ class LoadConfigs:
 
 def test_other_values_are_an_error_that_lists_them(llama: Path) -> None:
     with pytest.raises(ConfigError, match="model_impl.*auto.*native.*transformers"):
-        serve(llama, model_impl="vllm")
+        serve(llama, model_impl="vlm")
 
 
 @pytest.mark.parametrize(

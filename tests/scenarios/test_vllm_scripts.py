@@ -27,8 +27,24 @@ from vllm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput, Sco
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, GuidedDecodingParams, RequestOutputKind
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm import __version__, __version_tuple__
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.engine.async_llm_engine import AsyncEngineDeadError
+from vllm.entrypoints.cli.main import main
+from vllm.inputs.data import TextPrompt, TokensPrompt
+from vllm.logger import init_logger
+from vllm.logprobs import Logprob
+from vllm.sequence import Logprob, RequestMetrics
+from vllm.tokenizers import get_tokenizer
+from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils import FlexibleArgumentParser, random_uuid
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.version import __version__
 from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Vector
 """
 
@@ -102,6 +118,13 @@ main(parser.parse_args())
 """
 
 
+MODULES = {
+    "entrypoints.openai.api_server": "serve",
+    "entrypoints.api_server": "serve",
+    "entrypoints.openai.run_batch": "run-batch",
+}
+
+
 def run(script: str, model: Path, folder: Path) -> None:
     path = folder / "script.py"
     path.write_text(re.sub(r"\bvllm\b", "hetero_llm", script).replace("MODEL", repr(str(model))))
@@ -131,3 +154,14 @@ def test_a_script_with_flags(
 def test_what_is_not_there_yet_says_so(script: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, PoolingError), match=f"{reason} not available yet"):
         run(script, tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_that_are_commands(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["python", "--help"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module(f"hetero_llm.{module}", run_name="__main__")
+    assert caught.value.code == 0
+    assert f"hetero-llm {MODULES[module]} " in capsys.readouterr().out

@@ -319,6 +319,13 @@ def test_gbnf_rules_may_name_each_other(compiler: GrammarCompiler) -> None:
     assert allowed(compiler.open(grammar, ids("[[1],2]"))) == {EOS}
 
 
+@pytest.mark.parametrize("mark", ["?", "!", ""])
+def test_lark_with_marks_of_its_tree(compiler: GrammarCompiler, mark: str) -> None:
+    text = f'\n    {mark}start: item\n    {mark}item: digit | "x"\n    ?digit: /[0-9]/\n'
+    grammar = compiler.grammar(StructuredOutputsParams(grammar=text))
+    assert allowed(compiler.open(grammar, [])) == set(ids("x0123456789"))
+
+
 def test_short_schemas_and_known_constraints_are_written_quickly(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer.vocabulary(300, (EOS,)))
     long = StructuredOutputsParams(json={**OBJECT, "description": "x" * 20_000})

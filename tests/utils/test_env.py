@@ -9,6 +9,7 @@ import pytest
 
 import hetero_llm
 from hetero_llm.config.args import foreign_of, spec_of
+from hetero_llm.core.errors import ConfigError
 from hetero_llm.utils import env
 
 PACKAGE = Path(hetero_llm.__file__).parent
@@ -49,7 +50,14 @@ def test_variables_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("VLLM_USE_V1", "1")
     assert env.vllm_variables() == {"api_key": "secret"}
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert env.other_vllm_variables() == ["VLLM_USE_V1"]
+    assert env.vllm_batch_invariant()
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "yes")
+    with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT='yes': must be 0 or 1"):
+        env.vllm_batch_invariant()
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "")
+    assert not env.vllm_batch_invariant()
 
 
 def test_names_of_angel(monkeypatch: pytest.MonkeyPatch) -> None:

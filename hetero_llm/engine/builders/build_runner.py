@@ -215,7 +215,7 @@ def _check_fp8_weights(model_config: ModelConfig, device: torch.device) -> None:
     if not has_fp8_weights(model_config) or torch.cuda.get_device_capability(device) >= _FP8_GPU:
         return
     online, stored = model_config.online_quantization, model_config.quantization or {}
-    reason = "e4m3 weights need a GPU of compute capability 8.9 or later; "
+    reason = "weights or scales in e4m3 need a GPU of compute capability 8.9 or later; "
     reason += "use ifq or int4" if online else "batch_invariant=True serves them, slowly"
     raise ConfigError("quantization", online or stored.get("quant_method"), reason)
 

@@ -1,7 +1,7 @@
 """Sampling defaults of a model, for requests that leave a field out: vLLM's `--generation-config`.
 
-Their source is generation_config.json, changed by `override_generation_config`. What a request
-states itself always counts.
+Their source is generation_config.json, or the metadata of a GGUF file, changed by
+`override_generation_config`. What a request states itself always counts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from hetero_llm.config.engine_config import GenerationDefaults
 from hetero_llm.core.errors import ConfigError, ModelLoadError, SamplingError, shown
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.models.config_reader import read_json
+from hetero_llm.models.gguf.config import read_gguf_sampling
+from hetero_llm.models.gguf.container import is_gguf
 from hetero_llm.utils.files import user_path
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ _NOT_WITH_BEAMS = ("temperature", "top_p", "top_k", "min_p")
 def default_sampling(wanted: GenerationDefaults, model_folder: Path) -> dict[str, Any]:
     """Fields of `SamplingParams` and their defaults; those that are not set anywhere are left out.
 
-    Logs one line if generation_config.json sets any.
+    Logs one line if generation_config.json or a GGUF file sets any.
 
     Raises:
         ConfigError: `generation_config` is no folder with such a file, or
@@ -49,12 +51,12 @@ def default_sampling(wanted: GenerationDefaults, model_folder: Path) -> dict[str
     found: dict[str, Any] = {}
     path = _file(wanted.source, model_folder)
     if path is not None:
-        found = _known(read_json(path))
+        found = _known(read_gguf_sampling(path) if is_gguf(path) else read_json(path))
         try:
             SamplingParams(**found)
         except SamplingError as error:
             raise ModelLoadError(
-                f"{path}: {error}; --generation-config vllm leaves the file out"
+                f"{path}: {error}; --generation-config vllm leaves its values out"
             ) from None
         if found:
             logger.warning(
@@ -88,10 +90,12 @@ def with_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict
 
 
 def _file(source: str, model_folder: Path) -> Path | None:
-    """generation_config.json of the source; None if none is to be read."""
+    """generation_config.json of the source, or a GGUF file; None if none is to be read."""
     if source == "vllm":
         return None
     if source == "auto":
+        if is_gguf(model_folder):
+            return model_folder
         path = model_folder / FILE
         return path if path.exists() else None
     wanted = f"must be auto, vllm or a folder with {FILE}"

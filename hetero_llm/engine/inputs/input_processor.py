@@ -37,6 +37,14 @@ from hetero_llm.scheduler.beam_search import candidates_needed
 from hetero_llm.structured_output.compiler import GrammarCompiler
 
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data"})
+_LATER_KEYS = {
+    "mm_processor_kwargs": "another treatment of images than the model's own",
+    "multi_modal_uuids": "images under names of one's own",
+    "prompt_embeds": "a prompt of embeddings",
+    "encoder_prompt": "a prompt of an encoder",
+    "decoder_prompt": "a prompt of an encoder",
+}
+"""vLLM's other keys, which may be None or empty."""
 _MASK = (1 << 64) - 1
 
 
@@ -139,6 +147,7 @@ def _parse_one(item: Any, index: int | None) -> Prompt:
     if _begins_with_a_number(item):
         item = {"prompt_token_ids": item}
     if isinstance(item, Mapping):
+        item = _without_empty_keys(item, index)
         unknown = sorted(set(item) - _PROMPT_KEYS, key=str)
         if unknown:
             raise PromptError(
@@ -162,6 +171,21 @@ def _parse_one(item: Any, index: int | None) -> Prompt:
         return Prompt(text, ids, salt, images)
     reason = "must be a string, a dict or a list of token ids"
     raise PromptError("prompt", item, reason, prompt_index=index)
+
+
+def _without_empty_keys(item: Mapping[str, Any], index: int | None) -> Mapping[str, Any]:
+    """A prompt without the keys of `_LATER_KEYS`.
+
+    Raises:
+        PromptError: one of them has a value.
+    """
+    later = [name for name in _LATER_KEYS if name in item]
+    for name in later:
+        value = item[name]
+        if value is not None and not (isinstance(value, Mapping) and not value):
+            reason = f"{_LATER_KEYS[name]} is not available yet"
+            raise PromptError(name, value, reason, prompt_index=index)
+    return {name: item[name] for name in item if name not in later} if later else item
 
 
 class InputProcessor:

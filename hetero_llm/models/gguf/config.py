@@ -61,6 +61,11 @@ _OTHERS = frozenset({
     "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "expert_used_count",
     "attention.layer_norm_epsilon",
 })  # fmt: skip
+_SAMPLING = "general.sampling."
+_SAMPLING_KEYS = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+}  # fmt: skip
+"""Keys of generation_config.json that llama.cpp's converter writes into the file."""
 _GEMMA2_27B_LAYERS = 46
 _LARGEST_SIZE = 2**31 - 1
 _KEYS_SHOWN = 5
@@ -128,9 +133,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     known = {*_REQUIRED, *_OPTIONAL, *_UNSUPPORTED, *_ONE, *_OTHERS}
     unknown = [f"{prefix}.{key}" for key in values if key not in known]
     if unknown:
-        names = ", ".join(map(shown, unknown[:_KEYS_SHOWN]))
-        more = f" and {len(unknown) - _KEYS_SHOWN} more" if len(unknown) > _KEYS_SHOWN else ""
-        logger.warning("%s: keys that are not known here have no effect: %s%s", path, names, more)
+        logger.warning("%s: keys that are not known here have no effect: %s", path, _names(unknown))
     raw: dict[str, Any] = {
         "architectures": [family.model_class],
         "model_type": family.model_type,
@@ -157,6 +160,37 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     if types:
         raw["quantization_config"] = {"quant_method": "gguf", "types": types}
     return {**raw, **_heads(header, prefix), **_rope(header, prefix), **_own(header, raw)}
+
+
+def read_gguf_sampling(path: Path) -> dict[str, Any]:
+    """The keys of generation_config.json for the sampling defaults of a GGUF file; a warning names
+    those that have no counterpart (mirostat, XTC, penalties of the last tokens).
+
+    Raises:
+        ModelLoadError: the file cannot be read, or a value is no number.
+    """
+    header = read_header(path)
+    stated = [key for key in header.metadata if key.startswith(_SAMPLING)]
+    found = {}
+    for key in stated:
+        name = _SAMPLING_KEYS.get(key.removeprefix(_SAMPLING))
+        if name is None:
+            continue
+        value = header.metadata[key]
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise header.bad(key, "a number is needed")
+        found[name] = _shortest(value)
+    others = [key for key in stated if key.removeprefix(_SAMPLING) not in _SAMPLING_KEYS]
+    if others:
+        logger.warning("%s: sampling defaults that have no effect: %s", path, _names(others))
+    return found
+
+
+def _names(keys: list[str]) -> str:
+    """The first ones, and how many follow."""
+    names = ", ".join(map(shown, keys[:_KEYS_SHOWN]))
+    more = f" and {len(keys) - _KEYS_SHOWN} more" if len(keys) > _KEYS_SHOWN else ""
+    return names + more
 
 
 def end_tokens(header: GgufHeader) -> list[int]:

@@ -11,7 +11,7 @@ quantize activations with scales of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,7 @@ from hetero_llm.quantization.matrix import BLOCK_ROWS, QuantizedMatrix
 _SPELLINGS = ("weight_scale", "weight_scale_inv")
 _ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_inv", "input_scale_ub")
 _FMTS = ("e4m3", "float8_e4m3fn")
+_OF_EXPERTS = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,25 @@ def _only(stored: Mapping[str, Tensor], spellings: tuple[str, ...]) -> str:
         many = "both" if found else "neither"
         raise ValueError(f"{many} of {' and '.join(spellings)} is stored, one is needed")
     return found[0]
+
+
+def is_unused_scale(config: Config, name: str, is_plain: Callable[[str], bool]) -> bool:
+    """Whether a stored tensor is a scale beside a plain weight. transformers' writer leaves a
+    matrix plain that its blocks do not divide, and its `FP8Linear` multiplies with it as it is.
+
+    Args:
+        is_plain: whether a stored tensor has a float type of 16 bits or more.
+    """
+    module, _, suffix = name.rpartition(".")
+    fp8 = config.get("quant_method") == "fp8" and suffix in _SPELLINGS
+    return fp8 and is_plain(f"{module}.weight")
+
+
+def is_scale_of_experts(name: str) -> bool:
+    """Whether a stored tensor has the scales of all experts of a layer, while their weights are
+    stored one by one: transformers 5.23 writes mixtures so that it quantizes itself."""
+    parent, _, last = name.rpartition(".")
+    return parent.endswith(".experts") and last in _OF_EXPERTS
 
 
 def read(config: Config) -> UniformFormat:

@@ -58,7 +58,7 @@ class PoolingEndpoints:
 
     async def embeddings(self, request: Request) -> Response:
         body = await self._read(request, wire.EmbeddingRequest)
-        to_json = _format_of(body)
+        to_json = _format_of(body.encoding_format)
         call = _Call(self._context, request, body, "embd")
 
         async def work() -> msgspec.Struct:
@@ -70,7 +70,7 @@ class PoolingEndpoints:
 
     async def pooling(self, request: Request) -> Response:
         body = await self._read(request, wire.PoolingRequest)
-        to_json = _format_of(body)
+        to_json = _format_of(body.encoding_format)
         call = _Call(self._context, request, body, "pool")
         task = PoolingParams(task=body.task).task or call.inputs.model.tasks[0]
 
@@ -151,6 +151,10 @@ class PoolingEndpoints:
                 raise unsupported(name, feature)
         if body.priority:
             raise unsupported("priority", "priority scheduling")
+        if getattr(body, "embed_dtype", None) not in (None, "float32"):
+            raise unsupported("embed_dtype", "another type of vectors than float32")
+        if getattr(body, "endianness", None) not in (None, "native", "little"):
+            raise unsupported("endianness", "another order of bytes than little-endian")
         short_text("request_id", body.request_id, context.settings.limits.request_id_chars)
         return body
 
@@ -402,12 +406,7 @@ def _sides_of(body: wire.ScoreRequest) -> tuple[str, str]:
 # -- values of responses --------------------------------------------------------------------
 
 
-def _format_of(body: wire.EmbeddingRequest) -> Callable[[np.ndarray], bytes]:
-    wanted = body.encoding_format
-    if body.embed_dtype not in (None, "float32"):
-        raise unsupported("embed_dtype", f"{shown(body.embed_dtype)}, another type than 'float32',")
-    if body.endianness not in (None, "little", "native"):
-        raise unsupported("endianness", f"{shown(body.endianness)}, another order than 'little',")
+def _format_of(wanted: str | None) -> Callable[[np.ndarray], bytes]:
     if wanted not in (None, *_FORMATS):
         reason = f"encoding_format={shown(wanted)}: must be 'float' or 'base64'"
         raise invalid("encoding_format", reason)

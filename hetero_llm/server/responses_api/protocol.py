@@ -74,6 +74,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    structured_outputs: Any = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
@@ -101,7 +104,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 PASSED_ON = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "seed", "stop", "ignore_eos", "min_tokens",
+    "frequency_penalty", "repetition_penalty", "seed", "stop",
+    "include_stop_str_in_output", "logit_bias", "structured_outputs", "ignore_eos", "min_tokens",
     "skip_special_tokens", "chat_template_kwargs", "cache_salt", "request_id", "priority", "user",
     "parallel_tool_calls", "metadata",
 )  # fmt: skip

@@ -11,11 +11,12 @@ import pytest
 
 from hetero_llm import LLM, SamplingParams
 from hetero_llm.config.args import resolve_engine_args
-from hetero_llm.config.engine_config import EngineConfig
+from hetero_llm.config.engine_config import EngineConfig, GenerationDefaults
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.demo_models import demo_folder
-from hetero_llm.engine.inputs.default_sampling import with_defaults
+from hetero_llm.engine.inputs.default_sampling import default_sampling, with_defaults
 from hetero_llm.engine.resolve import open_model
+from tests.helpers.gguf_files import GgufWriter
 
 STATED = {
     "temperature": 0.7,
@@ -64,6 +65,23 @@ def test_sources(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert defaults(folder, generation_config=tmp_path / "other") == {"temperature": 0.1}
     (folder / "generation_config.json").unlink()
     assert defaults(folder) == {}
+
+
+def test_a_gguf_file_states_some(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def read(**stated: Any) -> dict[str, Any]:
+        metadata = {f"general.sampling.{name}": value for name, value in stated.items()}
+        path = GgufWriter(metadata).write(tmp_path / "a.gguf")
+        return default_sampling(GenerationDefaults(), path)
+
+    assert read() == {} and not caplog.messages
+    found = read(temp=0.6, top_k=20, top_p=0.95, min_p=0.0, mirostat=2, penalty_last_n=64)
+    assert found == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
+    assert "no effect: 'general.sampling.mirostat', 'general.sampling.penalty" in caplog.text
+    with pytest.raises(ModelLoadError, match=r"general.sampling.temp='hot': a number is needed"):
+        read(temp="hot")
+    with pytest.raises(ModelLoadError, match=r"a.gguf: .*top_p.*--generation-config vllm"):
+        read(top_p=7.0)
+    assert default_sampling(GenerationDefaults("vllm"), tmp_path / "a.gguf") == {}
 
 
 def test_overrides(folder: Path) -> None:

@@ -80,10 +80,8 @@ def test_embeddings(embedder: Served, folder: Path) -> None:
 
 def test_base64_has_the_bits_of_float(embedder: Served) -> None:
     floats = vectors(embedder.post(EMBEDDINGS, {"input": TEXTS}))
-    answer = embedder.post(EMBEDDINGS, {
-        "input": TEXTS, "encoding_format": "base64", "embed_dtype": "float32",
-        "endianness": "little",
-    })  # fmt: skip
+    form = {"encoding_format": "base64", "embed_dtype": "float32", "endianness": "little"}
+    answer = embedder.post(EMBEDDINGS, {"input": TEXTS, **form})
     texts = [one["embedding"] for one in answer.json()["data"]]
     bits = np.array([np.frombuffer(base64.b64decode(text), "<f4") for text in texts])
     np.testing.assert_array_equal(bits, floats.astype(np.float32))
@@ -163,9 +161,9 @@ def test_the_openai_client(embedder: Served, folder: Path) -> None:
         (EMBEDDINGS, {"input": ["w0"] * 301},
          ("input: 301 entries, at most 300 are accepted", "input")),
         (EMBEDDINGS, {"input": "w0", "embed_dtype": "float16"},
-         ("embed_dtype: 'float16', another type than 'float32', is not available", "embed_dtype")),
+         ("embed_dtype: another type of vectors than float32 is not available", "embed_dtype")),
         (EMBEDDINGS, {"input": "w0", "endianness": "big"},
-         ("endianness: 'big', another order than 'little', is not available", "endianness")),
+         ("endianness: another order of bytes than little-endian is not available", "endianness")),
         (EMBEDDINGS, {"input": "w0", "encoding_format": "hex"},
          ("encoding_format='hex': must be 'float' or 'base64'", "encoding_format")),
         (EMBEDDINGS, {"input": "w0", "dimensions": 0},

@@ -374,6 +374,18 @@ def test_a_mistake_is_named(server: Served, body: dict[str, Any], param: str, me
     assert (error["param"], error["message"]) == (param, message)
 
 
+def test_fields_of_vllm_mean_what_they_mean_in_a_chat(server: Served) -> None:
+    body = {"input": "a", "max_output_tokens": 1, "include_stop_str_in_output": True}
+    body |= {"logit_bias": {"66": 1.5}, "structured_outputs": {"regex": "a+"}, "stop": "x"}
+    answer = server.post(PATH, body)
+    assert answer.status_code == 200, answer.text
+    params = server.engine.seen[-1][2]
+    assert params.structured_outputs.regex == "a+"
+    assert params.logit_bias == {66: 1.5} and params.include_stop_str_in_output
+    both = {"text": {"format": {"type": "json_object"}}}
+    assert "structured_outputs" in error_of(server, **body | both)["message"]
+
+
 def test_what_changes_nothing_is_accepted(server: Served) -> None:
     body = {
         "input": "a", "max_output_tokens": 1, "store": False, "background": False, "tools": [],

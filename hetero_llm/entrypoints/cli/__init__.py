@@ -1,0 +1,1 @@
+"""vLLM's path of its command line."""

@@ -1,0 +1,3 @@
+"""vLLM's path of `Logprob`."""
+
+from hetero_llm.core.outputs import Logprob as Logprob

@@ -1,0 +1,1 @@
+"""vLLM's path of what it adds to transformers."""

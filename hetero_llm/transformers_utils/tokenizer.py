@@ -1,0 +1,3 @@
+"""vLLM's older path of `get_tokenizer`."""
+
+from hetero_llm.engine.resolve import get_tokenizer as get_tokenizer

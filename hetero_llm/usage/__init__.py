@@ -1,0 +1,1 @@
+"""vLLM's path of who reports usage; nothing is reported here."""

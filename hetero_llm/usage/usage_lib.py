@@ -1,0 +1,3 @@
+"""vLLM's path of `UsageContext`."""
+
+from hetero_llm.utils.vllm_names import UsageContext as UsageContext

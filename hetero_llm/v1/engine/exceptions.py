@@ -1,0 +1,3 @@
+"""vLLM's path of `EngineDeadError`."""
+
+from hetero_llm.core.errors import EngineDeadError as EngineDeadError
