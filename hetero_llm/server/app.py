@@ -118,6 +118,7 @@ def _add_routes(app: FastAPI, context: Context) -> None:
         "/v1/completions": completions_endpoint(context, responses),
         "/v1/chat/completions": chat_endpoint(context, responses),
         "/v1/responses": stored.create,
+        "/v1/responses/input_tokens": stored.input_tokens,
         "/v1/messages": anthropic.create,
         "/v1/messages/count_tokens": anthropic.count_tokens,
         "/generate": generate_endpoint(context, responses),
@@ -132,6 +133,7 @@ def _add_routes(app: FastAPI, context: Context) -> None:
     one = "/v1/responses/{response_id}"
     _add(app, one, stored.retrieve, "GET", parameters=_RESPONSE)
     _add(app, one, stored.delete, "DELETE", parameters=_RESPONSE)
+    _add(app, f"{one}/cancel", stored.cancel, "POST", parameters=_RESPONSE)
     _add(app, f"{one}/input_items", stored.input_items, "GET", parameters=_RESPONSE_PAGE)
     _add_pooling_routes(app, context)
     _add(app, "/v1/models/{model:path}", info.model, "GET", parameters=_MODEL)

@@ -8,7 +8,7 @@ template handles them, and so are declarations of tools.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -51,13 +51,13 @@ from hetero_llm.server.request_parsing import (
 )
 from hetero_llm.server.settings import Limits, ServerSettings
 from hetero_llm.server.templates import ChatTemplate
-from hetero_llm.server.tokenization import WHOLE, ApiTokenizer, Cut, guard_for
+from hetero_llm.server.tokenization import WHOLE, ApiTokenizer, Cut
 from hetero_llm.server.tool_requests import ToolRequest
 
 Conversation = ChatRequest | TokenizeRequest
 """Requests with messages for the chat template."""
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SAY_SOMETHING = frozenset(("system", "developer", "user", "tool"))
 """Roles whose messages need a content; assistants, and roles of a user's own, may have none."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -179,11 +179,13 @@ async def conversation_prompt(
         if not template.mentions("tools"):
             raise _no_place("tools", "tools, so the model would not see them")
         kwargs["tools"] = list(tools.tools)
-    user_texts = [*texts_in(messages), *texts_in(list(kwargs.values()))]
+    user_texts: list[str] = []
+    for value in (messages, *kwargs.values()):
+        add_texts(value, user_texts)
     truncated = cut.count is not None
     size = sum(map(len, user_texts))
     tokenizer.check_length(size, truncated=truncated, param="messages")
-    guard = guard_for(tokenizer.special_tokens, user_texts)
+    guard = tokenizer.guard(user_texts)
     if guard is not None:
         messages, kwargs = with_texts([messages, kwargs], guard.hide)
     # Enough for the users' texts and for more than a context of the template's own.
@@ -294,17 +296,17 @@ class ImagePart:
     where: str
 
 
-def texts_in(value: Any) -> Iterator[str]:
-    """Yields every string in JSON data, names included."""
+def add_texts(value: Any, to: list[str]) -> None:
+    """Appends every string in JSON data, names included."""
     if isinstance(value, str):
-        yield value
+        to.append(value)
     elif isinstance(value, list):
         for item in value:
-            yield from texts_in(item)
+            add_texts(item, to)
     elif isinstance(value, dict):
         for name, item in value.items():
-            yield name
-            yield from texts_in(item)
+            to.append(name)
+            add_texts(item, to)
 
 
 def with_texts(value: Any, change: Callable[[str], str]) -> Any:

@@ -16,6 +16,11 @@ from hetero_llm.server.errors import FieldNames, invalid, required, too_many, wr
 from hetero_llm.server.protocol import Generation, ResponseFormat
 from hetero_llm.server.settings import Limits
 
+FIELDS = (
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "structural_tag", "guided_decoding_backend", "guided_whitespace_pattern",
+)  # fmt: skip
+"""Fields of requests that this module reads."""
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
 _OF_FORMAT = FieldNames(
     {

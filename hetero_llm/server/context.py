@@ -11,6 +11,8 @@ from typing import Any
 
 from starlette.requests import Request
 
+from hetero_llm.core.lora import LoRARequest
+from hetero_llm.core.prompt_adapter import PromptAdapterRequest
 from hetero_llm.engine.engine_client import EngineClient
 from hetero_llm.engine.text.tokenizer import Tokenizer, TokenizerThreads
 from hetero_llm.server.adapters import ServedAdapters, ServedPromptAdapters
@@ -90,6 +92,15 @@ class Context:
     def adapter_names(self) -> list[str]:
         """What clients may name as the model besides the model itself."""
         return [*self.adapters.names(), *self.prompt_adapters.names()]
+
+    def adapters_of(
+        self, model: str | None
+    ) -> tuple[LoRARequest | None, PromptAdapterRequest | None]:
+        """The LoRA adapter and the prompt adapter that a request names as its model; two Nones for
+        the model itself."""
+        if model is None or model in self.names:
+            return None, None
+        return self.adapters.find(model), self.prompt_adapters.find(model)
 
     def check_open(self) -> None:
         """Checks that requests are accepted.

@@ -313,6 +313,10 @@ class FieldNames:
         return text
 
 
+NO_NAMES = FieldNames({})
+"""Of a request whose fields have the client's names."""
+
+
 def _path_end(text: str) -> int:
     """How far a text is a path: names, dots and indexes in brackets."""
     end = 0

@@ -116,10 +116,21 @@ class MessageReader:
     def __init__(self, parser: MessageParser) -> None:
         self._parser = parser
         self._counts = parser.reasoning_tokens is not None
+        self._is_plain = isinstance(parser, PlainParser)
+        self._is_open = False
         self._held_ids: list[int] = []
         self._held_logprobs: list[TokenLogprobs] = []
         self.num_tokens = self.reasoning_tokens = 0
         self.has_calls = False
+
+    def text_of(self, delta: CompletionOutput) -> str | None:
+        """The text of a delta that is more text of the content which `read` has begun, and nothing
+        else; None: call `read`."""
+        more = delta.text and delta.finish_reason is None and delta.logprobs is None
+        if not (self._is_open and more):
+            return None
+        self.num_tokens += len(delta.token_ids)
+        return delta.text
 
     def read(self, delta: CompletionOutput) -> list[Piece]:
         """The events of a delta; after the sequence's last one also what was held back."""
@@ -136,6 +147,7 @@ class MessageReader:
     def _pieces(self, events: Sequence[MessageEvent]) -> list[Piece]:
         """Tokens without events wait for the next event: their text lags behind."""
         if len(events) == 1 and type(events[0]) is Content:  # most deltas
+            self._is_open = self._is_plain
             piece = Piece(events[0], self._held_ids, self._held_logprobs)
             self._held_ids, self._held_logprobs = [], []
             return [piece]

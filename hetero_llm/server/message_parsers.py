@@ -29,7 +29,7 @@ from hetero_llm.server.regions.tool_grammar import (
 )
 from hetero_llm.server.settings import Limits
 from hetero_llm.server.tokenization import ApiTokenizer
-from hetero_llm.server.tool_requests import ToolRequest, checked_tools
+from hetero_llm.server.tool_requests import NO_TOOLS, ToolRequest, checked_tools
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,8 @@ class MessageParsers:
         Raises:
             ApiError: a field is wrong, or this model cannot be asked to call tools.
         """
+        if body.tools is None and body.tool_choice is None:
+            return NO_TOOLS
         tools = checked_tools(
             body.tools, body.tool_choice, limits, parallel=body.parallel_tool_calls
         )
@@ -117,6 +119,8 @@ class MessageParsers:
             ApiError: the grammar cannot be made, or the two cannot be one.
         """
         own = params.structured_outputs
+        if own is None and tools is NO_TOOLS:
+            return params
         if own is not None and tools.is_on and tools.choice == "auto":
             return replace(params, structured_outputs=self._calls_or(own, tools, prompt))
         grammar = self.grammar(tools, prompt)
@@ -235,7 +239,7 @@ class MessageParsers:
         return "reasoning" if reasoning.is_open_behind(text) else "content"
 
     def _parses(self, tools: ToolRequest) -> bool:
-        return self._reasons or tools.is_on
+        return self._reasons or (tools is not NO_TOOLS and tools.is_on)
 
     def _decode(self, token_ids: Any) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -76,6 +76,11 @@ _POSTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
     "/v1/completions": (CompletionRequest, "Continue prompts", ("prompt",)),
     "/v1/chat/completions": (ChatRequest, "Answer a conversation", ("messages",)),
     "/v1/responses": (ResponsesRequest, "Answer a conversation of items", ("input",)),
+    "/v1/responses/input_tokens": (
+        ResponsesRequest,
+        "Count the tokens of a conversation of items",
+        ("input",),
+    ),
     "/v1/messages": (
         MessagesRequest,
         "Answer a conversation, as Anthropic does",
@@ -162,7 +167,8 @@ def _rules(context: Context) -> dict[str, Schema]:
         "early_stopping": {"enum": ["never"]},
         "no_repeat_ngram_size": {"minimum": 0},
         "num_speculative_tokens": {"minimum": 0},
-        "seed": {"minimum": -1, "maximum": _SEED_SHOWN},
+        "seed": {"minimum": -(1 << 63), "maximum": _SEED_SHOWN},
+        "stream_interval": {"minimum": 1},
         "stop": {
             "minLength": 1,
             "maxLength": limits.stop_chars,
@@ -193,6 +199,8 @@ def _rules(context: Context) -> dict[str, Schema]:
         "max_output_tokens": tokens,
         "truncation_side": {"enum": ["left", "right"]},
         "encoding_format": {"enum": ["float", "base64"]},
+        "embed_dtype": {"enum": ["float32"]},
+        "endianness": {"enum": ["little", "native"]},
         "dimensions": {"minimum": 1},
         "top_n": {"minimum": 0},
         "query": {"minLength": 1},
@@ -294,7 +302,7 @@ def _messages_schemas(context: Context) -> dict[str, Schema]:
         "tools": _or_null("array") | {"items": tool},
         "tool_choice": _any_of(null, _object({"type": {"enum": ["auto", "none"]}})),
         "thinking": _any_of(null, thinking),
-        "output_config": _optional({"effort": {"enum": [*EFFORTS, "max", None]}}),
+        "output_config": _optional({"effort": {"enum": [*EFFORTS, None]}}),
         "output_format": null,
     }
 

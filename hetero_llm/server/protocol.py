@@ -89,16 +89,20 @@ class Generation(msgspec.Struct, kw_only=True):
     guided_decoding_backend: Any = None
     guided_whitespace_pattern: Any = None
     structural_tag: Any = None
+    stream_interval: int | None = None
     # Not available.
     logits_processors: Any = None
     prompt_embeds: Any = None
     logprob_token_ids: Any = None
     lora_request: Any = None
     kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
     vllm_xargs: Any = None
     thinking_token_budget: Any = None
     repetition_detection: Any = None
     media_io_kwargs: Any = None
+    watermarking: Any = None
+    return_prompt_text: Any = None
 
 
 class CompletionRequest(Generation, kw_only=True):
@@ -214,7 +218,10 @@ UNAVAILABLE = {
     "logprob_token_ids": "log-probabilities of chosen tokens",
     "lora_request": "an adapter beside the model (its name is the model's)",
     "kv_transfer_params": "KV transfer",
+    "ec_transfer_params": "the transfer of encoders' outputs",
     "vllm_xargs": "passing arguments of vLLM's plug-ins",
+    "watermarking": "a watermark",
+    "return_prompt_text": "the text of the prompt in the response (/tokenize gives its tokens)",
     "suffix": "inserting text before a suffix",
     "documents": "retrieval through the chat template",
     "functions": _OLD_TOOLS,

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_origin
 from uuid import uuid4
@@ -32,9 +33,10 @@ from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.engine.engine_client import EngineInfo
 from hetero_llm.engine.inputs.default_sampling import with_defaults
 from hetero_llm.engine.inputs.input_processor import Prompt
-from hetero_llm.server.constraints import constraint_names, output_constraint
+from hetero_llm.server.constraints import FIELDS, constraint_names, output_constraint
 from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.errors import (
+    NO_NAMES,
     ApiError,
     FieldNames,
     context_exceeded,
@@ -67,6 +69,13 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _OPEN_LIST, _OPEN_OBJECT = b"[{"
 _SCANNED_AT_ONCE = 1 << 16
 _ITEMS_LOOKED_AT = 4096
+_ASKS_NOTHING: tuple[Any, ...] = (None, False, "", [])
+_ARGUMENTS = frozenset(
+    ("vllm_xargs", "kv_transfer_params", "ec_transfer_params", "mm_processor_kwargs",
+     "media_io_kwargs")
+)  # fmt: skip
+"""Fields that pass arguments on, of which an empty object holds none; an empty `web_search_options`
+asks for a search."""
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _WHERE = re.compile(r" - at `(.*)`$")
 _TYPES = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
@@ -82,6 +91,7 @@ _TYPE_WORDS = {
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
 _TIMEOUT_HEADER = "x-request-timeout-ms"
+_LEAST_SEED = -(1 << 63)
 _NOT_PASSED = {"max_tokens", "truncation_side", "structured_outputs"} | UNAVAILABLE.keys()
 _SAMPLING_FIELDS = [
     one.name
@@ -89,6 +99,9 @@ _SAMPLING_FIELDS = [
     if one.name in Generation.__struct_fields__ and one.name not in _NOT_PASSED
 ]
 """Fields of a request that have the same name and meaning in `SamplingParams`."""
+_sampling_values = attrgetter(*_SAMPLING_FIELDS)
+_constraint_values = attrgetter(*FIELDS)
+_UNCONSTRAINED = (None,) * len(FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +243,7 @@ def checked_request(
         same = max_tokens == params.max_tokens
         each.append(params if same else replace(params, max_tokens=max_tokens))
     salt = context.cache_salt(request, body.cache_salt)
+    adapter, prompt_adapter = context.adapters_of(body.model)
     return CheckedRequest(
         id=f"{prefix}{body.request_id or uuid4().hex}",
         http_id=request_id_of(request),
@@ -238,9 +252,9 @@ def checked_request(
         prompts=[replace(prompt, cache_salt=salt) for prompt in prompts] if salt else prompts,
         params=each,
         seconds=deadline_seconds(request, context.settings.request_timeout),
-        constraint_names=constraint_names(body),
-        adapter=context.adapters.find(body.model),
-        prompt_adapter=context.prompt_adapters.find(body.model),
+        constraint_names=constraint_names(body) if params.constrains else NO_NAMES,
+        adapter=adapter,
+        prompt_adapter=prompt_adapter,
     )
 
 
@@ -368,6 +382,10 @@ def decode_json(data: bytes, kind: Any, limits: Limits) -> Any:
     return _decoder(kind).decode(data)
 
 
+_RAW_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw], strict=False)
+_RAW_LIST = msgspec.json.Decoder(list[dict[str, msgspec.Raw]], strict=False)
+
+
 @lru_cache
 def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind, strict=False)
@@ -376,31 +394,35 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 def _unknown_names(body: bytes, kind: type[msgspec.Struct]) -> list[str]:
     """Names in a body that `kind` does not have, and names in the objects of its fields, one level
     down, that their types do not have."""
-    raw = dict[str, msgspec.Raw]
-    names: dict[str, msgspec.Raw] = _decoder(raw).decode(body)
-    found = names.keys() - set(kind.__struct_fields__)
-    for field, part in _parts(kind).items():
-        content = bytes(names.get(field, b"")).lstrip()
+    known, parts = _known_names(kind)
+    names: dict[str, msgspec.Raw] = _RAW_OBJECT.decode(body)
+    found = names.keys() - known
+    for field in names.keys() & parts.keys():
+        part, content = parts[field], bytes(names[field]).lstrip()
         if content.startswith(b"{"):
-            found |= {
-                f"{field}.{name}" for name in _decoder(raw).decode(content) if name not in part
-            }
+            inner = _RAW_OBJECT.decode(content).keys()
+            if not inner <= part:
+                found |= {f"{field}.{name}" for name in inner - part}
         elif content.startswith(b"["):
-            for number, item in enumerate(_decoder(list[raw]).decode(content)[:_ITEMS_LOOKED_AT]):
-                found |= {f"{field}[{number}].{name}" for name in item if name not in part}
+            for number, item in enumerate(_RAW_LIST.decode(content)[:_ITEMS_LOOKED_AT]):
+                if not item.keys() <= part:
+                    found |= {f"{field}[{number}].{name}" for name in item.keys() - part}
     return sorted(found)
 
 
 @lru_cache
-def _parts(kind: type[msgspec.Struct]) -> dict[str, frozenset[str]]:
-    """Fields of `kind` that hold objects or lists of them, and the names these objects have."""
+def _known_names(
+    kind: type[msgspec.Struct],
+) -> tuple[frozenset[str], dict[str, frozenset[str]]]:
+    """The fields of `kind`, and of those that hold objects or lists of them the names these objects
+    have."""
     found = {}
     for field in msgspec.structs.fields(kind):
         for one in get_args(field.type):
             part = next(iter(get_args(one)), None) if get_origin(one) is list else one
             if isinstance(part, type) and issubclass(part, msgspec.Struct):
                 found[field.name] = frozenset(part.__struct_fields__)
-    return found
+    return frozenset(kind.__struct_fields__), found
 
 
 def _check_shape(body: bytes, limits: Limits) -> None:
@@ -468,14 +490,19 @@ def _too_large(limits: Limits) -> ApiError:
 
 
 def refuse_unsupported(request: Generation | TokenizeRequest) -> None:
-    """An empty list or null asks for nothing and passes.
+    """What is empty or false asks for nothing and passes, and so does the choice to call none of no
+    functions.
 
     Raises:
         ApiError: a field asks for a feature that is not available.
     """
     for name, feature in UNAVAILABLE.items():
-        if getattr(request, name, None) not in (None, []):
-            raise unsupported(name, feature)
+        value = getattr(request, name, None)
+        if value in _ASKS_NOTHING or (value == {} and name in _ARGUMENTS):
+            continue
+        if name == "function_call" and value in ("none", "auto"):
+            continue
+        raise unsupported(name, feature)
     if isinstance(request, ChatRequest):
         if request.echo:
             raise unsupported("echo", "echo in a chat")
@@ -504,6 +531,8 @@ def check_limits(request: Generation, limits: Limits, info: EngineInfo) -> None:
     """
     for name in ("n", "best_of", "temperature"):
         _at_most(name, getattr(request, name), getattr(limits, name))
+    if request.stream_interval is not None and request.stream_interval < 1:
+        raise wrong_value("stream_interval", request.stream_interval, "must be at least 1")
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
     _short_list("stop", stop, limits.stop)
     _short_list("bad_words", request.bad_words, limits.bad_words)
@@ -564,10 +593,16 @@ def sampling_params(
         ApiError: the fields for log-probabilities contradict each other.
     """
     values: dict[str, Any] = {
-        name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None
+        name: value
+        for name, value in zip(_SAMPLING_FIELDS, _sampling_values(request), strict=True)
+        if value is not None
     }
     if request.seed == -1:
         del values["seed"]  # vLLM's way to say that any will do
+    elif request.seed is not None and request.seed < 0:
+        if request.seed < _LEAST_SEED:
+            raise wrong_value("seed", request.seed, f"must be at least {_LEAST_SEED}")
+        values["seed"] = request.seed + (1 << 64)  # OpenAI's seeds are signed
     if request.truncate_prompt_tokens == -1:
         # What the context holds beside the answer.
         room = context.client.info.max_model_len - (limit.most or 1)
@@ -583,7 +618,8 @@ def sampling_params(
             values["prompt_logprobs"] = _larger(values["logprobs"], request.prompt_logprobs)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     values |= {"max_tokens": limit.most, "output_kind": kind}
-    values["structured_outputs"] = output_constraint(request, context.settings.limits)
+    if _constraint_values(request) != _UNCONSTRAINED:
+        values["structured_outputs"] = output_constraint(request, context.settings.limits)
     return SamplingParams(**with_defaults(defaults, values))
 
 

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,7 +18,7 @@ from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.engine.engine_client import EngineClient
 from hetero_llm.engine.processes.output_stream import extend
 from hetero_llm.server.context import Context
-from hetero_llm.server.errors import ApiError, busy, request_failed
+from hetero_llm.server.errors import NO_NAMES, ApiError, busy, request_failed
 from hetero_llm.server.message_events import MessageReader, Piece
 from hetero_llm.server.metrics import Metrics
 from hetero_llm.server.protocol import (
@@ -41,10 +41,50 @@ Delta = tuple[int, RequestOutput, CompletionOutput]
 """New tokens of a sequence: the index of its prompt, the output they came in, and themselves."""
 
 
+_ENCODER = msgspec.json.Encoder()
+TEXT_MARK, NUMBER_MARK = "\0text\0", -(1 << 62)
+"""What stands in the sample of an `Envelope` for a text and for a number. No string of a response
+is the text alone: ids have prefixes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A payload of this type that is JSON already."""
+
+    kind: type[msgspec.Struct]
+    json: bytes
+
+
+class Envelope:
+    """Writes the payloads of a stream that differ in a text, and maybe a number before it: all else
+    is encoded once.
+
+    Args:
+        sample: a payload with `TEXT_MARK`, and `NUMBER_MARK` before all strings of requests.
+        numbered: there is a number.
+    """
+
+    def __init__(self, sample: msgspec.Struct, *, numbered: bool = False) -> None:
+        self._kind = type(sample)
+        form = _ENCODER.encode(sample).replace(b"%", b"%%")
+        if numbered:
+            form = form.replace(_ENCODER.encode(NUMBER_MARK), b"%d", 1)
+        self._form = form.replace(_ENCODER.encode(TEXT_MARK), b"%b", 1)
+
+    def write(self, text: str) -> Written:
+        return Written(self._kind, self._form % _ENCODER.encode(text))
+
+    def write_numbered(self, number: int, text: str) -> Written:
+        return Written(self._kind, self._form % (number, _ENCODER.encode(text)))
+
+
+Payload = msgspec.Struct | Written
+
+
 class Send(Protocol):
     """Sends events, those of one call in one write."""
 
-    def __call__(self, *payloads: msgspec.Struct) -> Awaitable[None]: ...
+    def __call__(self, *payloads: Payload) -> Awaitable[None]: ...
 
 
 class ResponseBuilder(ABC, Generic[B]):
@@ -61,6 +101,7 @@ class ResponseBuilder(ABC, Generic[B]):
         self._as_ids = settings.return_tokens_as_token_ids if as_ids is None else as_ids
         self._counter = UsageCounter(request.num_prompt_tokens)
         self._vocab_size = context.client.info.vocab_size
+        self._stream_interval = max(settings.stream_interval, body.stream_interval or 1)
 
     @abstractmethod
     async def whole(self) -> msgspec.Struct:
@@ -94,7 +135,9 @@ class ChunkBuilder(ResponseBuilder[B]):
         """Sends the response in chunks: opening chunks, one for each delta, usage if wanted."""
         usage = usage_choice(self._body, forced=self._settings.force_include_usage)
         opened = False
-        found = deltas(self._outputs(), self._settings.stream_interval)
+        envelopes: dict[int, Envelope] = {}
+        shows_text_only = self._shows_text_only() and not usage.each
+        found = deltas(self._outputs(), self._stream_interval)
         async with aclosing(found):
             async for index, output, one in found:
                 chunks: list[msgspec.Struct] = []
@@ -102,6 +145,15 @@ class ChunkBuilder(ResponseBuilder[B]):
                     opened = True
                     chunks += self._opening_chunks(usage.of_chunk(self._counter))
                 self._counter.note(index, output, [one])
+                if shows_text_only and one.finish_reason is None and not chunks:  # most deltas
+                    number = self._number(index, one)
+                    envelope = envelopes.get(number)
+                    if envelope is None:
+                        choice = self._text_choice(number, TEXT_MARK)
+                        sample = self._chunk([choice], usage.of_chunk(self._counter))
+                        envelope = envelopes[number] = Envelope(sample)
+                    await send(envelope.write(one.text))
+                    continue
                 choice = self._chunk_choice(index, output, one)
                 if choice is not None:
                     chunks.append(self._chunk([choice], usage.of_chunk(self._counter)))
@@ -113,6 +165,18 @@ class ChunkBuilder(ResponseBuilder[B]):
     def _opening_chunks(self, usage: Usage | UnsetType | None) -> Iterable[msgspec.Struct]:
         """Chunks before the first delta."""
         return ()
+
+    @abstractmethod
+    def _shows_text_only(self) -> bool:
+        """Whether a delta before the last one shows its text and nothing else."""
+
+    @abstractmethod
+    def _number(self, index: int, one: CompletionOutput) -> int:
+        """The number of the choice of a delta for the prompt at `index`."""
+
+    @abstractmethod
+    def _text_choice(self, number: int, text: str) -> Any:
+        """The choice of a delta that shows its text only."""
 
     @abstractmethod
     def _chunk_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> Any:
@@ -142,9 +206,14 @@ class EventBuilder(ResponseBuilder[ChatRequest]):
 
     async def whole(self) -> msgspec.Struct:
         with self._naming_errors():
-            async with aclosing(self._events()) as events:
-                async for _ in events:
-                    pass
+            async with aclosing(self._outputs()) as outputs:
+                async for index, output in outputs:
+                    self._counter.note(index, output, output.outputs)
+                    for one in output.outputs:
+                        for piece in self._reader.read(one):
+                            self._events_of(piece)
+                        if one.finish_reason is not None:
+                            self._last_events(one)
         return self._response()
 
     async def stream(self, send: Send) -> None:
@@ -154,14 +223,19 @@ class EventBuilder(ResponseBuilder[ChatRequest]):
                     self.opened = True
                     await send(*several)
 
-    async def _events(self) -> AsyncGenerator[Sequence[msgspec.Struct], None]:
+    async def _events(self) -> AsyncGenerator[Sequence[Payload], None]:
         """The events of a stream, those of one moment together. The first ones show the response as
         it is before its end: they are to be sent before the next are asked for."""
         begun = ended = False
-        found = deltas(self._outputs(), self._settings.stream_interval)
+        found = deltas(self._outputs(), self._stream_interval)
         async with aclosing(found):
             async for index, output, one in found:
-                several: list[msgspec.Struct] = []
+                text = self._reader.text_of(one)
+                if text is not None:  # most deltas
+                    self._counter.note(index, output, [one])
+                    yield [self._text_event(text)]
+                    continue
+                several: list[Payload] = []
                 if not begun:
                     begun = True
                     self._counter.note(index, output, [])
@@ -186,6 +260,10 @@ class EventBuilder(ResponseBuilder[ChatRequest]):
 
     @abstractmethod
     def _events_of(self, piece: Piece) -> Sequence[msgspec.Struct]: ...
+
+    @abstractmethod
+    def _text_event(self, text: str) -> Written:
+        """The event of more text of the content that is open."""
 
     @abstractmethod
     def _last_events(self, one: CompletionOutput) -> Sequence[msgspec.Struct]:
@@ -352,7 +430,8 @@ class EngineRequests:
             lora_request=self._request.adapter,
             prompt_adapter_request=self._request.prompt_adapter,
         )  # fmt: skip
-        named = self._request.constraint_names.in_errors()
+        names = self._request.constraint_names
+        named = nullcontext() if names is NO_NAMES else names.in_errors()
         with named, self._metrics.begin(request_id, len(prompt.token_ids), params) as times:
             async with aclosing(stream):
                 async for output in stream:

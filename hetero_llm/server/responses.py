@@ -23,7 +23,7 @@ from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.errors import INTERNAL, ApiError, ErrorForm, as_api_error
 from hetero_llm.server.request_parsing import CheckedRequest, as_json
-from hetero_llm.server.response_builder import ResponseBuilder
+from hetero_llm.server.response_builder import ResponseBuilder, Written
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,16 +52,18 @@ class Framing:
     comment: bytes = b""
 
     def frame(self, payload: Any) -> bytes:
-        return self.before + _ENCODER.encode(payload) + self.after
+        written = payload.json if type(payload) is Written else _ENCODER.encode(payload)
+        return self.before + written + self.after
 
 
 class NamedEvents(Framing):
     """Server-sent events that carry the name of their payload, which is its struct's tag."""
 
     def frame(self, payload: Any) -> bytes:
+        if type(payload) is Written:
+            return b"%b%b%b" % (_head_of(payload.kind, self.before), payload.json, self.after)
         kind: type[msgspec.Struct] = type(payload)
-        head = _head_of(kind, self.before)
-        return b"%b%b%b" % (head, _ENCODER.encode(payload), self.after)
+        return b"%b%b%b" % (_head_of(kind, self.before), _ENCODER.encode(payload), self.after)
 
 
 @cache

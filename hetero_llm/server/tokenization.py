@@ -153,6 +153,19 @@ class ApiTokenizer:
         ids = self._tokenizer.special_ids | ({self.images.token_id} if self.images else set())
         return {added[index]: index for index in ids if index in added}
 
+    def guard(self, user_texts: Sequence[str]) -> SpecialGuard | None:
+        """A guard for texts of users, or None if none of them holds the text of a special token,
+        which is the usual case."""
+        first_letters = self._first_letters
+        if not any(letter in text for text in user_texts for letter in first_letters):
+            return None
+        return guard_for(self.special_tokens, user_texts)
+
+    @cached_property
+    def _first_letters(self) -> frozenset[str]:
+        """Of the texts of special tokens, of which a model may have hundreds."""
+        return frozenset(text[0] for text in self.special_tokens)
+
     @cached_property
     def _longest_token(self) -> int:
         """In characters. Byte-level pieces have one per byte, so this is an upper bound."""

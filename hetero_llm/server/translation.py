@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from hetero_llm.server.errors import ApiError, FieldNames, invalid, wrong
-from hetero_llm.server.protocol import ChatRequest
+from hetero_llm.server.protocol import ChatRequest, Message, ResponseFormat
 from hetero_llm.server.request_parsing import converted
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -38,18 +38,38 @@ class Conversation:
         calls.append(call)
 
 
+class _Made(msgspec.Struct, kw_only=True):
+    """The fields that translations make; all others have the types of the client's own."""
+
+    messages: list[Message] | None = None
+    response_format: ResponseFormat | None = None
+
+
+_MADE = _Made.__struct_fields__
+
+
 def chat_request(
     fields: Mapping[str, Any], names: Mapping[str, str]
 ) -> tuple[ChatRequest, FieldNames]:
     """The chat request of these fields, and what the client calls them; None stands for a field
     that was not given.
 
+    Args:
+        fields: with messages and a response format as JSON data, all others as the client's request
+            was checked to have them.
+
     Raises:
         ApiError: a field has the wrong type; the error has the client's name of it.
     """
-    given = FieldNames(names)
-    with given.in_errors():
-        return converted(without_nulls(fields), ChatRequest), given
+    client_names = FieldNames(names)
+    given = without_nulls(fields)
+    with client_names.in_errors():
+        made = converted({name: given[name] for name in _MADE if name in given}, _Made)
+    if made.messages is not None:
+        given["messages"] = made.messages
+    if made.response_format is not None:
+        given["response_format"] = made.response_format
+    return ChatRequest(**given), client_names
 
 
 def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,9 +63,14 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "parallel_tool_calls": {"parallel_tool_calls": False},
     "stream_options": {"stream": True, "stream_options": {"continuous_usage_stats": True}},
     "response_format": {"response_format": {"type": "text"}},
+    "stream_interval": {"stream_interval": 2},
+    "a signed seed": {"seed": -(1 << 63)},
+    "empty": {"vllm_xargs": {}, "kv_transfer_params": {}, "watermarking": False},
 }
 CHAT_ONLY: dict[str, dict[str, Any]] = {
+    "no functions": {"function_call": "none", "functions": [], "mm_processor_kwargs": {}},
     "reasoning_effort": {"reasoning_effort": "low"},
+    "the most reasoning": {"reasoning_effort": "max"},
     "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
     "max_completion_tokens": {"max_tokens": None, "max_completion_tokens": 2},
     "tool_choice": {"tool_choice": "none", "tools": []},
@@ -128,7 +133,12 @@ CONSTRAINTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 CHAT_REFUSED: dict[str, Any] = {
     "functions": [{"name": "f"}],
-    "function_call": "auto",
+    "function_call": {"name": "f"},
+    "thinking_token_budget": 5,
+    "repetition_detection": {"max_pattern_size": 4},
+    "watermarking": True,
+    "return_prompt_text": True,
+    "media_io_kwargs": {"image": {}},
 }
 
 
@@ -141,9 +151,11 @@ def strict(tokenizer: Tokenizer) -> Any:
 @pytest.mark.parametrize(
     ("path", "fields"),
     [(path, fields) for path in GOOD for fields in ACCEPTED.values()]
-    + [(CHAT, fields) for fields in CHAT_ONLY.values()],
+    + [(CHAT, fields) for fields in CHAT_ONLY.values()]
+    + [(COMPLETIONS, {"suffix": ""})],
     ids=[f"{path}-{name}" for path in GOOD for name in ACCEPTED]
-    + [f"{CHAT}-{name}" for name in CHAT_ONLY],
+    + [f"{CHAT}-{name}" for name in CHAT_ONLY]
+    + [f"{COMPLETIONS}-an empty suffix"],
 )
 def test_accepted(strict: Any, path: str, fields: dict[str, Any]) -> None:
     answer = strict.post(path, GOOD[path] | fields)
@@ -167,7 +179,32 @@ def test_refused_by_name(strict: Any, name: str, value: Any) -> None:
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
-    assert error["message"].endswith("is not available")
+    assert "is not available" in error["message"]
+
+
+def test_signed_seeds_are_seeds_of_their_own(strict: Any) -> None:
+    seeds = []
+    for seed in (-2, -1 - (1 << 62), 2):
+        assert strict.post(CHAT, GOOD[CHAT] | {"seed": seed}).status_code == 200
+        seeds.append(strict.engine.seen[-1][2].seed)
+    assert seeds == [(1 << 64) - 2, (1 << 64) - 1 - (1 << 62), 2]
+    refused = strict.post(CHAT, GOOD[CHAT] | {"seed": -1 - (1 << 63)})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "seed")
+
+
+def test_a_request_may_want_fewer_chunks(strict: Any) -> None:
+    """At least as many tokens as it says in each, but for the first and the last."""
+    body = {"prompt": "a b c", "max_tokens": 8, "stream": True, "return_token_ids": True}
+
+    def sizes(interval: int | None) -> list[int]:
+        text = strict.post(COMPLETIONS, {**body, "stream_interval": interval}).text
+        chunks = [json.loads(line[6:]) for line in text.split("\n\n") if line[6:7] == "{"]
+        return [len(chunk["choices"][0]["token_ids"]) for chunk in chunks]
+
+    assert sizes(None) == [1] * 8
+    assert sizes(3) == [1, 3, 3, 1]
+    refused = strict.post(COMPLETIONS, {**body, "stream_interval": 0})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream_interval")
 
 
 def test_unknown_names_inside_of_objects(

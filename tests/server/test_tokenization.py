@@ -89,6 +89,10 @@ def test_special_tokens_of_users_and_templates(tokenizer: Tokenizer) -> None:
         assert ids[0] == number == ids[-1] and ids.count(number) == 2
         assert b"".join(api.token(i)[1] for i in ids[1:-1]).decode().strip() == user
     assert guard_for({"<s>": 0}, ["a", "< s>"]) is None
+    api = ApiTokenizer(tokenizer, TokenizerThreads(), max_model_len=64)
+    special = next(iter(api.special_tokens))
+    assert api.guard(["a", f"b{special}"]) is not None
+    assert api.guard(["a", "b", special[:-1]]) is None
 
 
 @given(text=st.text(alphabet="<s>/x a\U000f0000\U000f0001", max_size=30))

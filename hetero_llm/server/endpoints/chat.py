@@ -59,6 +59,16 @@ class _ChatBuilder(ChunkBuilder[wire.ChatRequest]):
             self._messages[sequence] = found
         return found
 
+    def _shows_text_only(self) -> bool:
+        body = self._body
+        return not (body.logprobs or body.return_token_ids) and self._message(0).is_plain
+
+    def _number(self, index: int, one: CompletionOutput) -> int:
+        return one.index
+
+    def _text_choice(self, number: int, text: str) -> wire.ChunkChoice:
+        return wire.ChunkChoice(number, wire.Delta(content=text), None, None)
+
     def _note(self, one: CompletionOutput) -> MessageWords:
         """Parses the new text of a sequence."""
         message = self._message(one.index)
@@ -168,14 +178,16 @@ class MessageWords:
         with_reasoning: show the reasoning.
 
     Attributes:
+        is_plain: all text is content.
         has_calls: a call of a tool has begun.
     """
 
     def __init__(self, parser: MessageParser, *, with_reasoning: bool = True) -> None:
         self._parser = parser
         self._with_reasoning = with_reasoning
-        self._is_plain = isinstance(parser, PlainParser)
+        self.is_plain = isinstance(parser, PlainParser)
         self._new: list[MessageEvent] = []
+        self._content: list[str] = []  # new, of a plain message
         self.has_calls = False
 
     @property
@@ -185,6 +197,9 @@ class MessageWords:
 
     def add(self, text: str, token_ids: Sequence[int], *, last: bool) -> None:
         """Takes in new text and tokens of the sequence; `last`: there will be no more."""
+        if self.is_plain:
+            self._content.append(text)
+            return
         self._new += self._parser.feed(text, token_ids)
         if last:
             self._new += self._parser.finish()
@@ -202,11 +217,10 @@ class MessageWords:
 
     def delta(self) -> wire.Delta | None:
         """What is new since the last call; None if that is nothing."""
+        if self.is_plain:
+            plain, self._content = "".join(self._content), []
+            return wire.Delta(content=plain)
         events, self._new = self._new, []
-        if self._is_plain:
-            return wire.Delta(
-                content="".join(one.text for one in events if isinstance(one, Content))
-            )
         content: list[str] = []
         reasoning: list[str] = []
         calls: dict[int, wire.ToolCallDelta] = {}

@@ -160,11 +160,21 @@ class _CompletionBuilder(ChunkBuilder[wire.CompletionRequest]):
         outputs = self._engine_requests.outputs()
         return _without_tokens(outputs) if self._body.max_tokens == 0 else outputs
 
+    def _shows_text_only(self) -> bool:
+        body = self._body
+        return completion_logprobs(body) is None and not (body.echo or body.return_token_ids)
+
+    def _number(self, index: int, one: CompletionOutput) -> int:
+        return index * self._request.params[index].n + one.index
+
+    def _text_choice(self, number: int, text: str) -> wire.CompletionChoice:
+        return wire.CompletionChoice(number, text, None, None, None)
+
     def _chunk_choice(
         self, index: int, output: RequestOutput, one: CompletionOutput
     ) -> wire.CompletionChoice:
         body, prompt = self._body, self._request.prompts[index]
-        number = index * self._request.params[index].n + one.index
+        number = self._number(index, one)
         first = number not in self._started
         self._started.add(number)
         logprobs = self._write_logprobs(number, first, prompt, output, one)

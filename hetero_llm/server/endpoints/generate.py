@@ -71,7 +71,7 @@ class _TextBuilder(ResponseBuilder[GenerateRequest]):
 
     async def stream(self, send: Send) -> None:
         texts = self._prompts()
-        found = deltas(self._outputs(), self._settings.stream_interval)
+        found = deltas(self._outputs(), self._stream_interval)
         async with aclosing(found):
             async for _, _, one in found:
                 texts[one.index] += one.text

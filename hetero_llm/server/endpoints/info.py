@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -20,6 +21,9 @@ from hetero_llm.server.responses import json_response
 from hetero_llm.server.tool_requests import checked_tools
 
 _OWNER = "hetero_llm"
+_ANTHROPIC = "anthropic-version"
+"""The header that Anthropic's clients send with each request; the list of models, which is on
+OpenAI's route, then has Anthropic's form."""
 
 
 class Info:
@@ -34,13 +38,19 @@ class Info:
         """GET /v1/models"""
         context = self._context
         cards = [self._card(name) for name in (*context.names, *context.adapter_names())]
-        return json_response({"object": "list", "data": cards})
+        listed: dict[str, Any] = {"object": "list", "data": cards}
+        if _ANTHROPIC in request.headers:
+            shown = [_anthropic_card(card) for card in cards]
+            first, last = shown[0]["id"], shown[-1]["id"]
+            listed = {"data": shown, "first_id": first, "last_id": last, "has_more": False}
+        return json_response(listed)
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{id}"""
         name = request.path_params["model"]
         self._context.model_name(name)
-        return json_response(self._card(name))
+        card = self._card(name)
+        return json_response(_anthropic_card(card) if _ANTHROPIC in request.headers else card)
 
     def _card(self, name: str) -> dict[str, Any]:
         context = self._context
@@ -205,3 +215,16 @@ class Info:
     async def metrics(self, request: Request) -> Response:
         """GET /metrics"""
         return Response(self._context.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+
+def _anthropic_card(card: dict[str, Any]) -> dict[str, Any]:
+    """A model as Anthropic's clients read it."""
+    created = datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z")
+    return {
+        "type": "model",
+        "id": card["id"],
+        "display_name": card["id"],
+        "created_at": created,
+        "max_input_tokens": card["max_model_len"],
+        "max_tokens": card["max_model_len"],
+    }

@@ -19,7 +19,13 @@ from hetero_llm.server.messages_api.conversation import translated
 from hetero_llm.server.messages_api.output import BlockWriter
 from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.request_parsing import CheckedRequest, check_generation, read_known
-from hetero_llm.server.response_builder import EventBuilder, aborted
+from hetero_llm.server.response_builder import (
+    TEXT_MARK,
+    Envelope,
+    EventBuilder,
+    Written,
+    aborted,
+)
 from hetero_llm.server.responses import MESSAGE_EVENTS, Responses, json_response
 
 _PREFIX = "msg_"
@@ -108,6 +114,7 @@ class _Builder(EventBuilder):
         super().__init__(context, body, request, reader)
         self._names = names
         self._writer = writer
+        self._envelope: Envelope | None = None  # of more text
         self._message = wire.MessageObject(
             request.id, "assistant", request.model, [], None, None, self._usage()
         )
@@ -128,6 +135,12 @@ class _Builder(EventBuilder):
 
     def _events_of(self, piece: Piece) -> Sequence[wire.Event]:
         return self._writer.write(piece.event)
+
+    def _text_event(self, text: str) -> Written:
+        index = self._writer.more_text(text)
+        if self._envelope is None:
+            self._envelope = Envelope(wire.BlockDelta(index, wire.TextDelta(TEXT_MARK)))
+        return self._envelope.write(text)
 
     def _last_events(self, one: CompletionOutput) -> Sequence[wire.Event]:
         stopped = self._stopped(one)

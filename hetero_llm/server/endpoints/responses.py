@@ -18,14 +18,28 @@ from starlette.responses import Response
 
 from hetero_llm.core.errors import shown
 from hetero_llm.core.outputs import CompletionOutput
-from hetero_llm.server.chat_requests import checked_chat, read_by_deltas
+from hetero_llm.server.chat_requests import checked_chat, conversation_prompt, read_by_deltas
 from hetero_llm.server.context import Context, key_digest
-from hetero_llm.server.errors import ApiError, FieldNames, required, unsupported, wrong_value
+from hetero_llm.server.errors import (
+    ApiError,
+    FieldNames,
+    required,
+    unsupported,
+    wrong,
+    wrong_value,
+)
 from hetero_llm.server.logprobs import chat_logprobs
 from hetero_llm.server.message_events import MessageReader, Piece
 from hetero_llm.server.protocol import ChatLogprob, ChatRequest
 from hetero_llm.server.request_parsing import CheckedRequest, check_generation, read_known
-from hetero_llm.server.response_builder import EventBuilder, aborted
+from hetero_llm.server.response_builder import (
+    NUMBER_MARK,
+    TEXT_MARK,
+    Envelope,
+    EventBuilder,
+    Written,
+    aborted,
+)
 from hetero_llm.server.responses import RESPONSE_EVENTS, Responses, json_response
 from hetero_llm.server.responses_api import protocol as wire
 from hetero_llm.server.responses_api.conversation import (
@@ -87,6 +101,24 @@ class ResponsesApi:
         )
         return await self._responses.send(
             request, checked, builder, streamed=bool(body.stream), framing=RESPONSE_EVENTS
+        )
+
+    async def input_tokens(self, request: Request) -> Response:
+        """POST /v1/responses/input_tokens"""
+        context = self._context
+        body = await read_known(context, request, wire.ResponsesRequest)
+        conversation = self._conversation(body, key_digest(request))
+        with conversation.names.in_errors():
+            check_generation(context, conversation.chat)
+            tools = context.parsers.requested(conversation.chat, context.settings.limits)
+            prompt = await conversation_prompt(context, conversation.chat, tools)
+        return json_response(wire.InputTokens(len(prompt.token_ids or ())))
+
+    async def cancel(self, request: Request) -> Response:
+        """POST /v1/responses/{response_id}/cancel: of a response in the background, and none is."""
+        self._stored(request)
+        raise wrong(
+            "response_id", "only responses in the background can be cancelled, and this is none"
         )
 
     def _conversation(self, body: wire.ResponsesRequest, owner: str) -> _Conversation:
@@ -214,6 +246,7 @@ class _Builder(EventBuilder):
         self._store = store
         self._writer = OutputWriter(request.id.removeprefix(_PREFIX))
         self._sequence_numbers = count()
+        self._envelope: Envelope | None = None  # of more text
         self._object = _empty_response(conversation, request)
 
     def failure(self, error: ApiError) -> wire.Event:
@@ -239,6 +272,19 @@ class _Builder(EventBuilder):
 
     def _events_of(self, piece: Piece) -> Sequence[wire.Event]:
         return self._numbered(self._writer.write(piece.event, self._logprobs(piece)))
+
+    def _text_event(self, text: str) -> Written:
+        index, item_id = self._writer.more_text(text)
+        if self._envelope is None:
+            sample = wire.TextDelta(
+                sequence_number=NUMBER_MARK,
+                output_index=index,
+                item_id=item_id,
+                delta=TEXT_MARK,
+                logprobs=[],
+            )
+            self._envelope = Envelope(sample, numbered=True)
+        return self._envelope.write_numbered(next(self._sequence_numbers), text)
 
     def _last_events(self, one: CompletionOutput) -> Sequence[wire.Event]:
         response = self._object

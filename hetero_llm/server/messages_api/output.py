@@ -63,6 +63,12 @@ class BlockWriter:
             case CallEnd():
                 return self.close()
 
+    def more_text(self, text: str) -> int:
+        """Appends to the text that is open; returns the index of its block."""
+        assert self._open is not None
+        self._open.pieces.append(text)
+        return self._index
+
     def close(self) -> list[wire.Event]:
         """Ends the open block, if there is one."""
         if self._open is None:

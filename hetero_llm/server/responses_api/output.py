@@ -99,6 +99,12 @@ class OutputWriter:
                 )
                 return events + self._end_call(call, _COMPLETED)
 
+    def more_text(self, text: str) -> tuple[int, str]:
+        """Appends to the message that is open; returns the index and the id of its item."""
+        assert self._text is not None
+        self._text.pieces.append(text)
+        return self._text.index, self._text.id
+
     def finish(self, *, cut: bool) -> list[wire.Event]:
         """Ends the items that are open. `cut`: the message was cut off, not ended by the model."""
         events = self._end_text(_INCOMPLETE if cut else _COMPLETED)

@@ -368,6 +368,13 @@ class ArgumentsDone(ItemPartEvent, tag="response.function_call_arguments.done", 
     arguments: str
 
 
+class InputTokens(msgspec.Struct):
+    """How many tokens a request would give the model."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
 # the store
 
 

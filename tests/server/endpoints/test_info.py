@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -205,3 +207,14 @@ def test_the_page_of_the_api_is_our_own(server: Served) -> None:
 def test_settings_are_frozen() -> None:
     with pytest.raises(AttributeError):
         ServerSettings().root_path = "/x"  # type: ignore[misc]
+
+
+def test_models_as_anthropics_clients_read_them(server: Served) -> None:
+    header = {"anthropic-version": "2023-06-01"}
+    listed = server.http.get("/v1/models", headers=header).json()
+    (model,) = listed["data"]
+    assert listed == {"data": [model], "first_id": "demo", "last_id": "demo", "has_more": False}
+    assert (model["type"], model["id"], model["display_name"]) == ("model", "demo", "demo")
+    assert datetime.fromisoformat(model["created_at"]).tzinfo is not None
+    assert server.http.get("/v1/models/demo", headers=header).json() == model
+    assert server.http.get("/v1/models/demo").json()["object"] == "model"

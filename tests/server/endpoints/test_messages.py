@@ -370,7 +370,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": 0}},
      "thinking.budget_tokens=0: must be at least 1"),
     ({"output_config": {"effort": "huge"}},
-     "output_config.effort='huge': must be one of none, minimal, low, medium, high, xhigh"),
+     "output_config.effort='huge': must be one of none, minimal, low, medium, high, xhigh, max"),
     ({"output_config": {"format": {"type": "xml"}}},
      "output_config.format.type='xml': must be 'json_schema'"),
     ({"stop_sequences": ["a"] * 33}, "stop_sequences: 33 entries, at most 32 are accepted"),

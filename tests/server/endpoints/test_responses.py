@@ -334,7 +334,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "a", "text": {"format": {"type": "json_schema", "name": "n"}}},
      "text.format.schema", "text.format.schema is required"),
     ({"input": "a", "reasoning": {"effort": "huge"}}, "reasoning.effort",
-     "reasoning.effort='huge': must be one of none, minimal, low, medium, high, xhigh"),
+     "reasoning.effort='huge': must be one of none, minimal, low, medium, high, xhigh, max"),
     ({"input": "a", "include": ["file_search_call.results"]}, "include[0]",
      "include[0]: file_search_call.results: a built-in tool is not available"),
     ({"input": "a", "include": ["x"]}, "include[0]",
@@ -535,3 +535,27 @@ def test_one_that_is_too_large_says_that_it_is_not_stored(keyed: Served) -> None
             f"{PATH}/{answer.id}", headers={"authorization": f"Bearer {KEYS[0]}"}
         )
         assert found.status_code == (200 if stored else 404)
+
+
+# counting and cancelling
+
+
+def test_tokens_of_an_input_are_counted(keeper: Served) -> None:
+    counted = client(keeper).responses.input_tokens.count(model="demo", input="hello")
+    answer = client(keeper).responses.create(model="demo", input="hello")
+    assert counted.object == "response.input_tokens"
+    assert answer.usage is not None and counted.input_tokens == answer.usage.input_tokens
+    more = client(keeper).responses.input_tokens.count(
+        model="demo", input="hello", previous_response_id=answer.id
+    )
+    assert more.input_tokens > counted.input_tokens
+    refused = keeper.post(f"{PATH}/input_tokens", {})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+
+
+def test_no_response_can_be_cancelled(keeper: Served) -> None:
+    answer = client(keeper).responses.create(model="demo", input="hello")
+    with pytest.raises(openai.BadRequestError, match="only responses in the background"):
+        client(keeper).responses.cancel(answer.id)
+    with pytest.raises(openai.NotFoundError, match="is stored"):
+        client(keeper).responses.cancel("resp_none")
