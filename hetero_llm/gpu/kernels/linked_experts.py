@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hetero_llm.bridge.expert_mailbox import LINKED_UNIT, WHOLES, LinkPart
 from hetero_llm.bridge.host_experts import HostLayer, HostMatrices
-from hetero_llm.gpu.kernels.activation import gate_options
+from hetero_llm.gpu.kernels.activation import gate_form
 from hetero_llm.gpu.kernels.expert_requests import NOWHERE, ON_HOST
 from hetero_llm.gpu.kernels.experts import gated, serves
 from hetero_llm.gpu.kernels.launch import (
@@ -261,9 +261,7 @@ def linked_gates_kernel(
     K: tl.constexpr,
     K_LANES: tl.constexpr,
     PAIRS: tl.constexpr,
-    NAME: tl.constexpr,  # of the activation
-    ALPHA: tl.constexpr,  # of `clamped_swish`
-    LIMIT: tl.constexpr,
+    GATE: tl.constexpr,  # activation.GateForm
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -318,7 +316,7 @@ def linked_gates_kernel(
             gate += tl.load(bias + line, mask=there, other=0.0).to(tl.float32)[:, None]
             up += tl.load(bias + inner + line, mask=there, other=0.0).to(tl.float32)[:, None]
         both = tl.permute(tl.join(gate, up), (2, 0, 1))
-        result = gated(both, NAME, ALPHA, LIMIT, DTYPE).to(DTYPE)
+        result = gated(both, GATE, DTYPE).to(DTYPE)
         target = middle + (pairs * (inner - first))[None, :] + (rows - first)[:, None]
         tl.store(target, result, mask=there[:, None] & (pairs >= 0)[None, :])
 
@@ -542,7 +540,7 @@ def linked_experts(
         gate_up.groups,
         x.stride(0),
         whole,
-        **gate_options(activation),
+        GATE=gate_form(activation),
         **gate_up.options(),
         **shared,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hetero_llm.bridge.expert_mailbox import LinkPart
 from hetero_llm.bridge.host_experts import HostLayer
+from hetero_llm.gpu.kernels.activation import gate_form
 from hetero_llm.gpu.kernels.expert_requests import NOWHERE, ON_HOST
 from hetero_llm.gpu.kernels.linked_experts import (
     MOST_TOKENS,
@@ -198,8 +199,8 @@ def print_ptx() -> None:
         "scale": "*fp32", "weights": "*fp32", "y": "*fp32",
     }  # fmt: skip
     types |= dict.fromkeys(("places", "zero", "offset", "row_scale", "bias"))
-    constants = {
-        "K": 8, "K_LANES": 8, "PAIRS": 16, "NAME": "silu", "ALPHA": 0.0, "LIMIT": 0.0, "KIND": 0,
+    constants: dict[str, object] = {
+        "K": 8, "K_LANES": 8, "PAIRS": 16, "GATE": gate_form("silu"), "KIND": 0,
         "GROUP": 128, "SCALE_ROWS": 128, "TILE": 128, "FEATURES": 64, "PROGRAMS": 132, "PDL": True,
     }  # fmt: skip
     kernels: tuple[Any, ...] = (linked_gates_kernel, linked_outputs_kernel)
