@@ -132,6 +132,10 @@ def gathered(*words: str, **variables: str) -> dict[str, Any]:
     return {**engine, **server}
 
 
+WITHOUT_EFFECT = tuple(arg for arg in FOREIGN_ARGS if arg.name != "enable_log_requests")
+"""That one is the opposite of an argument that acts."""
+
+
 class TestTable:
     def test_every_flag_of_two_versions_is_known(self) -> None:
         flags = (VLLM_0_6_6 + VLLM_0_33_BESIDES).replace("-", "_").split()
@@ -150,7 +154,12 @@ class TestTable:
         if not arg.feature:
             assert not arg.harmless and not arg.instead
 
-    @pytest.mark.parametrize("arg", FOREIGN_ARGS, ids=names(FOREIGN_ARGS))
+    @pytest.mark.parametrize("turned", [True, False])
+    def test_the_log_of_requests_by_its_opposite(self, turned: bool) -> None:
+        resolved = resolve_server_args({"enable_log_requests": turned})
+        assert resolved["disable_log_requests"] is not turned
+
+    @pytest.mark.parametrize("arg", WITHOUT_EFFECT, ids=names(WITHOUT_EFFECT))
     def test_row_does_what_it_says(self, arg: ForeignArg, caplog: pytest.LogCaptureFixture) -> None:
         resolved = (
             resolve if arg.scope is Scope.ENGINE else lambda **given: resolve_server_args(given)

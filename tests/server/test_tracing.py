@@ -224,12 +224,15 @@ def test_no_request_waits_for_a_collector_that_is_away(
 ) -> None:
     pytest.importorskip("opentelemetry.sdk", reason="needs hetero-llm[otel]")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
-    tracer = Tracer(open_provider(ENDPOINT), "demo", seconds_to_send=0.1)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1")  # seconds that it tries again
+    provider = open_provider(ENDPOINT)
+    tracer = Tracer(provider, "demo", seconds_to_send=0.1)
     with traced(FakeEngine(tokenizer), tracer) as served:
         for _ in range(3):
             body = {"prompt": [66], "max_tokens": 2}
             assert served.post(COMPLETIONS, body).status_code == 200
     asyncio.run(asyncio.wait_for(tracer.close(), LIMIT))
+    provider.shutdown()  # its thread would write into the logs of other tests
 
 
 # -- without it ---------------------------------------------------------------------------------

@@ -123,7 +123,8 @@ def test_a_full_disk_stops_nothing(
 def test_progress_is_said_once(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
     from hetero_llm.utils import compile_progress
 
-    compile_progress.finish()
+    compile_progress.finish()  # what tests before this one have compiled
+    caplog.clear()
     with caplog.at_level(logging.INFO):
         outcome(sources, 2)
         outcome(sources, 2.5)

@@ -161,7 +161,7 @@ def test_a_wrong_record_is_left_out(
     assert chain_of(drafter, [9, 40, 41]) == PHRASE[2:9]
     assert chain_of(drafter, [9, 60, 61]) == [62, 63, 64, 65, 66]
     assert (warm.num_records, warm.num_left_out, warm.num_tokens) == (4, 2, 21)
-    (line,) = [record.message for record in caplog.records]
+    (line,) = [record.message for record in caplog.records if record.name.startswith("hetero_llm")]
     assert line.startswith(f"warm-up file {path}: line 2: ") and reason in line
     assert line.endswith("(2 of 4 records left out; 21 tokens learned)")
 
@@ -217,7 +217,7 @@ def test_reading_ends_after_a_thousand_records_in_vain(
     drafter, warm = warmed(path, capacity=20)
     assert (warm.num_records, warm.num_left_out) == (1001, 1000)
     assert chain_of(drafter, [9, 40, 41]) == PHRASE[2:9]
-    (line,) = [record.message for record in caplog.records]
+    (line,) = [record.message for record in caplog.records if record.name.startswith("hetero_llm")]
     assert "line 2: cache_size (20) is full (1000 of 1001 records left out" in line
     assert line.endswith(
         "; what follows line 1001 is not read: 1000 records in a row cannot be used)"
