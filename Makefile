@@ -50,7 +50,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/hetero-llm demo
 
-# Two workers, and threads of torch that sleep when they wait: 12.5 minutes on two cores.
+# Two workers, and threads of torch that sleep when they wait: 12 minutes on two cores.
 test: $(STAMP)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not faults" -n $(TEST_WORKERS) \
 	  --dist loadfile --no-loadscope-reorder
