@@ -49,8 +49,8 @@ Setting setting_of(const Model& model, Mailbox& box) {
     s.inner = kInner;
     s.max_tokens = kTokens_;
     s.experts_per_token = kChoices;
-    s.gate_up = {Kind::kFloat, Number::kFloat, 1, 1, 2 * kInner, kHidden, Zeros::kNone};
-    s.down = {Kind::kFloat, Number::kFloat, 1, 1, kHidden, kInner, Zeros::kNone};
+    s.gate_up = {Kind::kFloat, Number::kFloat, 1, 1, 2 * kInner, kHidden, Zeros::kNone, kHidden};
+    s.down = {Kind::kFloat, Number::kFloat, 1, 1, kHidden, kInner, Zeros::kNone, kInner};
     s.gate = {Gate::kRelu, 0, 0};
     s.input = Number::kFloat;
     s.addresses = model.addresses.data();
