@@ -355,7 +355,7 @@ class HybridExperts:
         )
 
     def link_part(self, rows: int) -> LinkPart:
-        """What the GPU computes of missed experts in steps of so many tokens."""
+        """The part of missed experts that the GPU computes in a step of `rows` tokens."""
         return self._exchange_for(rows).part
 
     def _exchange_for(self, rows: int) -> Exchange:

@@ -99,7 +99,7 @@ class Exchange {
 
     // Of a request.
     int64_t inner_;  // rows of gates and of ups, columns of down
-    Form down_;      // of so many columns
+    Form down_;      // `Setting::down` with depth `inner_`
     std::vector<Part> parts_;       // experts ascending
     std::vector<int32_t> by_rows_;  // parts, those of most tokens first
     std::vector<int32_t> starts_, tokens_, wanted_;  // wanted: tokens with experts on the host
