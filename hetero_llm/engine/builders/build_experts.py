@@ -360,7 +360,7 @@ def share_link(experts: HybridExperts, k: int) -> None:
 
 
 def link_parts(inner: int) -> tuple[LinkPart, ...]:
-    """The parts that are timed at start, for experts of `inner` inner rows; `NO_PART` is the first."""
+    """The parts timed at start for experts of `inner` inner rows; `NO_PART` is the first."""
     rows = (LinkPart(rows=count) for count in linked_rows(inner, LINKED_UNIT))
     wholes = (LinkPart(whole=share) for share in linked_wholes(WHOLES))
     return (NO_PART, *rows, *wholes)
