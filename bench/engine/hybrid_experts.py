@@ -252,7 +252,7 @@ def measure_trace(stack: Stack, name: str, batch: int, seconds: float) -> dict[s
     for kind in ("fixed", "moving"):
         # The same content, by the same observations.
         placement = placement_of(stack, routes.ids[:half], moves=kind == "moving")
-        box = open_mailbox(max(8, batch), HIDDEN, K, BF16, pin=True)
+        box = open_mailbox(max(8, batch), HIDDEN, K, BF16, pin=True, order="bytes")
         team = machine.team(host, box)
         modules = modules_of(layers)
         experts = join_experts(stack.bank, placement, box, modules, wake=team.wake, on_stream=True)
@@ -349,7 +349,7 @@ def hand_over(machine: Machine) -> dict[str, Any]:
     times: dict[str, np.ndarray] = {}
     for name, table in (("asks", np.full_like(full, -1)), ("resident", full)):
         bank.place(table)
-        box = open_mailbox(8, BLOCK, 1, BF16, pin=True)
+        box = open_mailbox(8, BLOCK, 1, BF16, pin=True, order="bytes")
         team = machine.team(layers, box)
         modules = modules_of(_EXCHANGES)
         join_experts(bank, FixedPlacement(table), box, modules, wake=team.wake, on_stream=True)
@@ -377,7 +377,7 @@ def all_resident(stack: Stack, batch: int) -> dict[str, Any]:
     table = np.full(tuple(bank.table.shape), -1, np.int32)
     table[:count] = np.arange(count * EXPERTS).reshape(count, EXPERTS)
     bank.place(table)
-    box = open_mailbox(max(8, batch), HIDDEN, K, BF16, pin=True)
+    box = open_mailbox(max(8, batch), HIDDEN, K, BF16, pin=True, order="bytes")
     modules = modules_of(stack.host.num_layers)
     join_experts(bank, FixedPlacement(table), box, modules, wake=lambda: None, on_stream=True)
     x = torch.randn(batch, HIDDEN, device="cuda").to(BF16)

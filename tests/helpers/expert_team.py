@@ -21,6 +21,7 @@ from hetero_llm.bridge.expert_mailbox import (
     WHOLES,
     ExpertMailbox,
     LinkPart,
+    inputs_of,
 )
 from hetero_llm.bridge.host_experts import HostExperts, HostMatrices
 from hetero_llm.models.config import ClampedSwish
@@ -132,13 +133,14 @@ class PythonTeam:
         self.parts.append(part)
         ids = box.ids[:tokens]
         different = ids[ids != ON_DEVICE].unique().tolist()
+        inputs = inputs_of(box)
         own = different[: len(different) - len(different) * part.whole // WHOLES]
         for token in range(tokens):
             asked = ids[token] != ON_DEVICE
             if not bool(asked.any()):
                 box.y[token] = float("nan")
                 continue
-            x, total = box.x[token].float().unsqueeze(0), 0.0
+            x, total = inputs[token].float().unsqueeze(0), 0.0
             for place in asked.nonzero().flatten().tolist():
                 if int(ids[token, place]) not in own:
                     continue

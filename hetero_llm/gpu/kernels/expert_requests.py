@@ -32,6 +32,7 @@ from hetero_llm.bridge.expert_mailbox import (
     LINKED,
     NO_PART,
     ON_DEVICE,
+    ORDERS,
     SEQUENCE,
     STOPPED,
     TOKENS,
@@ -39,6 +40,7 @@ from hetero_llm.bridge.expert_mailbox import (
     WORDS,
     ExpertMailbox,
     LinkPart,
+    ordered_inputs,
 )
 from hetero_llm.gpu.kernels.launch import INTERPRETED, pdl_options, wait_and_release
 
@@ -166,6 +168,18 @@ def _pause(SLEEP: tl.constexpr):
         )
 
 
+@triton.jit
+def _column_at(place, ORDER: tl.constexpr):
+    """As `columns_in` of the mailbox."""
+    inside = ((place >> 3) & 3) * 16 + ((place >> 5) & 1) * 8 + (place & 7)
+    if ORDER == 1:
+        return (place & ~63) + inside
+    elif ORDER == 2:
+        return (place & ~127) + 2 * inside + ((place >> 6) & 1)
+    else:
+        return place
+
+
 # large: its arguments are half of it.
 @triton.jit(do_not_specialize=["num_rows", "layer", "linked", "whole"])
 def post_kernel(
@@ -185,6 +199,7 @@ def post_kernel(
     mail_rows,  # [num_rows + 1] int32, see `post`; None
     num_rows,
     hidden,
+    width,  # of the mailbox's rows, at least `hidden`
     x_stride,
     layer,
     linked,
@@ -193,6 +208,7 @@ def post_kernel(
     K_LANES: tl.constexpr,
     TILE: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    ORDER: tl.constexpr,  # of the mailbox's rows, see ORDERS
     ASK: tl.constexpr,  # False: there is no mailbox, and no expert on the host
     ON_GPU: tl.constexpr,
     PDL: tl.constexpr,
@@ -200,7 +216,7 @@ def post_kernel(
     """Rows with a fixed stride; grid (PROGRAMS)."""
     wait_and_release(PDL)
     lanes = tl.arange(0, K_LANES)
-    columns = tl.arange(0, TILE)
+    places = tl.arange(0, TILE)
     requests = tl.program_id(0) * 0
     for row in tl.range(tl.program_id(0), num_rows, PROGRAMS, num_stages=1):
         there = lanes < K
@@ -225,11 +241,12 @@ def post_kernel(
                 share = tl.load(weights + place, mask=there, other=0.0)
                 tl.store(mail_weights + mail, share, mask=there)
                 source = x + tl.cast(row, tl.int64) * x_stride
-                target = mail_x + tl.cast(line, tl.int64) * hidden
-                for start in tl.range(0, hidden, TILE, num_stages=1):
-                    inside = start + columns < hidden
-                    part = tl.load(source + start + columns, mask=inside)
-                    tl.store(target + start + columns, part, mask=inside)
+                target = mail_x + tl.cast(line, tl.int64) * width
+                # What is gathered is in the device's memory; stores to the host's are in a row.
+                for start in tl.range(0, width, TILE, num_stages=1):
+                    column = _column_at(start + places, ORDER)
+                    part = tl.load(source + column, mask=column < hidden, other=0.0)
+                    tl.store(target + start + places, part, mask=start + places < width)
             requests += asked
     if ASK:
         last = tl.program_id(0) == 0
@@ -420,14 +437,16 @@ def post(
     places = Places(*(torch.empty(rows, k, dtype=torch.int32, device=x.device) for _ in "ab"))
     if exchange is None:
         mail: tuple[Tensor | None, ...] = (None,) * 6
+        width, order = hidden, ORDERS[0]
     else:
         box, mail_rows = exchange.mailbox, exchange.rows
         assert mail_rows is not None or len(box.ids) >= rows
         assert mail_rows is None or (mail_rows.numel() == rows + 1 and mail_rows.is_contiguous())
-        assert box.ids.shape[1] == k and box.x.shape[1] == hidden
+        assert box.ids.shape[1] == k and box.y.shape[1] == hidden
         assert box.x.dtype == x.dtype and exchange.state.numel() == STATE_WORDS
         assert box.request.numel() == WORDS
         mail = (exchange.state, box.request, box.ids, box.weights, box.x, mail_rows)
+        width, order = box.x.shape[1], box.order
     programs = min(rows, _MOST_POSTING)
     post_kernel[(programs,)](
         x,
@@ -441,14 +460,16 @@ def post(
         *mail,
         rows,
         hidden,
+        width,
         x.stride(0),
         layer,
         0 if exchange is None else exchange.part.rows,
         0 if exchange is None else exchange.part.whole,
         K=k,
         K_LANES=triton.next_power_of_2(k),
-        TILE=min(2 * _TILE, triton.next_power_of_2(hidden)),
+        TILE=min(2 * _TILE, triton.next_power_of_2(width)),
         PROGRAMS=programs,
+        ORDER=ORDERS.index(order),
         ASK=exchange is not None,
         ON_GPU=not INTERPRETED,
         num_warps=4,
@@ -553,7 +574,7 @@ def post_reference(
         kept = lines >= 0
         box.ids[lines[kept]] = torch.where(on_host, ids, ON_DEVICE).to(torch.int32).cpu()[kept]
         box.weights[lines[asked]] = weights.to(box.weights.device)[asked]
-        box.x[lines[asked]] = x.to(box.x.device)[asked]
+        box.x[lines[asked]] = ordered_inputs(box, x.to(box.x.device))[asked]
         state[ASKED] = int(bool(asked.any()) and not bool(state[GAVE_UP]))
         if state[ASKED]:
             state[NUMBER] += 1

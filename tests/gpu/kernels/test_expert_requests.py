@@ -20,6 +20,8 @@ from hetero_llm.bridge.expert_mailbox import (
     TOKENS,
     WHOLE,
     LinkPart,
+    Order,
+    inputs_of,
     open_mailbox,
 )
 from hetero_llm.gpu.kernels.expert_requests import (
@@ -46,10 +48,10 @@ HIGHEST = 2**31 - 1
 
 def exchange_on(
     device: torch.device, rows: int, hidden: int, k: int, *, dtype: torch.dtype = torch.float32,
-    most_looks: int = LOOKS,
+    most_looks: int = LOOKS, order: Order = "natural",
 ) -> Exchange:  # fmt: skip
     pin = device.type == "cuda"
-    box = open_mailbox(rows, hidden, k, dtype, pin=pin)
+    box = open_mailbox(rows, hidden, k, dtype, pin=pin, order=order)
     box.x.fill_(-7)
     box.weights.fill_(-7)
     state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
@@ -89,19 +91,22 @@ def synchronize(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "rows, hidden, k, dtype",
+    "rows, hidden, k, dtype, order",
     [
-        (1, 40, 2, torch.float32),
-        (1, 3000, 4, torch.bfloat16),
-        (5, 40, 3, torch.float16),
-        (19, 64, 1, torch.float32),
-        (35, 24, 2, torch.bfloat16),
+        (1, 40, 2, torch.float32, "natural"),
+        (1, 3000, 4, torch.bfloat16, "bytes"),
+        (2, 2900, 4, torch.bfloat16, "nibbles"),
+        (5, 40, 3, torch.float16, "natural"),
+        (19, 64, 1, torch.float32, "natural"),
+        (35, 24, 2, torch.bfloat16, "bytes"),
+        (7, 250, 2, torch.bfloat16, "nibbles"),
     ],
 )
 @pytest.mark.parametrize("padding", [False, True])
 def test_tokens_with_experts_on_the_host_reach_the_mailbox(
-    device: torch.device, rows: int, hidden: int, k: int, dtype: torch.dtype, padding: bool
-) -> None:
+    device: torch.device, rows: int, hidden: int, k: int, dtype: torch.dtype, order: Order,
+    padding: bool,
+) -> None:  # fmt: skip
     layer = Layer.of(device, rows, hidden, k, dtype)
     kv_slots = None
     if padding:
@@ -109,7 +114,7 @@ def test_tokens_with_experts_on_the_host_reach_the_mailbox(
         kv_slots[rows // 2 :: 2] = -1
     results = []
     for function in (post, post_reference):
-        exchange = exchange_on(device, rows + 2, hidden, k, dtype=dtype)
+        exchange = exchange_on(device, rows + 2, hidden, k, dtype=dtype, order=order)
         hits = layer.hits()
         for _ in range(2):  # numbers count on
             places = function(
@@ -128,6 +133,7 @@ def test_tokens_with_experts_on_the_host_reach_the_mailbox(
     asked = (expected.mailbox.ids[:rows] != ON_DEVICE).any(1)
     assert bool(asked.any()) == bool(found.state[ASKED])
     assert torch.equal(found.mailbox.weights[:rows][asked], expected.mailbox.weights[:rows][asked])
+    assert torch.equal(inputs_of(found.mailbox)[:rows][asked], layer.x.cpu()[asked])
 
 
 def test_tokens_of_a_long_step_that_ask_share_the_mailbox(device: torch.device) -> None:
@@ -159,7 +165,9 @@ def test_tokens_of_a_long_step_that_ask_share_the_mailbox(device: torch.device) 
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     assert torch.equal(y, expected) and int(ours.request[TOKENS]) == asking
     tokens = (mail_rows[:-1] >= 0).nonzero().flatten()
-    assert torch.equal(y[tokens].cpu(), ours.y) and torch.equal(ours.x, layer.x[tokens].cpu())
+    assert torch.equal(y[tokens].cpu(), ours.y) and torch.equal(
+        inputs_of(ours), layer.x[tokens].cpu()
+    )
     assert not y[mail_rows[:-1] < 0].any()
 
 

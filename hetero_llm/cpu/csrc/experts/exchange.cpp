@@ -58,14 +58,16 @@ Exchange::Exchange(const Setting& setting, int threads)
       threads_(threads),
       bf16_rows_(takes_bf16(setting.gate_up.kind, setting.input, setting.isa) &&
                  takes_bf16(setting.down.kind, setting.input, setting.isa)),
-      reads_mailbox_(bf16_rows_ && setting.gate_up.kind == Kind::kBf16 &&
-                     setting.hidden % 32 == 0),
+      reads_mailbox_(bf16_rows_ && dot_layout(setting.gate_up.kind, bf16_rows_, setting.isa).order ==
+                                       setting.order),
       tile_tokens_(setting.isa == kAmx && bf16_rows_ && fits_tiles(setting.gate_up) &&
                            fits_tiles(setting.down)
                        ? setting.tile_tokens
                        : 0),
+      mail_stride_(padded(setting.hidden) * bytes_of(setting.input)),
       input_stride_(padded(setting.hidden) * (bf16_rows_ ? 2 : 4)),
       inner_stride_(padded(setting.inner) * (bf16_rows_ ? 2 : 4)),
+      mail_place_(places(setting.hidden, {setting.order, 0})),
       input_place_(places(setting.hidden,
                           dot_layout(setting.gate_up.kind, bf16_rows_, setting.isa))),
       inner_place_(places(setting.inner,
@@ -196,21 +198,22 @@ void Exchange::prepare_input(int64_t task) {
     const bool for_dots = which < prepared_;
     const int64_t pair = for_dots ? 0 : packed_pairs_[which - prepared_];
     const int64_t token = for_dots ? wanted_[which] : tokens_[pair];
-    const char* row = s_.x + token * s_.hidden * bytes_of(s_.input);
+    const char* row = s_.x + token * mail_stride_;
     const uint16_t* halves = (const uint16_t*)row;
     if (!for_dots) {
         uint16_t* to = input_blocks_ + pair_block_[pair] * tile_block_size(s_.hidden) +
                        pair_column_[pair] * 2;
-        for (int64_t k = begin; k < end; ++k) to[input_tile_place_[k]] = halves[k];
+        for (int64_t k = begin; k < end; ++k) to[input_tile_place_[k]] = halves[mail_place_[k]];
         return;
     }
     char* to = input_rows_ + token * input_stride_;
     if (bf16_rows_) {
-        for (int64_t k = begin; k < end; ++k) ((uint16_t*)to)[input_place_[k]] = halves[k];
+        for (int64_t k = begin; k < end; ++k)
+            ((uint16_t*)to)[input_place_[k]] = halves[mail_place_[k]];
         return;
     }
     for (int64_t k = begin; k < end; ++k)
-        ((float*)to)[input_place_[k]] = number_at(s_.input, row, k);
+        ((float*)to)[input_place_[k]] = number_at(s_.input, row, mail_place_[k]);
 }
 
 // The first weights that a task reads.
@@ -240,7 +243,7 @@ void Exchange::gates_by_dots(const Part& part, int64_t first, int64_t count, con
         const int64_t tokens = std::min(kTokensAtOnce, part.rows - r);
         for (int64_t i = 0; i < tokens; ++i) {
             const int64_t token = tokens_[part.first + r + i];
-            scratch.x[i] = reads_mailbox_ ? s_.x + token * s_.hidden * 2
+            scratch.x[i] = reads_mailbox_ ? s_.x + token * mail_stride_
                                           : input_rows_ + token * input_stride_;
         }
         const char* up = part.gate_up.data + (s_.inner + first) * s_.gate_up.stride();

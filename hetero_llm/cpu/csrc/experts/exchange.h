@@ -26,6 +26,7 @@ struct Setting {
     Form gate_up, down;        // [2 * inner, hidden], [hidden, inner]
     GateForm gate;
     Number input;              // of x and of biases
+    Order order;               // of the rows of x
     int64_t tile_tokens;       // of an expert, from which on tiles serve if they can; 0: never
     Isa isa;
     // [layers][experts][2][kAddresses]. Experts may change places: the program then writes the
@@ -34,7 +35,7 @@ struct Setting {
     const int64_t* addresses;
     const int32_t* ids;        // [max_tokens][experts_per_token], negative: not for the host
     const float* weights;      // [max_tokens][experts_per_token]
-    const char* x;             // [max_tokens][hidden]
+    const char* x;             // [max_tokens][padded(hidden)], zeros behind hidden
     float* y;                  // [max_tokens][hidden]
     const int32_t* request;    // the mailbox's words
     int32_t* answer;
@@ -94,8 +95,8 @@ class Exchange {
     const int threads_;
     const bool bf16_rows_, reads_mailbox_;  // dots take bf16; they take it from the mailbox
     const int64_t tile_tokens_;             // 0: tiles do not serve
-    const int64_t input_stride_, inner_stride_;  // bytes of a row for dots
-    std::vector<int32_t> input_place_, inner_place_, input_tile_place_, inner_tile_place_;
+    const int64_t mail_stride_, input_stride_, inner_stride_;  // bytes of a row: of x, for dots
+    std::vector<int32_t> mail_place_, input_place_, inner_place_, input_tile_place_, inner_tile_place_;
 
     // Of a request.
     int64_t inner_;  // rows of gates and of ups, columns of down

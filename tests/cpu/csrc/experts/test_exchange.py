@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_llm.bridge.expert_mailbox import NO_PART, ON_DEVICE, ExpertMailbox, LinkPart
+from hetero_llm.bridge.expert_mailbox import (
+    NO_PART,
+    ON_DEVICE,
+    ORDERS,
+    ExpertMailbox,
+    LinkPart,
+    columns_in,
+)
 from hetero_llm.cpu import native
 from hetero_llm.cpu.expert_team import ExpertTeam, post
 from hetero_llm.models.config import ClampedSwish
@@ -215,13 +222,28 @@ def test_a_tokens_result_does_not_depend_on_its_neighbours(
     assert team.stop_reason is None
 
 
+@pytest.mark.parametrize("name", ["bf16", "half", "int8", "fp8_blocks", "int4_32_points", "fp4"])
+def test_inputs_in_any_order(library: ctypes.CDLL, isa: int, name: str) -> None:
+    """To the bit, for few tokens and for as many as tiles take."""
+    mixture = mixture_of(name)
+    answers = []
+    for order in ORDERS:
+        mailbox = mailbox_for(mixture, MOST_TOKENS, K, order=order)
+        fill(mailbox, MOST_TOKENS, EXPERTS, seed=3)
+        found = [with_team(mixture, mailbox, library, n, isa=isa) for n in (2, MOST_TOKENS)]
+        answers.append(torch.cat(found))
+    for other in answers[1:]:
+        torch.testing.assert_close(other, answers[0], rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_nan_stays_in_its_token(library: ctypes.CDLL, isa: int, name: str) -> None:
     mixture = mixture_of(name)
     mailbox = mailbox_for(mixture, 9, K)
     fill(mailbox, 9, EXPERTS, seed=6, on_device=0.0)
     without = with_team(mixture, mailbox, library, 9, isa=isa)
-    mailbox.x[4, -1] = float("nan")
+    last = columns_in(mailbox.order, mailbox.x.shape[1]) == mixture.host.hidden - 1
+    mailbox.x[4, last] = float("nan")
     found = with_team(mixture, mailbox, library, 9, isa=isa)
     assert found[4].isnan().all()
     others = [token for token in range(9) if token != 4]

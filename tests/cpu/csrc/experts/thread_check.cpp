@@ -38,7 +38,7 @@ struct Model {
 struct Mailbox {
     alignas(64) int32_t request[16] = {}, answer[16] = {};
     int32_t ids[kTokens_ * kChoices];
-    float weights[kTokens_ * kChoices], x[kTokens_ * kHidden], y[kTokens_ * kHidden];
+    float weights[kTokens_ * kChoices], x[kTokens_ * padded(kHidden)] = {}, y[kTokens_ * kHidden];
 };
 
 Setting setting_of(const Model& model, Mailbox& box) {
@@ -75,8 +75,8 @@ float wanted(const Model& model, const Mailbox& box, int64_t layer, int64_t toke
         for (int64_t n = 0; n < kInner; ++n) {
             float a = 0, b = 0;
             for (int64_t k = 0; k < kHidden; ++k) {
-                a += box.x[token * kHidden + k] * up[n * kHidden + k];
-                b += box.x[token * kHidden + k] * up[(kInner + n) * kHidden + k];
+                a += box.x[token * padded(kHidden) + k] * up[n * kHidden + k];
+                b += box.x[token * padded(kHidden) + k] * up[(kInner + n) * kHidden + k];
             }
             out += down[column * kInner + n] * (a > 0 ? a : 0) * b;
         }
@@ -94,7 +94,9 @@ int64_t post_all(const Model& model, Mailbox& box, std::mt19937& random, int64_t
             box.ids[i] = (int32_t)(random() % (kExperts + 2)) - 2;
             box.weights[i] = (float)(random() % 100) / 100;
         }
-        for (int64_t i = 0; i < tokens * kHidden; ++i) box.x[i] = (float)(random() % 200) / 100 - 1;
+        for (int64_t t = 0; t < tokens; ++t)
+            for (int64_t k = 0; k < kHidden; ++k)
+                box.x[t * padded(kHidden) + k] = (float)(random() % 200) / 100 - 1;
         box.request[kLayer] = (int32_t)layer;
         box.request[kTokens] = (int32_t)tokens;
         __atomic_store_n(box.request + kSequence, sequence, __ATOMIC_RELEASE);
