@@ -8,12 +8,21 @@ next layer's begins after the last of them, so one mailbox is enough:
 2. The team, which polls SEQUENCE, computes for each of these tokens the sum of weight * output over
    its experts on the host, without the device's part (`LinkPart`), and writes it to the token's row
    of `y`.
-3. It writes SEQUENCE's value to ANSWERED, as a release.
-4. A kernel, which polls ANSWERED, adds the rows of `y`.
+3. When that is done, or soon will be, it writes SEQUENCE's value to COMING; when the threads no
+   longer use the mailbox, to ANSWERED.
+4. A kernel, which polls COMING and then the rows of `y`, adds each sum that bears the number.
 
 The layers of a step without such a token exchange nothing: SEQUENCE stays as it was, and no
-kernel waits. Sequence numbers count exchanges from 1 on and wrap as int32. A team that ends or
-fails writes STOPPED first, and a kernel that waits for an answer gives up.
+kernel waits. Sequence numbers count exchanges from 1 on and wrap as int32; the team takes old
+numbers out of `y` at its first exchange and after every 2^30, so that none comes round again. A
+team that ends or fails writes STOPPED first, and a kernel that waits for an answer gives up.
+
+Order of memory. An aligned load or store of 8 bytes is atomic between CPU and device in page-locked
+memory (CUDA C++ Programming Guide, "Atomicity" of scoped operations; Intel SDM 3A, 9.1.1), so a sum
+never comes without its number, whatever the order in which words become visible: no word of `y`
+needs a fence. All reads of `x` and of the request precede the stores of `y` in the team (barriers
+between threads, x86 on one), and a device that has seen all of a token's numbers is the only one
+that writes the next request, so it may write over both.
 
 All memory is page-locked; kernels read and write it where it lies.
 """
@@ -37,8 +46,9 @@ what the device computes itself of the experts that `ids` names."""
 LINKED_UNIT, WHOLES = 128, 256
 """See `LinkPart`."""
 
-ANSWERED, STOPPED = 0, 1
-"""Words of `answer`: the last exchange whose `y` is complete; not zero: no answer will come."""
+COMING, STOPPED, ANSWERED = 0, 1, 2
+"""Words of `answer`: the last exchange whose `y` is or soon will be complete; not zero: no answer
+will come; the last exchange that has ended."""
 
 ON_DEVICE = -1
 """In `ids`: this choice of the token is not the team's."""
@@ -47,8 +57,8 @@ ROW_UNIT = 128
 """Rows of `x` are as wide as a multiple of it, zeros behind the token's columns."""
 
 Order = Literal["natural", "bytes", "nibbles"]
-"""How a row of `x` is ordered: as the token's; or as the CPU's dot products unpack weights of 8 bits
-(each 64 columns) or 4 bits (each 128): see `Layout` of csrc/experts/matrix.h."""
+"""How a row of `x` is ordered: as the token's; or as the CPU's dot products unpack weights of 8
+bits (each 64 columns) or 4 bits (each 128): see `Layout` of csrc/experts/matrix.h."""
 
 ORDERS: tuple[Order, ...] = get_args(Order)
 """As kernels and the team number them."""
@@ -83,8 +93,9 @@ class ExpertMailbox:
         ids: [max_tokens, k] int32 experts of a layer, or `ON_DEVICE`. A token whose choices are
             all `ON_DEVICE` has undefined rows of `weights`, `x` and `y`.
         weights: [max_tokens, k] float32.
-        x: [max_tokens, hidden rounded up to `ROW_UNIT`] in the model's dtype, inputs of the experts.
-        y: [max_tokens, hidden] float32, written by the team.
+        x: [max_tokens, hidden rounded up to `ROW_UNIT`] in the model's dtype: inputs of experts.
+        y: [max_tokens, hidden, 2] int32, written by the team: a float32's bits, and SEQUENCE's
+            value of the exchange that it answers. Both are written and read at once, as 8 bytes.
         order: of the rows of `x`.
     """
 
@@ -95,6 +106,18 @@ class ExpertMailbox:
     x: torch.Tensor
     y: torch.Tensor
     order: Order
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """[max_tokens, hidden] float32: of `y`, without the numbers; a view."""
+        import torch
+
+        return self.y.view(torch.float32)[..., 0]
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """[max_tokens, hidden] int32: of `y`; a view."""
+        return self.y[..., 1]
 
 
 def order_for(kind: str, dtype: torch.dtype) -> Order:
@@ -172,6 +195,6 @@ def open_mailbox(
         ids=empty(max_tokens, experts_per_token, of=torch.int32),
         weights=empty(max_tokens, experts_per_token, of=torch.float32),
         x=empty(max_tokens, -(-hidden // ROW_UNIT) * ROW_UNIT, of=dtype),
-        y=empty(max_tokens, hidden, of=torch.float32),
+        y=empty(max_tokens, hidden, 2, of=torch.int32),
         order=order,
     )

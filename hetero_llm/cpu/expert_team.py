@@ -257,9 +257,9 @@ def _setting(
     """The setting without `isa` and `tile_tokens`, and the table of addresses that it names."""
     first = experts.layers[0]
     max_tokens, k = mailbox.ids.shape
-    assert mailbox.y.shape == (max_tokens, experts.hidden)
+    assert mailbox.y.shape == (max_tokens, experts.hidden, 2)
     assert mailbox.x.shape == (max_tokens, -(-experts.hidden // ROW_UNIT) * ROW_UNIT)
-    assert mailbox.ids.dtype == torch.int32 and mailbox.y.dtype == torch.float32
+    assert mailbox.ids.dtype == torch.int32 and mailbox.y.dtype == torch.int32
     forms = []
     for name in ("gate_up", "down"):
         matrices = [getattr(layer, name) for layer in experts.layers]

@@ -213,7 +213,7 @@ def fill(
         mailbox.ids[token] = torch.randperm(experts, generator=generator)[:k].int()
     kept = torch.rand(tokens, k, generator=generator) < on_device
     mailbox.ids[:tokens][kept] = ON_DEVICE
-    mailbox.y.fill_(float("nan"))
+    mailbox.sums.fill_(float("nan"))
 
 
 def mailbox_for(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hetero_llm.bridge.expert_mailbox import (
     ANSWERED,
+    COMING,
     LAYER,
     LINKED,
     ON_DEVICE,
@@ -119,15 +120,15 @@ class PythonTeam:
                     continue
                 try:
                     part = LinkPart(int(request[LINKED]), int(request[WHOLE]))
-                    self._answer(int(request[LAYER]), int(request[TOKENS]), part)
+                    self._answer(number, int(request[LAYER]), int(request[TOKENS]), part)
                 except BaseException as error:
                     self.error = error
                     break
-                answer[ANSWERED] = number
+                answer[COMING] = answer[ANSWERED] = number
         if not self._dies.is_set():
             answer[STOPPED] = 1
 
-    def _answer(self, layer: int, tokens: int, part: LinkPart) -> None:
+    def _answer(self, number: int, layer: int, tokens: int, part: LinkPart) -> None:
         box = self._mailbox
         self.requests.append((layer, tokens))
         self.parts.append(part)
@@ -138,7 +139,7 @@ class PythonTeam:
         for token in range(tokens):
             asked = ids[token] != ON_DEVICE
             if not bool(asked.any()):
-                box.y[token] = float("nan")
+                box.sums[token] = float("nan")
                 continue
             x, total = inputs[token].float().unsqueeze(0), 0.0
             for place in asked.nonzero().flatten().tolist():
@@ -146,4 +147,5 @@ class PythonTeam:
                     continue
                 outputs = self._compute(layer, int(ids[token, place]), x, part.rows)
                 total = total + float(box.weights[token, place]) * outputs[0]
-            box.y[token] = total
+            box.sums[token] = total
+            box.numbers[token] = number  # behind the sums: x86 keeps the order of stores

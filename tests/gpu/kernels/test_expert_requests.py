@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hetero_llm.bridge.expert_mailbox import (
-    ANSWERED,
+    COMING,
     LAYER,
     LINKED,
     ON_DEVICE,
@@ -19,6 +25,7 @@ from hetero_llm.bridge.expert_mailbox import (
     STOPPED,
     TOKENS,
     WHOLE,
+    ExpertMailbox,
     LinkPart,
     Order,
     inputs_of,
@@ -34,9 +41,11 @@ from hetero_llm.gpu.kernels.expert_requests import (
     Exchange,
     Places,
     post,
+    post_kernel,
     post_reference,
     rows_of_mail,
     wait_add,
+    wait_add_kernel,
     wait_add_reference,
 )
 from tests.helpers.expert_team import PythonTeam
@@ -56,6 +65,13 @@ def exchange_on(
     box.weights.fill_(-7)
     state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
     return Exchange(box, state, torch.zeros(1, dtype=torch.int32, pin_memory=pin), most_looks)
+
+
+def answer(box: ExpertMailbox, sums: Tensor) -> None:
+    """As the team answers the last request; `sums`: [rows of the mailbox, hidden]."""
+    box.sums.copy_(sums)
+    box.numbers.copy_(box.request[SEQUENCE])
+    box.answer[COMING] = box.request[SEQUENCE]
 
 
 @dataclass
@@ -154,8 +170,7 @@ def test_tokens_of_a_long_step_that_ask_share_the_mailbox(device: torch.device) 
         )  # fmt: skip
         synchronize(device)
         box = exchange.mailbox
-        box.y.copy_(torch.arange(asking * hidden).view(asking, hidden))
-        box.answer[ANSWERED] = box.request[SEQUENCE]
+        answer(box, torch.arange(asking * hidden).view(asking, hidden))
         parts = torch.zeros(rows * k, hidden, device=device)
         y = add(parts, layer.weights, places, dtype=torch.float32, exchange=exchange)
         synchronize(device)
@@ -165,7 +180,7 @@ def test_tokens_of_a_long_step_that_ask_share_the_mailbox(device: torch.device) 
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     assert torch.equal(y, expected) and int(ours.request[TOKENS]) == asking
     tokens = (mail_rows[:-1] >= 0).nonzero().flatten()
-    assert torch.equal(y[tokens].cpu(), ours.y) and torch.equal(
+    assert torch.equal(y[tokens].cpu(), ours.sums) and torch.equal(
         inputs_of(ours), layer.x[tokens].cpu()
     )
     assert not y[mail_rows[:-1] < 0].any()
@@ -231,10 +246,10 @@ def test_answers_are_added_before_the_one_rounding(
         parts = torch.randn(shape).to(torch.float32 if summed or splits > 1 else dtype).to(device)
         if not summed:  # what no kernel has written
             parts[:, (places.slots < 0).flatten()] = float("nan")
-        exchange.mailbox.y.copy_(torch.randn(rows, hidden))
+        sums = torch.randn(rows, hidden)
         synchronize(device)
-        exchange.mailbox.y[(exchange.mailbox.ids == ON_DEVICE).all(1)] = float("nan")
-        exchange.mailbox.answer[ANSWERED] = exchange.mailbox.request[SEQUENCE]
+        sums[(exchange.mailbox.ids == ON_DEVICE).all(1)] = float("nan")
+        answer(exchange.mailbox, sums)
         assert int(exchange.mailbox.request[SEQUENCE]) == -HIGHEST - 1
         results.append(add(parts, layer.weights, places, dtype=dtype, exchange=exchange))
         synchronize(device)
@@ -294,8 +309,7 @@ def test_the_part_of_the_device_is_posted_and_added(
     synchronize(device)
     box = exchange.mailbox
     assert (int(box.request[LINKED]), int(box.request[WHOLE])) == (384, 7)
-    box.y.fill_(2.0)
-    box.answer[ANSWERED] = box.request[SEQUENCE]
+    answer(box, torch.full((rows, hidden), 2.0))
     asked = (places.slots == ON_HOST).any(1)
     assert asked.any() and not asked.all()
     linked = torch.full((rows, hidden), float("nan"), device=device)
@@ -308,9 +322,113 @@ def test_the_part_of_the_device_is_posted_and_added(
 def test_an_older_answer_is_not_taken(device: torch.device) -> None:
     exchange = exchange_on(device, 2, 40, 2)
     exchange.state[NUMBER] = 5
-    exchange.mailbox.answer[ANSWERED] = 5
+    exchange.mailbox.answer[COMING] = 5
+    exchange.mailbox.numbers.fill_(6)  # those alone say nothing
     wait_for_nothing(device, exchange)
     assert exchange.errors.tolist() == [1]
+
+
+@pytest.mark.parametrize("add", [wait_add, wait_add_reference])
+def test_sums_that_come_late_and_out_of_order_are_waited_for(
+    device: torch.device, add: Any
+) -> None:
+    """A thread announces each answer first, then writes the sums piece by piece from behind, while
+    old sums still bear the numbers of the exchange before."""
+    rows, hidden, k, layers = 3, 1500, 2, 6
+    exchange = exchange_on(device, rows, hidden, k, most_looks=20 << 20)
+    box = exchange.mailbox
+    wanted = [torch.randn(rows, hidden) for _ in range(layers)]
+
+    def serve() -> None:
+        for number, sums in enumerate(wanted, 1):
+            while int(box.request[SEQUENCE]) != number:
+                time.sleep(0)
+            box.answer[COMING] = number
+            for begin in reversed(range(0, hidden, 300)):
+                part = slice(begin, begin + 300)
+                box.sums[:, part] = float("nan")  # with an old number: no one may take it
+                time.sleep(0)
+                box.sums[:, part] = sums[:, part]
+                box.numbers[:, part] = number
+
+    server = threading.Thread(target=serve)
+    server.start()
+    for sums in wanted:
+        layer = Layer.of(device, rows, hidden, k, on_host=tuple(range(EXPERTS)))
+        places = post(
+            layer.x, layer.ids, layer.weights, table=layer.table, hits=layer.hits(), layer=0,
+            exchange=exchange,
+        )  # fmt: skip
+        parts = torch.zeros(rows * k, hidden, device=device)
+        y = add(parts, layer.weights, places, dtype=torch.float32, exchange=exchange)
+        synchronize(device)
+        assert torch.equal(y.cpu(), sums)
+    server.join()
+    assert not exchange.errors.any()
+
+
+@pytest.mark.parametrize("add", [wait_add, wait_add_reference])
+@pytest.mark.parametrize("other", [0, 2])
+def test_a_sum_that_does_not_come_is_an_error(device: torch.device, add: Any, other: int) -> None:
+    """The answer is announced, and complete but for one number: another exchange's."""
+    exchange = exchange_on(device, 2, 40, 2)
+    exchange.mailbox.answer[COMING] = 1
+    exchange.mailbox.sums.fill_(1.0)
+    exchange.mailbox.numbers.fill_(1)
+    exchange.mailbox.numbers[1, 7] = other
+    y, _ = wait_for_nothing(device, exchange, add)
+    assert exchange.errors.tolist() == [1] and exchange.state.tolist()[:4] == [1, 1, 0, 1]
+    assert not y[1].any()
+
+
+def test_words_of_the_host_are_read_at_once_and_from_its_memory() -> None:
+    """As compiled for Hopper: sums and numbers in loads of 8 bytes that no cache answers, and no
+    fence but that of `post`."""
+    code = "from tests.gpu.kernels.test_expert_requests import print_ptx; print_ptx()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    asks, adds = done.stdout.split(".visible .entry")[1:]
+    assert len(re.findall(r"fence\.acq_rel\.sys", asks)) == 1 and "st.relaxed.sys" in asks
+    assert "fence" not in adds and "acquire" not in adds
+    volatile = re.findall(r"ld\.volatile\.global\.(\S+)", adds)
+    assert volatile and set(volatile) <= {"b64", "v2.b64"}
+    assert "ld.relaxed.sys.global.b64" in adds
+
+
+def print_ptx() -> None:
+    """`post` and `wait_add` as compiled for Hopper, in a process without the interpreter."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    constants: dict[str, object] = {
+        "K": 8, "K_LANES": 8, "TILE": 1024, "PROGRAMS": 4, "ORDER": 1, "ASK": True, "ON_GPU": True,
+        "PDL": True, "SPLIT_K": 1, "SUMMED": False,
+    }  # fmt: skip
+    types = {"x": "*bf16", "mail_x": "*bf16", "parts": "*bf16", "y": "*bf16", "answers": "*i64"}
+    types |= dict.fromkeys(("weights", "mail_weights", "shares"), "*fp32")
+    none = ("kv_slots", "mail_rows", "linked")
+    numbers = ("num_rows", "hidden", "width", "x_stride", "layer", "whole", "n", "most_looks")
+    for kernel in (post_kernel, wait_add_kernel):
+        signature: dict[str, str] = {}
+        fixed: dict[str, object] = {}
+        aligned: dict[tuple[int, ...], list[list[object]]] = {}
+        for i, name in enumerate(kernel.arg_names):
+            is_none = name in none and not (name == "linked" and kernel is post_kernel)
+            if name in constants or is_none:
+                signature[name], fixed[name] = "constexpr", constants.get(name)
+                continue
+            is_number = name in numbers or name == "linked"
+            signature[name] = "i32" if is_number else types.get(name, "*i32")
+            if name not in ("num_rows", "layer", "linked", "whole", "most_looks"):
+                aligned[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(kernel, signature, fixed, aligned)
+        options = {"launch_pdl": True, "num_warps": 4}
+        print(compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
 
 def test_layers_in_turn_with_a_thread_that_answers(device: torch.device) -> None:
