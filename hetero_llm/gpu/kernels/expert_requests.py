@@ -295,6 +295,22 @@ def _count_others(words, number, wanted):
     return tl.sum((wanted & ((words >> 32).to(tl.int32) != number)).to(tl.int32), 0)
 
 
+@triton.jit
+def _read_sums(source, number, wanted, most_looks, ON_GPU: tl.constexpr):
+    """Reads 8-byte words until all that are wanted bear the number, or `most_looks` times more.
+    Returns them, and how many do not."""
+    found = tl.load(source, mask=wanted, other=0, volatile=True)
+    missing = _count_others(found, number, wanted)
+    tries = 0
+    while (missing != 0) & (tries < most_looks):
+        _pause(ON_GPU)
+        # All again: masks of single words would take twice as many reads over the link.
+        found = tl.load(source, mask=wanted, other=0, volatile=True)
+        missing = _count_others(found, number, wanted)
+        tries += 1
+    return found, missing
+
+
 @triton.jit(do_not_specialize=["num_rows", "most_looks"])
 def wait_add_kernel(
     parts,  # [SPLIT_K, num_rows * K, n]; SUMMED [num_rows, n] float32
@@ -360,15 +376,7 @@ def wait_add_kernel(
                 line = tl.cast(tl.load(mail_rows + row), tl.int64)
             source = answers + line * n + columns
             wanted = inside & asked & (lost == 0)
-            found = tl.load(source, mask=wanted, other=0, volatile=True)
-            missing = _count_others(found, number, wanted)
-            tries = 0
-            while (missing != 0) & (tries < most_looks):
-                _pause(ON_GPU)
-                # All again: masks of single words would take twice as many reads over the link.
-                found = tl.load(source, mask=wanted, other=0, volatile=True)
-                missing = _count_others(found, number, wanted)
-                tries += 1
+            found, missing = _read_sums(source, number, wanted, most_looks, ON_GPU)
             if (lost != 0) | (missing != 0):
                 open_ = -1
                 tl.store(state + _GAVE_UP, 1)
