@@ -31,7 +31,7 @@ from hetero_llm.gpu.kernels.expert_requests import ON_HOST
 from hetero_llm.gpu.kernels.linked_experts import linked_experts, linked_experts_reference
 from hetero_llm.utils.topology import compute_cpus
 
-_EXPERTS = 64
+_EXPERTS = 32
 _BYTES = 2 << 30  # more than processors cache
 _BESIDE_S = 1.5  # of replays that run beside the threads' reads
 
