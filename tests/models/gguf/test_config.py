@@ -27,6 +27,7 @@ FAMILIES = [
     ("qwen2", "full", {}),
     ("qwen3", "full", {}),
     ("qwen3", "tied_biases", {}),
+    ("qwen3_moe", "full", {"mlp_only_layers": []}),
     ("gemma", "tied_biases", {"attention_bias": False}),
     ("gemma2", "soft_caps", {"query_pre_attn_scalar": 8}),
     ("gemma2", "soft_caps", {"num_hidden_layers": 46, "query_pre_attn_scalar": 8, "head_dim": 16}),
