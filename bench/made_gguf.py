@@ -22,6 +22,7 @@ import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def write_gguf(path: Path, config: Config, *, seed: int = 0) -> None:
         descriptor = file.fileno()
         with ThreadPoolExecutor(_THREADS) as threads:
             seeds = np.random.SeedSequence(seed).spawn(len(tensors))
-            list(threads.map(lambda one: _fill(descriptor, pools, *one), zip(tensors, seeds)))
+            list(threads.map(partial(_fill, descriptor, pools), tensors, seeds))
     write_routers(path, config, "uniform", seed=seed)
 
 

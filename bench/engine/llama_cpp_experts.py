@@ -2,15 +2,16 @@
 
     python -m bench.engine.llama_cpp_experts FILE.gguf --llama-bench LLAMA_BENCH
         [--shape qwen3-30b-a3b] [--layers N] [--resident 0,0.5] [--popularity uniform,zipf]
-        [--threads 8,15,16] [--depths 16,1024] [--prompts 512,4096] [--cpu-only] [--out FILE]
+        [--threads 8,15,16] [--depths 16,1024] [--prompts 512,4096] [--cpu-only] [--until S]
+        [--out FILE]
 
 Both engines read the same file in Q4_0 (`bench.made_gguf` writes it if it is not there); attention,
 norms and the head are on the GPU. `--resident` is the share of experts there: llama.cpp keeps those
 of the last layers (`-ncmoe`), ours as many of those in demand, of any layer (`moe_expert_memory`;
 `moe_cpu_experts="all"` for 0). `--popularity` rewrites the routers of the file: all experts of a
 layer are equally popular, which takes from our placement what it is for, or popular by 1 / rank.
-llama.cpp's speed at one token does not depend on it. LLAMA_BENCH is llama.cpp's program of that
-name, built with CUDA; `LD_LIBRARY_PATH` has to lead to cuBLAS.
+llama.cpp's speed at one token does not depend on it, so it runs with the first only. LLAMA_BENCH is
+llama.cpp's program of that name, built with CUDA; `LD_LIBRARY_PATH` has to lead to cuBLAS.
 
 - llama.cpp: `llama-bench -fa on -lm none` (as its loader advises with experts on the CPU), the best
   of `--threads`; it feeds random tokens. Prompts run with batches as long as they are.
@@ -21,13 +22,15 @@ name, built with CUDA; `LD_LIBRARY_PATH` has to lead to cuBLAS.
 - `--cpu-only`: our engine without the GPU (`device="cpu"`, `cpu_weight_dtype="int4"`).
 
 `over`: our tokens/s over llama.cpp's of the same line. Every engine runs in a process of its own,
-one after the other, and one that fails is named in the results. `dram`: what plain reads of all
+one after the other; those that fail, or for which --until leaves no time, are named in the results
+("failed"), which are written after each. `dram`: what plain reads of all
 threads but one reach, GB/s.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -36,6 +39,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +57,8 @@ _WARM_TOKENS = 512
 _ROUNDS = 3
 _GIB = 1 << 30
 _PROBE_BYTES = 1 << 30
+_LEAST_S = 20
+"""No process is started with less time left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,33 +129,37 @@ def hit_share(llm: LLM) -> float | None:
     return float(bank.hits[bank.table >= 0].sum() / bank.hits.sum())
 
 
-def our_process(args: argparse.Namespace, resident: float | None) -> dict[str, Any]:
+def our_process(args: argparse.Namespace, resident: float | None, timeout: float) -> dict[str, Any]:
     where = "none" if resident is None else str(resident)
     command = [sys.executable, "-m", f"bench.engine.{NAME}", str(args.file), "--ours", where]
     command += ["--shape", args.shape, "--layers", str(args.layers), "--steps", str(args.steps)]
     for name in ("depths", "prompts"):
-        command += [f"--{name}", ",".join(map(str, getattr(args, name)))]
-    return json.loads(_last_line(command, args.timeout))
+        command += [f"--{name}", _listed(getattr(args, name))]
+    found: dict[str, Any] = json.loads(_output(command, timeout).strip().splitlines()[-1])
+    return found
 
 
 # llama.cpp's
 
 
-def run_llama(args: argparse.Namespace, config: Config, resident: float) -> dict[str, Any]:
-    """`decode` and `prefill` as `run_ours`; `threads`: the best number at each depth; `decode_by`:
-    tokens/s by depth and threads; `build`: what llama-bench says of itself and the machine."""
-    layers = config["num_hidden_layers"]
-    common = [
+def llama_command(args: argparse.Namespace, config: Config, resident: float) -> list[str]:
+    """What its runs have in common."""
+    on_cpu = round((1 - resident) * config["num_hidden_layers"])
+    return [
         *(str(args.llama_bench), "-m", str(args.file), "-o", "json", "-r", str(_ROUNDS)),
-        *("-ngl", "999", "-fa", "on", "-lm", "none", "-ncmoe", str(round((1 - resident) * layers))),
+        *("-ngl", "999", "-fa", "on", "-lm", "none", "-ncmoe", str(on_cpu)),
     ]
-    found: dict[str, Any] = {"decode": {}, "threads": {}, "decode_by": {}, "prefill": {}}
-    command = [*common, "-p", "0", "-n", str(args.steps)]
-    for name, values in (("-t", args.threads), ("-d", args.depths)):
-        command += [name, ",".join(map(str, values))]
-    begin = time.perf_counter()
-    rows = json.loads(_output(command, args.timeout))
-    found["seconds"] = time.perf_counter() - begin
+
+
+def llama_decode(
+    args: argparse.Namespace, config: Config, resident: float, timeout: float
+) -> dict[str, Any]:
+    """`decode`: tokens/s by depth, with the best number of `threads`; `decode_by`: by depth and
+    threads; `build`: what llama-bench says of itself and the machine."""
+    command = [*llama_command(args, config, resident), "-p", "0", "-n", str(args.steps)]
+    command += ["-t", _listed(args.threads), "-d", _listed(args.depths)]
+    rows = json.loads(_output(command, timeout))
+    found: dict[str, Any] = {"decode": {}, "threads": {}, "decode_by": {}}
     for row in rows:
         by_threads = found["decode_by"].setdefault(row["n_depth"], {})
         by_threads[row["n_threads"]] = row["avg_ts"]
@@ -157,14 +167,22 @@ def run_llama(args: argparse.Namespace, config: Config, resident: float) -> dict
         best = max(by_threads, key=by_threads.__getitem__)
         found["threads"][depth], found["decode"][depth] = best, by_threads[best]
     about = ("build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_size")
-    found["build"] = {name: rows[0].get(name) for name in about}
-    if args.prompts:
-        lengths = ",".join(map(str, args.prompts))
-        command = [*common, "-p", lengths, "-n", "0", "-t", str(max(args.threads))]
-        command += ["-b", str(max(args.prompts)), "-ub", str(max(args.prompts))]
-        for row in json.loads(_output(command, args.timeout)):
-            found["prefill"][row["n_prompt"]] = row["avg_ts"]
-    return found
+    return {**found, "build": {name: rows[0].get(name) for name in about}}
+
+
+def llama_prefill(
+    args: argparse.Namespace, config: Config, resident: float, timeout: float
+) -> dict[str, Any]:
+    """`prefill`: tokens/s by length."""
+    command = [*llama_command(args, config, resident), "-p", _listed(args.prompts), "-n", "0"]
+    longest = str(max(args.prompts))
+    command += ["-t", str(max(args.threads)), "-b", longest, "-ub", longest]
+    rows = json.loads(_output(command, timeout))
+    return {"prefill": {row["n_prompt"]: row["avg_ts"] for row in rows}}
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ",".join(map(str, values))
 
 
 def _output(command: Sequence[str], timeout: float) -> str:
@@ -183,68 +201,93 @@ def _output(command: Sequence[str], timeout: float) -> str:
     return done.stdout
 
 
-def _last_line(command: Sequence[str], timeout: float) -> str:
-    return _output(command, timeout).strip().splitlines()[-1]
-
-
 # both
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One process: `engine` is "ours", "llama.cpp" or "llama.cpp prompts"; `resident`: see
+    `our_arguments`; `popularity`: of the experts, for ours with a bank."""
+
+    engine: str
+    resident: float | None
+    popularity: str = POPULARITIES[0]
+
+    @property
+    def name(self) -> str:
+        where = "CPU alone" if self.resident is None else f"{self.resident:g}"
+        return f"{self.engine}, {where}, {self.popularity}"
+
+
+def runs_of(args: argparse.Namespace) -> list[Run]:
+    """In the order of what they are worth, should time run out."""
+    llama = [Run("llama.cpp", share) for share in args.resident if args.llama_bench]
+    first = [Run("ours", share) for share in args.resident]
+    banks = [share for share in args.resident if 0 < share < 1]
+    others = [Run("ours", s, p) for p in args.popularity if p != POPULARITIES[0] for s in banks]
+    paired = [run for pair in zip_longest(llama, first) for run in pair if run is not None]
+    alone = [Run("ours", None)] if args.cpu_only else []
+    prompts = [dataclasses.replace(run, engine="llama.cpp prompts") for run in llama]
+    return [*paired, *others, *alone, *(prompts if args.prompts else [])]
 
 
 def measured(args: argparse.Namespace, config: Config) -> dict[str, Any]:
     """Runs everything and keeps what was found in the results file after every process."""
+    end = time.monotonic() + args.until
     with ReadProbe(_PROBE_BYTES, max(1, len(compute_cpus(reserve=0)) - 1)) as probe:
         results: dict[str, Any] = {"dram": probe.gigabytes_per_s(3)}
-    results |= {"shape": args.shape, "layers": args.layers, "file": os.path.getsize(args.file)}
-    results["failed"], runs = {}, {}
-    llama: dict[float, dict[str, Any]] = {}
-    for popularity in args.popularity:
-        write_routers(args.file, config, popularity)
-        for resident in args.resident:
-            key = f"{popularity} {resident:g}"
-            for name, run in (
-                ("llama.cpp", lambda r=resident: run_llama(args, config, r)),
-                ("ours", lambda r=resident: our_process(args, r)),
-            ):
-                if name == "llama.cpp" and (not args.llama_bench or resident in llama):
-                    continue
-                try:
-                    found = run()
-                except RuntimeError as error:
-                    results["failed"][f"{name}, {key}"] = str(error)
-                    print(f"{name}, {key}: {error}", flush=True)
-                    continue
-                say({"engine": name, "experts": key, **found})
-                if name == "llama.cpp":
-                    llama[resident] = found
-                else:
-                    runs[key] = found
-                results["ours"], results["llama.cpp"] = runs, llama
-                results["rows"] = rows_of(runs, llama)
-                write_results(NAME, results, args.out)
-    if args.cpu_only:
+    results |= {"shape": args.shape, "layers": args.layers, "file_bytes": args.file.stat().st_size}
+    results |= {"failed": {}, "runs": []}
+    written = ""
+    for run in runs_of(args):
+        if run.popularity != written:
+            write_routers(args.file, config, run.popularity)
+            written = run.popularity
+        left = end - time.monotonic()
         try:
-            results["cpu_only"] = our_process(args, None)
-            say({"engine": "ours, CPU only", **results["cpu_only"]})
+            if left < _LEAST_S:
+                raise RuntimeError("no time is left")
+            found = outcome(args, config, run, left)
         except RuntimeError as error:
-            results["failed"]["cpu only"] = str(error)
-            print(f"CPU only: {error}", flush=True)
+            results["failed"][run.name] = str(error)
+            print(f"{run.name}: {error}", flush=True)
+            continue
+        found["process_s"] = left - (end - time.monotonic())
+        found = {**dataclasses.asdict(run), **found}
+        say(found)
+        results["runs"].append(found)
+        results["rows"] = rows_of(results["runs"])
+        write_results(NAME, results, args.out)
     return results
 
 
-def rows_of(runs: dict[str, dict[str, Any]], llama: dict[float, dict[str, Any]]) -> Rows:
-    """A line for each depth and length of every share and popularity that both have, or one has."""
+def outcome(args: argparse.Namespace, config: Config, run: Run, timeout: float) -> dict[str, Any]:
+    """Raises RuntimeError: see `_output`."""
+    if run.engine == "ours":
+        return our_process(args, run.resident, timeout)
+    assert run.resident is not None
+    if run.engine == "llama.cpp":
+        return llama_decode(args, config, run.resident, timeout)
+    return llama_prefill(args, config, run.resident, timeout)
+
+
+def rows_of(runs: list[dict[str, Any]]) -> Rows:
+    """A line for each depth and length of every run of ours."""
     rows = []
-    for key, ours in runs.items():
-        popularity, resident = key.split()
-        theirs = llama.get(float(resident), {"decode": {}, "prefill": {}, "threads": {}})
+    for ours in (run for run in runs if run["engine"] == "ours"):
+        peers: dict[str, Any] = {"decode": {}, "prefill": {}, "threads": {}}
+        for run in runs:
+            if run["engine"] != "ours" and run["resident"] == ours["resident"]:
+                peers |= run
         for kind in ("decode", "prefill"):
             for size, rate in ours[kind].items():
-                peer = theirs[kind].get(int(size))
+                peer = peers[kind].get(int(size))
                 rows.append({
-                    "work": kind, "tokens": int(size), "resident": float(resident),
-                    "popularity": popularity, "ours": rate, "llama.cpp": peer or "-",
+                    "work": kind, "tokens": int(size),
+                    "resident": "CPU alone" if ours["resident"] is None else ours["resident"],
+                    "popularity": ours["popularity"], "ours": rate, "llama.cpp": peer or "-",
                     "over": rate / peer if peer else "-",
-                    "threads": theirs["threads"].get(int(size), "-") if kind == "decode" else "-",
+                    "threads": peers["threads"].get(int(size), "-") if kind == "decode" else "-",
                     "hit": "-" if ours["hit"] is None else ours["hit"],
                 })  # fmt: skip
     return rows
@@ -272,7 +315,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=numbers, default=[512, 4096])
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--cpu-only", action="store_true")
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds of one process")
+    parser.add_argument("--until", type=float, default=3600.0, help="seconds that all may take")
     parser.add_argument("--ours", metavar="SHARE", help="run this alone, JSON on stdout")
     return parser.parse_args()
 

@@ -46,11 +46,12 @@ _MIXTURE = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-"""Sizes that mixtures must state. llama.cpp makes the weights of a token's experts add up to one."""
+"""Sizes that mixtures must state. The weights of a token's experts add up to one in llama.cpp."""
 _NUMBERS = ("attention.layer_norm_rms_epsilon", "rope.freq_base")
 """Those above 0; others of `_REQUIRED` are sizes."""
 _UNSUPPORTED = (
-    "expert_count", "expert_shared_count", "expert_group_count", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias",
+    "expert_count", "expert_shared_count", "expert_group_count",
+    "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias",
     "logit_scale", "embedding_scale", "residual_scale", "use_parallel_residual", "pooling_type",
     "rope.dimension_sections", "swin_norm", "attention.output_scale",
     "attention.temperature_scale", "attention.temperature_length",
@@ -88,8 +89,8 @@ _CONTROL = 3
 
 
 def block_types(header: GgufHeader) -> dict[str, str]:
-    """The matrices that stay quantized: names of their tensors -> type. Others become plain numbers:
-    those of other types, or fused with one of another kind.
+    """The matrices that stay quantized: names of their tensors -> type. Others become plain
+    numbers: those of other types, or fused with one of another kind.
 
     Args:
         header: of `matrices_apart`.

@@ -126,9 +126,7 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
         "gemma2": GgufFamily(
             "Gemma2ForCausalLM", "gemma2", {**_IN_LAYER, **_GEMMA2_NORMS}, norms_plus_one=True
         ),
-        "qwen3moe": GgufFamily(
-            "Qwen3MoeForCausalLM", "qwen3_moe", _IN_MIXTURE, has_experts=True
-        ),
+        "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", "qwen3_moe", _IN_MIXTURE, has_experts=True),
     }
 )
 """By `general.architecture`."""
