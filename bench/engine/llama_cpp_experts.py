@@ -92,22 +92,25 @@ def our_arguments(config: Config, resident: float | None) -> dict[str, Any]:
 def run_ours(path: Path, config: Config, resident: float | None, work: Work) -> dict[str, Any]:
     """`decode`: tokens/s by depth; `prefill`: tokens/s by length; `startup_s`; `hit` or None."""
     begin = time.perf_counter()
-    llm = LLM(
+    with LLM(
         str(path), skip_tokenizer_init=True, max_model_len=work.longest, max_num_seqs=4,
         max_num_batched_tokens=max(*work.prompts, 512), enable_prefix_caching=False,
         use_lookahead=False, **our_arguments(config, resident),
-    )  # fmt: skip
-    found: dict[str, Any] = {"startup_s": time.perf_counter() - begin}
-    prompts = Prompts(config["vocab_size"])
-    seconds(llm, prompts.draw(1, 16), greedy(_WARM_TOKENS, **_SAMPLED))
-    found["decode"] = {depth: decode_rate(llm, prompts, depth, work.steps) for depth in work.depths}
-    found["hit"] = hit_share(llm)
-    found["prefill"] = {}
-    for length in work.prompts:
-        first_token_ms(llm, prompts.one(length))
-        times = [first_token_ms(llm, prompts.one(length))[0] for _ in range(_ROUNDS)]
-        found["prefill"][length] = 1e3 * length / statistics.median(times)
-    return found
+    ) as llm:  # fmt: skip
+        startup = time.perf_counter() - begin
+        prompts = Prompts(config["vocab_size"])
+        seconds(llm, prompts.draw(1, 16), greedy(_WARM_TOKENS, **_SAMPLED))
+        decode = {depth: decode_rate(llm, prompts, depth, work.steps) for depth in work.depths}
+        hit = hit_share(llm)
+        prefill = {length: prefill_rate(llm, prompts, length) for length in work.prompts}
+    return {"startup_s": startup, "decode": decode, "hit": hit, "prefill": prefill}
+
+
+def prefill_rate(llm: LLM, prompts: Prompts, length: int) -> float:
+    """Tokens/s; see the module."""
+    first_token_ms(llm, prompts.one(length))
+    times = [first_token_ms(llm, prompts.one(length))[0] for _ in range(_ROUNDS)]
+    return 1e3 * length / statistics.median(times)
 
 
 def decode_rate(llm: LLM, prompts: Prompts, depth: int, steps: int) -> float:
