@@ -262,7 +262,6 @@ def measure_trace(stack: Stack, name: str, batch: int, seconds: float) -> dict[s
         stack.bank.hits.zero_()
         times = run_steps(experts, graph, batch, routes.steps - half, seconds)
         torch.cuda.synchronize()
-        team.stop()
         row["ms" if kind == "moving" else "fixed_ms"] = statistics.median(times)
         if kind == "fixed":
             ran = routes.ids[half : half + len(times)]
@@ -281,6 +280,7 @@ def measure_trace(stack: Stack, name: str, batch: int, seconds: float) -> dict[s
         else:
             row["promoted"] = experts.moves.num_promoted
             row["late_ms"] = statistics.median(times[len(times) // 2 :])
+        team.stop()
         del graph, experts, team
     return row
 

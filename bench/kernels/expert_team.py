@@ -99,6 +99,7 @@ def allocate(size: int, *, pinned: bool) -> torch.Tensor:
 def layers_of(shape: Shape, kind: Kind, experts: int, memory: torch.Tensor) -> HostExperts:
     """As many layers as the memory has room for, or as are enough."""
     per_layer = experts * shape.weights * kind.bits // 8
+    assert per_layer <= len(memory), (per_layer, len(memory))
     count = max(1, min(len(memory) // per_layer, -(-_LEAST_BYTES // per_layer)))
     dtype = {"bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(
         kind.name, torch.uint8
