@@ -231,7 +231,7 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
     paired = [run for pair in zip_longest(llama, first) for run in pair if run is not None]
     alone = [Run("ours", None)] if args.cpu_only else []
     prompts = [dataclasses.replace(run, engine="llama.cpp prompts") for run in llama]
-    return [*paired, *others, *alone, *(prompts if args.prompts else [])]
+    return [*paired, *others, *(prompts if args.prompts else []), *alone]
 
 
 def measured(args: argparse.Namespace, config: Config) -> dict[str, Any]:

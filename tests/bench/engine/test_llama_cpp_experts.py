@@ -62,8 +62,8 @@ def test_a_program_that_fails_says_why(args: argparse.Namespace) -> None:
 def test_what_runs(args: argparse.Namespace) -> None:
     assert runs_of(args) == [
         Run("llama.cpp", 0.0), Run("ours", 0.0), Run("llama.cpp", 0.5), Run("ours", 0.5),
-        Run("ours", 0.5, "zipf"), Run("ours", None), Run("llama.cpp prompts", 0.0),
-        Run("llama.cpp prompts", 0.5),
+        Run("ours", 0.5, "zipf"), Run("llama.cpp prompts", 0.0), Run("llama.cpp prompts", 0.5),
+        Run("ours", None),
     ]  # fmt: skip
     args.llama_bench, args.cpu_only, args.resident = None, False, [1.0]
     assert runs_of(args) == [Run("ours", 1.0)]
