@@ -14,7 +14,8 @@ llama.cpp's speed at one token does not depend on it, so it runs with the first 
 llama.cpp's program of that name, built with CUDA; `LD_LIBRARY_PATH` has to lead to cuBLAS.
 
 - llama.cpp: `llama-bench -fa on -lm none` (as its loader advises with experts on the CPU), the best
-  of `--threads`; it feeds random tokens. Prompts run with batches as long as they are.
+  of `--threads`; it feeds random tokens. Prompts run with batches as long as they are, the better
+  one of `--repack` 0 and 1.
 - Ours: (T(1 + steps) - T(1)) / steps, prompts of random tokens as long as the depth, sampled at
   temperature 1, which with these weights is nearly random, too; 512 tokens before warm the bank up.
   First tokens for prompts. Medians of three. `hit`: share of the pairs of the last up to 32 steps
@@ -23,8 +24,8 @@ llama.cpp's program of that name, built with CUDA; `LD_LIBRARY_PATH` has to lead
 
 `over`: our tokens/s over llama.cpp's of the same line. Every engine runs in a process of its own,
 one after the other; those that fail, or for which --until leaves no time, are named in the results
-("failed"), which are written after each. `dram`: what plain reads of all
-threads but one reach, GB/s.
+("failed"), which are written after each. `dram`: what plain reads of all threads but one reach,
+GB/s.
 """
 
 from __future__ import annotations
@@ -176,12 +177,18 @@ def llama_decode(
 def llama_prefill(
     args: argparse.Namespace, config: Config, resident: float, timeout: float
 ) -> dict[str, Any]:
-    """`prefill`: tokens/s by length."""
+    """`prefill`: tokens/s by length, the better one of weights repacked for the CPU, which computes
+    them, and of weights that the GPU reads; `prefill_by`: by length and whether repacked."""
     command = [*llama_command(args, config, resident), "-p", _listed(args.prompts), "-n", "0"]
     longest = str(max(args.prompts))
-    command += ["-t", str(max(args.threads)), "-b", longest, "-ub", longest]
-    rows = json.loads(_output(command, timeout))
-    return {"prefill": {row["n_prompt"]: row["avg_ts"] for row in rows}}
+    command += ["-t", str(max(args.threads)), "-b", longest, "-ub", longest, "--repack", "0,1"]
+    by: dict[int, dict[str, float]] = {}
+    for row in json.loads(_output(command, timeout)):
+        by.setdefault(row["n_prompt"], {})[str(row["repack"])] = row["avg_ts"]
+    return {
+        "prefill": {length: max(rates.values()) for length, rates in by.items()},
+        "prefill_by": by,
+    }
 
 
 def _listed(values: Sequence[int]) -> str:

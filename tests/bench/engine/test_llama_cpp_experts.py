@@ -27,9 +27,10 @@ import json, sys
 args = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 numbers = lambda name: [int(word) for word in args.get(name, "0").split(",")]
 rows = [
-    {"n_threads": t, "n_depth": d, "n_prompt": p, "avg_ts": 10.0 * t - int(args["-ncmoe"]),
-     "build_commit": "abc"}
+    {"n_threads": t, "n_depth": d, "n_prompt": p, "repack": bool(r), "build_commit": "abc",
+     "avg_ts": 10.0 * t - int(args["-ncmoe"]) - r}
     for t in numbers("-t") for d in numbers("-d") for p in numbers("-p")
+    for r in numbers("--repack")
 ]
 print(json.dumps(rows))
 """
@@ -50,7 +51,9 @@ def test_the_best_number_of_threads(args: argparse.Namespace) -> None:
     found = llama_decode(args, CONFIG, 0.5, 60)
     assert found["decode"] == {0: 28.0, 8: 28.0} and found["threads"] == {0: 3, 8: 3}
     assert found["decode_by"][8] == {2: 18.0, 3: 28.0} and found["build"]["build_commit"] == "abc"
-    assert llama_prefill(args, CONFIG, 0.0, 60) == {"prefill": {16: 26.0, 32: 26.0}}
+    prompts = llama_prefill(args, CONFIG, 0.0, 60)
+    assert prompts["prefill"] == {16: 26.0, 32: 26.0}
+    assert prompts["prefill_by"][32] == {"False": 26.0, "True": 25.0}
 
 
 def test_a_program_that_fails_says_why(args: argparse.Namespace) -> None:
