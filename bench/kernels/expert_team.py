@@ -32,7 +32,13 @@ import torch
 
 from bench.common import Rows, bench_parser, numbers, print_table, report, say
 from bench.cpu_limits import ReadProbe
-from hetero_llm.bridge.expert_mailbox import ON_DEVICE, ExpertMailbox, open_mailbox
+from hetero_llm.bridge.expert_mailbox import (
+    ON_DEVICE,
+    ExpertMailbox,
+    open_mailbox,
+    order_for,
+    ordered_inputs,
+)
 from hetero_llm.bridge.host_experts import HostExperts, HostKind, HostLayer, HostMatrices
 from hetero_llm.cpu import native
 from hetero_llm.cpu.expert_team import ExpertTeam, post
@@ -152,7 +158,8 @@ def requests(
 ) -> tuple[np.ndarray, float]:  # fmt: skip
     """Seconds of each request, and the mean number of experts."""
     rng = np.random.default_rng(rows)
-    mailbox.x[:rows] = torch.randn(rows, mailbox.x.shape[1]).to(mailbox.x.dtype)
+    x = torch.randn(rows, mailbox.y.shape[1]).to(mailbox.x.dtype)
+    mailbox.x[:rows] = ordered_inputs(mailbox, x)
     mailbox.weights[:rows] = 1 / mailbox.ids.shape[1]
     times, used = [], []
     begin = perf_counter()
@@ -185,7 +192,9 @@ def measure(args: argparse.Namespace, library: Any, cpus: list[int], probe: Read
             experts = min(shape.experts, room)
             host = layers_of(shape, kind, experts, memory)
             mailbox = open_mailbox(
-                max(args.rows), shape.hidden, shape.chosen, torch.bfloat16, pin=False
+                *(max(args.rows), shape.hidden, shape.chosen, torch.bfloat16),
+                pin=False,
+                order=order_for(kind.name, torch.bfloat16),
             )
             for by_tiles in (False, True) if tiles else (False,):
                 team = ExpertTeam(
