@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from hetero_llm.commands.help_search import show_help, wanted_help
 from hetero_llm.config.args import nearest
 
 _WRONG_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
@@ -35,11 +36,14 @@ class DeferredParser(CommandParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Adds the flags, then parses as argparse does."""
+        """Adds the flags, then parses as argparse does; `--help=WORD` shows a part of the help."""
         if self.fill is not None:
             fill, self.fill = self.fill, None
             self.words = args
             fill(self)
+        wanted = None if self._subparsers else wanted_help(args or ())
+        if wanted is not None:
+            show_help(self, wanted)
         return super().parse_known_args(args, namespace)
 
 
