@@ -50,7 +50,7 @@ def invocations_endpoint(context: Context, handlers: Mapping[str, Handler]) -> H
 
 def _route_of(names: Sequence[str], context: Context) -> str:
     pooling = context.client.info.pooling
-    routes = _OF_TEXT
+    routes: Sequence[tuple[str, str]] = _OF_TEXT
     if pooling is not None:
         of_input = [route for task, route in _OF_INPUT if task in pooling.tasks]
         routes = (*_OF_POOLING, ("input", (*of_input, "/pooling")[0]))

@@ -118,8 +118,7 @@ def check(case: Case, device: torch.device, seed: int = 0) -> int:
 
 
 def run(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """What the kernel and the reference return, and how many rows have pieces of a tile of several
-    sequences."""
+    """What kernel and reference return, and how many rows have pieces of a tile of sequences."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     num = len(case.sequences)
