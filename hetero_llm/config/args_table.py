@@ -186,6 +186,7 @@ _TOKENIZER = grouped(
         "'auto' takes the fast tokenizer if there is one, 'slow' never does.",
         choices=("auto", "slow"),
         later_choices=("mistral",),
+        harmless=("hf",),
     ),
     argument("tokenizer_revision", _STR, "Branch, tag or commit of the tokenizer."),
     argument(

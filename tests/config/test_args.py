@@ -432,3 +432,7 @@ def test_auto_or_an_integer() -> None:
             resolve_engine_args({"model": "demo", "max_model_len": value})
         )
         assert config.max_model_len is None and config.fit_max_model_len
+
+
+def test_vllms_name_of_the_fast_tokenizer() -> None:
+    assert resolve(tokenizer_mode="hf")["tokenizer_mode"] == "auto"

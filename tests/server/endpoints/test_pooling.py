@@ -191,7 +191,7 @@ def test_the_openai_client(embedder: Served, folder: Path) -> None:
                                       "text_2; data_1 and data_2; queries and documents",
                                       "text_1")),
         ("/score", {"text_1": ["w0", "w1"], "text_2": ["w0"]},
-         ("text_2='1 texts': one text, or 2 as in text_1, can be compared", "text_2")),
+         ("text_2='1 texts': must be 2, as many as text_1 has, unless that is one text", "text_2")),
         ("/score", {"text_1": "w0", "text_2": ["w0", 3]}, ("text_2[1]: must be a text",
                                                            "text_2[1]")),
         ("/rerank", {"documents": ["w0"]}, ("query is required", "query")),
