@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from hetero_llm.commands.help_search import show_help, wanted_help
 from hetero_llm.config.args import nearest
 
 _WRONG_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
+
+_PART_OF_HELP = "--help="
 
 Fill = Callable[["DeferredParser"], None]
 
@@ -41,9 +42,12 @@ class DeferredParser(CommandParser):
             fill, self.fill = self.fill, None
             self.words = args
             fill(self)
-        wanted = None if self._subparsers else wanted_help(args or ())
-        if wanted is not None:
-            show_help(self, wanted)
+        if self._subparsers is None:
+            for word in args or ():
+                if word.startswith(_PART_OF_HELP):
+                    from hetero_llm.commands.help_search import show_help
+
+                    show_help(self, word.removeprefix(_PART_OF_HELP))
         return super().parse_known_args(args, namespace)
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import pydoc
 import sys
-from collections.abc import Sequence
 
-_SWITCH = "--help="
 _OF_VLLM = {
     "frontend": ("server", "serving"),
     "modelconfig": ("model", "tokenizer"),
@@ -21,11 +19,6 @@ _OF_VLLM = {
     "poolerconfig": ("embeddings and scores",),
 }
 """vLLM's groups of arguments -> ours."""
-
-
-def wanted_help(words: Sequence[str]) -> str | None:
-    """The word of the first `--help=WORD`; None without one."""
-    return next((word.removeprefix(_SWITCH) for word in words if word.startswith(_SWITCH)), None)
 
 
 def show_help(parser: argparse.ArgumentParser, wanted: str) -> None:
