@@ -18,6 +18,7 @@ from hetero_llm.gpu.kernels.tree_verify import VerifiedTrees, make_verified_tree
 from hetero_llm.gpu.step_buffer import RING, StepBuffer, StepInputs
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import Attend, CausalLM
+from hetero_llm.models.mixtral import MixtralBlock
 from hetero_llm.runner.kv_cache import PagedKVCache
 
 
@@ -164,6 +165,24 @@ class DeviceStep:
         hidden = self._model(input_ids, inputs.positions, attention)
         self._adapters.end()
         return hidden
+
+    @torch.inference_mode()
+    def run_large_mixture(self) -> None:
+        """Compiles what a mixture's kernels are for steps larger than captured ones. Their tiles
+        grow with the number of rows, by powers of two; the mixtures of a model are alike."""
+        blocks = (module for module in self._model.modules() if isinstance(module, MixtralBlock))
+        block = next(blocks, None)
+        if block is None or block.experts.host_memory is not None:
+            return
+        router, experts = block.router, block.experts
+        if experts.function == experts.plain:
+            return
+        rows, most = len(self.hidden), len(self._input_ids)
+        x = self.hidden.new_zeros(most, self.hidden.shape[1])
+        self._adapters.begin(None)
+        while rows < most:
+            rows = min(2 * rows, most)
+            experts.function(x[:rows], *router(x[:rows]), experts.gate_up, experts.down)
 
     def sample(self, inputs: StepInputs[torch.Tensor], hidden: torch.Tensor, count: int) -> None:
         """Samples the step's first `count` tokens into `tokens` and `last_tokens`.

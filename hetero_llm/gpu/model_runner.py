@@ -160,7 +160,8 @@ class GpuModelRunner:
             first step.
         filler: fills the input buffers.
         graphs: None: all steps run uncaptured.
-        bodies: of a dry runner: the steps that would be captured, for `compile_ahead`.
+        bodies: of a dry runner: the steps that would be captured and what else a start runs, for
+            `compile_ahead`.
     """
 
     # large: the sizes of a step decide those of all parts.
@@ -274,7 +275,7 @@ class GpuModelRunner:
                 adapter_loads=self._adapters.overlaps_loads,
             )
             if dry:
-                self.bodies = steps.bodies
+                self.bodies = [*steps.bodies, self._device_step.run_large_mixture]
             else:
                 self.graphs = steps
         if not dry:
@@ -296,6 +297,7 @@ class GpuModelRunner:
             self._device_step.sample_processed(logits, SampleRows(padding))
         if self.graphs is not None:
             self.graphs.capture()
+            self._device_step.run_large_mixture()
 
     @property
     def profile(self) -> list[tuple[int, float]]:

@@ -90,7 +90,7 @@ def _add_rms_norm(
     tl.store(out_ptr + place, row, mask=columns < SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])  # with groups it is the number of rows
 def _quantized_rms_norm(
     codes_ptr, scales_ptr, width, scale_stride, x_ptr, residual_ptr, weight_ptr, eps,
     SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GEMMA: tl.constexpr,

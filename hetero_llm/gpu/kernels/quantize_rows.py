@@ -156,7 +156,7 @@ def store_quantized_row(
     tl.store(codes + row * width + lane, _join_codes(low, high), mask=lane < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])  # with groups it is the number of rows
 def quantize_rows_kernel(
     codes,  # [m, width] int16 lanes
     scales,  # [m] float32, or [groups] of stride scale_stride with the rows next to each other
