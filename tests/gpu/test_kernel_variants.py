@@ -20,10 +20,18 @@ from hetero_llm.engine.inputs.input_processor import InputProcessor, Prompt
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.gpu import graph_set, model_runner
 from hetero_llm.gpu.fused import speed_up
+from hetero_llm.gpu.kernels.exchange import apply_step_inputs, fetch_pinned
 from hetero_llm.gpu.kernels.launch import INTERPRETED
+from hetero_llm.gpu.kernels.lora_product import group_rows
 from hetero_llm.gpu.kernels.norm import quantized_rms_norm
 from hetero_llm.gpu.kernels.quantize_rows import quantize_rows
 from hetero_llm.gpu.kernels.quantized_gemm import prepare
+from hetero_llm.gpu.kernels.sample import (
+    ROW_FIELDS,
+    SampleRows,
+    make_sample_workspace,
+    sample_tokens,
+)
 from hetero_llm.gpu.kernels.skinny_gemm import choose, linear, serves
 from hetero_llm.gpu.model_runner import GpuModelRunner
 from hetero_llm.kv_cache.block_manager import BlockManager
@@ -35,7 +43,11 @@ from hetero_llm.quantization.matrix import BLOCK_ROWS
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.scheduler.scheduler import Scheduler
 from tests.helpers.drafters import Garbage
-from tests.helpers.kernel_variants import BodiesAgain, only_recorded
+from tests.helpers.kernel_variants import (
+    BodiesAgain,
+    only_recorded,
+    use_references_for_step_inputs,
+)
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
 from tests.quantization.matrices import random_matrix
 
@@ -58,6 +70,7 @@ def bodies_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner, "GraphSet", BodiesAgain)
     monkeypatch.setattr(graph_set, "replay_seconds", lambda _, keys: [1e-3] * len(keys))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    use_references_for_step_inputs(monkeypatch)
 
 
 @pytest.mark.usefixtures("bodies_again")
@@ -82,7 +95,7 @@ def test_requests_need_no_kernel_that_the_start_lacks(
         if isinstance(module, Linear):
             module.product = product
     shape = KVCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, 16, dtype)
-    with only_recorded(exchanges=False) as compiled:
+    with only_recorded() as compiled:
         runner = GpuModelRunner(
             model,
             config,
@@ -96,7 +109,7 @@ def test_requests_need_no_kernel_that_the_start_lacks(
     rng = np.random.default_rng(4)
     batches = [[1], [37], [515], [600], [700, 3], [1031], [1600]]
     batches += [rng.integers(1, 400, size).tolist() for size in (3, 8)]
-    with only_recorded(exchanges=True) as needed:
+    with only_recorded() as needed:
         for drafter in (None, Garbage({}, VOCAB_SIZE)):
             serve(runner, batches, rng, drafter)
     assert len(compiled) > 20 and len(needed) > 15
@@ -138,11 +151,56 @@ def serve(
             engine.step()
 
 
+def test_one_kernel_takes_step_inputs_of_any_size_from_any_place() -> None:
+    ring, words = torch.zeros(2, 400, dtype=torch.int32), torch.zeros(400, dtype=torch.int32)
+    last, tables, turns = torch.zeros(4).long(), torch.zeros(4, 9).int(), torch.zeros(2).int()
+    with only_recorded() as needed:
+        for size, begin in ((1, 0), (16, 1), (17, 2)):
+            turn, tokens = turns[begin % 2 :][:1], words[begin : begin + size]
+            fetch_pinned(ring, turn, out=words[: 4 * size])
+            apply_step_inputs(
+                tokens,
+                tokens,
+                last,
+                tables,
+                words[begin : begin + 3 * size].view(3, size),
+                words[begin : begin + 1],
+                turn=turn,
+                ring_size=2,
+                out=tokens,
+            )
+    assert len(needed) == 2
+
+
+def test_one_kernel_samples_from_any_place_in_a_buffer() -> None:
+    workspace = make_sample_workspace(4, VOCAB_SIZE, torch.device("cpu"))
+    words, last = torch.zeros(4 * ROW_FIELDS + 4, dtype=torch.int32), torch.zeros(5).long()
+    with only_recorded() as needed:
+        for begin in (0, 1):
+            rows = words[begin : begin + 4 * ROW_FIELDS].view(ROW_FIELDS, 4)
+            sample_tokens(
+                torch.zeros(4, VOCAB_SIZE),
+                SampleRows(rows),
+                workspace,
+                slots=words[begin : begin + 4],
+                last_tokens=last[begin : begin + 4],
+                out=last[begin : begin + 4],
+            )
+    assert len(needed) == 2
+
+
+def test_one_kernel_groups_the_rows_of_adapters_in_all_large_steps() -> None:
+    with only_recorded() as needed:
+        for rows in (graph_set.MAX_GRAPH_TOKENS, 700, 1025, 8192):
+            group_rows(torch.zeros(rows, dtype=torch.int32), num_slots=4, block=16)
+    assert len(needed) == 1
+
+
 def test_one_kernel_quantizes_any_number_of_rows() -> None:
     """With scales of groups their stride is that number, rounded up."""
     matrix = prepare(random_matrix("fp8", 144, 256, group=128, rows=BLOCK_ROWS))
     weight = torch.ones(256, dtype=torch.bfloat16)
-    with only_recorded(exchanges=False) as needed:
+    with only_recorded() as needed:
         for rows in range(1, 20):
             x = torch.ones(rows, 256, dtype=torch.bfloat16)
             quantize_rows(x, matrix)

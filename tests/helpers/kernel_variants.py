@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from hetero_llm.gpu import device_step
 from hetero_llm.gpu.kernels import exchange, tree_verify
 
 Variant = tuple[str, str]
@@ -26,19 +29,13 @@ Variant = tuple[str, str]
 
 
 @contextmanager
-def only_recorded(*, exchanges: bool) -> Iterator[set[Variant]]:
-    """Launches of the block leave their variants in the set that it gets, and run nothing but the
-    kernels of `exchange`: operators of torch index by what those write. They index by sampled
-    tokens, too, so new tensors hold zeros."""
+def only_recorded() -> Iterator[set[Variant]]:
+    """Launches of the block run nothing: they leave their variants in the set that it gets.
+    Operators of torch may index by what kernels would have written, so new tensors hold zeros."""
     found: set[Variant] = set()
-    run = InterpretedFunction.run
-    running = (exchange.__name__, tree_verify.__name__) if exchanges else ()
 
-    def record(self: Any, *args: Any, **options: Any) -> None:
-        chosen = {name: value for name, value in options.items() if name not in ("grid", "warmup")}
-        found.add((self.fn.__name__, _described(self, args, chosen)))
-        if self.fn.__module__ in running:
-            run(self, *args, **options)
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.add((self.fn.__name__, _described(self, args, options)))
 
     with (
         mock.patch.object(InterpretedFunction, "run", record),
@@ -46,6 +43,29 @@ def only_recorded(*, exchanges: bool) -> Iterator[set[Variant]]:
         mock.patch.object(torch, "empty_like", torch.zeros_like),
     ):
         yield found
+
+
+def use_references_for_step_inputs(patch: pytest.MonkeyPatch) -> None:
+    """What brings a step's inputs to the device and its results back is computed, beside the
+    launches of its kernels: the host depends on it."""
+
+    def apply(*args: Any, turn: Any, ring_size: int, out: torch.Tensor) -> torch.Tensor:
+        exchange.apply_step_inputs(*args, turn=turn, ring_size=ring_size, out=out)
+        return out.copy_(exchange.apply_step_inputs_reference(*args, turn, ring_size))
+
+    def both(module: ModuleType, name: str) -> None:
+        kernel, reference = getattr(module, name), getattr(module, f"{name}_reference")
+
+        def call(*args: Any, **named: Any) -> None:
+            kernel(*args, **named)
+            reference(*args, **named)
+
+        patch.setattr(device_step, name, call)
+
+    patch.setattr(device_step, "apply_step_inputs", apply)
+    both(exchange, "fetch_pinned")
+    both(exchange, "send_results")
+    both(tree_verify, "verify_trees")
 
 
 @cache

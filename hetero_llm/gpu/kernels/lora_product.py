@@ -36,6 +36,10 @@ from hetero_llm.gpu.kernels.quantized_product import QuantizedProduct
 from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig
 from hetero_llm.models.layers import Product
 
+_SORTED_AT_ONCE = 512
+"""Rows that `align` looks at together: as many as the largest captured step has, so that larger
+steps need no other kernel."""
+
 
 class StepRows:
     """The adapters of the rows of one forward pass.
@@ -90,7 +94,7 @@ def group_rows(slots: Tensor, *, num_slots: int, block: int) -> RowGroups:
         block: see `RowGroups`.
     """
     assert slots.dtype == torch.int32 and slots.ndim == 1, (slots.dtype, slots.shape)
-    groups = align((slots + 1)[:, None], num_slots + 1, block)
+    groups = align((slots + 1)[:, None], num_slots + 1, block, chunk=_SORTED_AT_ONCE)
     assert groups.pairs is not None
     return RowGroups(groups.pairs, groups.experts, len(slots), block)
 
