@@ -182,7 +182,8 @@ class DeviceStep:
         self._adapters.begin(None)
         while rows < most:
             rows = min(2 * rows, most)
-            experts.function(x[:rows], *router(x[:rows]), experts.gate_up, experts.down)
+            ids, weights = router(x[:rows])
+            experts.function(x[:rows], ids, weights, experts.gate_up, experts.down)
 
     def sample(self, inputs: StepInputs[torch.Tensor], hidden: torch.Tensor, count: int) -> None:
         """Samples the step's first `count` tokens into `tokens` and `last_tokens`.
