@@ -11,10 +11,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.helpers.forks import Forks
 
 settings.register_profile(
     "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -75,4 +79,26 @@ def free_drafts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepTimes, "observe", lambda *_: None)
         patch.setattr(ProposalAccount, "set_step_times", lambda *_: None)
+        yield
+
+
+@pytest.fixture(scope="session")
+def _engine_forks() -> Iterator[Forks]:
+    from tests.helpers.forks import Forks, engines
+
+    with Forks(engines) as forks:
+        yield forks
+
+
+@pytest.fixture(scope="module")
+def forked_engines(_engine_forks: Forks) -> Iterator[None]:
+    """Engines, ranks and draft workers of these tests are forked from a process that has imported
+    what they need."""
+    from hetero_llm.distributed import rank_processes
+    from hetero_llm.engine.processes import engine_launcher
+    from hetero_llm.spec_decode.draft_model import worker_client
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (engine_launcher, rank_processes, worker_client):
+            patch.setattr(module, "subprocess", _engine_forks)
         yield
