@@ -83,7 +83,7 @@ def free_drafts() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def _engine_forks() -> Iterator[Forks]:
+def engine_forks() -> Iterator[Forks]:
     from tests.helpers.forks import Forks, engines
 
     with Forks(engines) as forks:
@@ -91,7 +91,7 @@ def _engine_forks() -> Iterator[Forks]:
 
 
 @pytest.fixture(scope="module")
-def forked_engines(_engine_forks: Forks) -> Iterator[None]:
+def forked_engines(engine_forks: Forks) -> Iterator[None]:
     """Engines, ranks and draft workers of these tests are forked from a process that has imported
     what they need."""
     from hetero_llm.distributed import rank_processes
@@ -100,5 +100,5 @@ def forked_engines(_engine_forks: Forks) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (engine_launcher, rank_processes, worker_client):
-            patch.setattr(module, "subprocess", _engine_forks)
+            patch.setattr(module, "subprocess", engine_forks)
         yield
