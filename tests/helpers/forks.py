@@ -121,12 +121,14 @@ class Forks:
             with self._lock:
                 end = self._end or self._start()
                 libc = ctypes.CDLL(None)
-                # The process that forks it ends at once: it becomes a child of this one.
+                # The process that forks it ends at once; the kernel makes it a child of this one.
                 libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
                 try:
                     data = json.dumps(request).encode()
                     socket.send_fds(end, [data], [out, errors, *pass_fds])
-                    return Fork(int(end.recv(_MOST_BYTES)))
+                    reply = end.recv(_MOST_BYTES)
+                    assert reply, "the origin has ended"
+                    return Fork(int(reply))
                 finally:
                     libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
