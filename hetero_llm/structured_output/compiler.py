@@ -22,8 +22,12 @@ from numpy.typing import NDArray
 from hetero_llm.core.errors import ConfigError, SamplingError
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.structured_outputs import StructuredOutputsParams, ToolOutputParams
-from hetero_llm.structured_output.grammar_text import ConstraintGrammar, constraint_grammar
-from hetero_llm.structured_output.json_schema import place_of
+from hetero_llm.structured_output.grammar_text import (
+    ConstraintGrammar,
+    constraint_grammar,
+    schema_text,
+)
+from hetero_llm.structured_output.json_schema import place_of, schemas_below
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -38,7 +42,12 @@ _FIRST_FUEL, _STEP_FUEL = 200_000, 50_000
 """Expressions that a lexer may make for the first mask and for a later one. llguidance's own limits
 are 1,000,000 and 200,000, with which `((a{100}){100}){100}` takes 5 s of a step (here 0.5), and
 grammars of 128 KB need no more than these."""
+_SHARED = ("$schema", "$defs", "definitions")
+"""Keywords of a root that its parts refer to."""
+_MOST_TRIES = 200
+"""Parts of a schema that are compiled to find out which one is wrong."""
 _FEATURE = "structured_outputs"
+_ASIDE = re.compile(r"\n<|\n *while processing|\. Enable '")
 _CROWDED = re.compile(r"Current row has (\d+) items; max is (\d+)")
 
 
@@ -179,9 +188,26 @@ class GrammarCompiler:
             why = reason if one.text == written.text else self._made(one.text).why_useless
             if why:
                 schema = one.source.schema
-                path, value = place_of(why, schema) or ("", schema)
+                path, value = place_of(why, schema) or self._innermost(schema, why)
                 return SamplingError(one.source.at(path), value, _plain(why))
         return SamplingError(written.field, written.value, _plain(reason))
+
+    def _innermost(self, schema: Any, why: str) -> tuple[str, Any]:
+        """The path and value of the innermost schema that cannot be followed for this reason; the
+        whole schema if none of its parts tells, or after `_MOST_TRIES`."""
+        path, value = "", schema
+        if not isinstance(schema, dict):
+            return path, value
+        shared = {name: schema[name] for name in _SHARED if name in schema}
+        parts = list(schemas_below(schema))
+        for _ in range(_MOST_TRIES):
+            if not parts:
+                break
+            place, part = parts.pop(0)
+            reason = self._made(schema_text({**part, **shared})).why_useless
+            if _plain(reason) == _plain(why):
+                path, value, parts = path + place, part, list(schemas_below(part))
+        return path, value
 
     def knows(self, grammar: Grammar) -> bool:
         """Whether the grammar is compiled, so that `open` takes microseconds."""
@@ -413,8 +439,8 @@ class _Words:
 
 def _plain(text: str) -> str:
     """llguidance's message without the parser's state, and without its advice to those who write
-    grammars."""
-    plain = text.partition("\n<")[0].strip()
+    grammars or set its options."""
+    plain = _ASIDE.split(text, maxsplit=1)[0].strip()
     crowded = _CROWDED.search(plain)
     if crowded is None:
         return plain
