@@ -155,6 +155,7 @@ class CallReader:
         yield from expect(source, "{")
         name = call_id = None
         held: list[str] = []
+        has_arguments = False
         while (yield from skip_space(source, ",")) != "}":
             key = yield from string(source)
             yield from skip_space(source)
@@ -165,10 +166,10 @@ class CallReader:
                 self._begin(name, call_id)
                 for piece in held:
                     writer.arguments(piece)
-            elif key in body.argument_keys:
+            elif key in body.argument_keys and not has_arguments:
                 write = held.append if name is None else writer.arguments
                 yield from self._arguments(char, write)
-                self._is_closed = True
+                self._is_closed = has_arguments = True
             elif key == "id" and char == '"':
                 call_id = yield from string(source)
             else:
@@ -257,8 +258,7 @@ class CallReader:
                 raise NotACall
             self._begin(name)
             writer.arguments("{")
-            schema = self.schemas.get(name, {}).get("properties")
-            types = schema if isinstance(schema, Mapping) else {}
+            types = _types_in(self.schemas.get(name, {}))
             first = True
             while True:
                 yield from skip_space(source)
@@ -281,7 +281,7 @@ class CallReader:
                 return
 
     def _parameter(
-        self, body: TaggedCalls, types: Mapping[str, Any], *, first: bool
+        self, body: TaggedCalls, types: Mapping[str, set[str]], *, first: bool
     ) -> Reading[None]:
         source, writer = self.source, self.writer
         key = (yield from until(source, body.key_ends)).strip()
@@ -291,7 +291,7 @@ class CallReader:
         writer.arguments(f"{'' if first else ', '}{json.dumps(key, ensure_ascii=False)}: ")
         if body.trims:
             yield from comes(source, "\n")
-        wanted = _types_of(types.get(key))
+        wanted = types.get(key, _STRING)
         if wanted == {"string"}:
             writer.arguments('"')
             yield from self._until_value_ends(
@@ -407,21 +407,49 @@ def _ignore(text: str) -> None:
     """For values of keys that have no meaning."""
 
 
-def _types_of(schema: Any) -> set[str]:
-    """The JSON types that a schema allows; a parameter without a type is a string."""
+_STRING = {"string"}
+"""The type of a parameter that has none."""
+
+
+def _types_in(parameters: Mapping[str, Any]) -> dict[str, set[str]]:
+    """The JSON types that each parameter of a function may have."""
+    properties = parameters.get("properties")
+    if not isinstance(properties, Mapping):
+        return {}
+    return {name: _types_of(one, parameters, ()) for name, one in properties.items()}
+
+
+def _types_of(schema: Any, root: Mapping[str, Any], seen: tuple[str, ...]) -> set[str]:
+    """The JSON types that a schema within `root` allows.
+
+    Args:
+        seen: references that led here.
+    """
     if not isinstance(schema, Mapping):
-        return {"string"}
+        return _STRING
+    pointer = schema.get("$ref")
+    if isinstance(pointer, str) and pointer not in seen:
+        return _types_of(_referred(pointer, root), root, (*seen, pointer))
     found = schema.get("type")
     if isinstance(found, str):
         return {found}
     if isinstance(found, list):
         return {str(one) for one in found}
-    if "enum" in schema:
-        return {_json_type(one) for one in schema["enum"]}
+    if "enum" in schema or "const" in schema:
+        return {_json_type(one) for one in schema.get("enum", [schema.get("const")])}
     for word in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(word), list):
-            return set().union(*(_types_of(one) for one in schema[word]))
-    return {"string"} if not schema.keys() & {"properties", "items", "$ref"} else {"object"}
+            return set().union(*(_types_of(one, root, seen) for one in schema[word]))
+    return _STRING if not schema.keys() & {"properties", "items", "$ref"} else {"object"}
+
+
+def _referred(pointer: str, root: Mapping[str, Any]) -> Any:
+    """What a pointer such as "#/$defs/Color" stands for; None if there is nothing."""
+    found: Any = root
+    for name in pointer.removeprefix("#").split("/")[1:]:
+        plain = name.replace("~1", "/").replace("~0", "~")
+        found = found.get(plain) if isinstance(found, Mapping) else None
+    return found
 
 
 def _json_type(constant: Any) -> str:
