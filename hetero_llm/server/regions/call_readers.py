@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hetero_llm.server.regions.argument_types import STRING, types_in
 from hetero_llm.server.regions.formats import (
     HeadedCalls,
     JsonCalls,
@@ -258,7 +259,7 @@ class CallReader:
                 raise NotACall
             self._begin(name)
             writer.arguments("{")
-            types = _types_in(self.schemas.get(name, {}))
+            types = types_in(self.schemas.get(name, {}))
             first = True
             while True:
                 yield from skip_space(source)
@@ -281,7 +282,7 @@ class CallReader:
                 return
 
     def _parameter(
-        self, body: TaggedCalls, types: Mapping[str, set[str]], *, first: bool
+        self, body: TaggedCalls, types: Mapping[str, frozenset[str]], *, first: bool
     ) -> Reading[None]:
         source, writer = self.source, self.writer
         key = (yield from until(source, body.key_ends)).strip()
@@ -291,8 +292,8 @@ class CallReader:
         writer.arguments(f"{'' if first else ', '}{json.dumps(key, ensure_ascii=False)}: ")
         if body.trims:
             yield from comes(source, "\n")
-        wanted = types.get(key, _STRING)
-        if wanted == {"string"}:
+        wanted = types.get(key, STRING)
+        if wanted == STRING:
             writer.arguments('"')
             yield from self._until_value_ends(
                 body, lambda text: writer.arguments(text.translate(_QUOTED_ESCAPES))
@@ -407,57 +408,7 @@ def _ignore(text: str) -> None:
     """For values of keys that have no meaning."""
 
 
-_STRING = {"string"}
-"""The type of a parameter that has none."""
-
-
-def _types_in(parameters: Mapping[str, Any]) -> dict[str, set[str]]:
-    """The JSON types that each parameter of a function may have."""
-    properties = parameters.get("properties")
-    if not isinstance(properties, Mapping):
-        return {}
-    return {name: _types_of(one, parameters, ()) for name, one in properties.items()}
-
-
-def _types_of(schema: Any, root: Mapping[str, Any], seen: tuple[str, ...]) -> set[str]:
-    """The JSON types that a schema within `root` allows.
-
-    Args:
-        seen: references that led here.
-    """
-    if not isinstance(schema, Mapping):
-        return _STRING
-    pointer = schema.get("$ref")
-    if isinstance(pointer, str) and pointer not in seen:
-        return _types_of(_referred(pointer, root), root, (*seen, pointer))
-    found = schema.get("type")
-    if isinstance(found, str):
-        return {found}
-    if isinstance(found, list):
-        return {str(one) for one in found}
-    if "enum" in schema or "const" in schema:
-        return {_json_type(one) for one in schema.get("enum", [schema.get("const")])}
-    for word in ("anyOf", "oneOf", "allOf"):
-        if isinstance(schema.get(word), list):
-            return set().union(*(_types_of(one, root, seen) for one in schema[word]))
-    return _STRING if not schema.keys() & {"properties", "items", "$ref"} else {"object"}
-
-
-def _referred(pointer: str, root: Mapping[str, Any]) -> Any:
-    """What a pointer such as "#/$defs/Color" stands for; None if there is nothing."""
-    found: Any = root
-    for name in pointer.removeprefix("#").split("/")[1:]:
-        plain = name.replace("~1", "/").replace("~0", "~")
-        found = found.get(plain) if isinstance(found, Mapping) else None
-    return found
-
-
-def _json_type(constant: Any) -> str:
-    names = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
-    return names.get(type(constant), "object")
-
-
-def _as_json(text: str, wanted: set[str]) -> str:
+def _as_json(text: str, wanted: frozenset[str]) -> str:
     """The JSON of a value that stands in a tag, which is none or a string if it is no JSON."""
     bare = text.strip()
     scanner = JsonScanner(PYTHON)
@@ -466,13 +417,14 @@ def _as_json(text: str, wanted: set[str]) -> str:
     if scanner.done and end == len(bare):
         written = scanner.take()
         is_string = written.startswith('"')
-        if not ("string" in wanted and (is_string or _type_of(written) not in wanted)):
+        if not ("string" in wanted and (is_string or wanted.isdisjoint(_types_of(written)))):
             return written
     return json.dumps(text, ensure_ascii=False)
 
 
-def _type_of(written: str) -> str:
-    """The type of a JSON value. An integer is also a number; "integer" says less."""
-    return {"{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}.get(
-        written[0], "number"
-    )
+def _types_of(written: str) -> set[str]:
+    """The types that a JSON value has: an integer is a number, too."""
+    if re.fullmatch("-?[0-9]+", written):
+        return {"integer", "number"}
+    kinds = {"{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
+    return {kinds.get(written[0], "number")}
