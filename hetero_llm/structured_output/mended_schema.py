@@ -23,6 +23,7 @@ from hetero_llm.structured_output.json_schema import (
 
 _UNKNOWN = frozenset({"propertyNames", "uniqueItems", "unevaluatedProperties"})
 """Keywords that llguidance does not know and some of whose values others can say."""
+_WATCHED = _UNKNOWN | {"format", "minimum", "pattern", "patternProperties"}
 _ANNOTATIONS = frozenset({"type", "title", "description", "$comment", "default", "examples"})
 
 
@@ -52,6 +53,8 @@ def mended(schema: Any, schemas: Schemas) -> Any:
 
 
 def _needs_mending(one: dict[str, Any]) -> bool:
+    if one.keys().isdisjoint(_WATCHED):
+        return False
     if not one.keys().isdisjoint(_UNKNOWN) or _is_too_low(one.get("minimum")):
         return True
     if "format" in one and (one["format"] not in _PLAIN or "pattern" in one):
