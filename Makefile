@@ -58,7 +58,7 @@ test: $(STAMP)
 # On one GPU and 16 cores. Most of a first run is compiling kernels, so almost as many workers as cores.
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu -m "not alone" -n $(GPU_TEST_WORKERS) --dist worksteal
-	$(BIN)/python -m pytest tests/gpu -m alone
+	$(BIN)/python -m pytest tests/gpu/test_memory_cuda.py
 
 # Real servers and draft workers that are killed, stopped, starved and lied to.
 test-faults: $(STAMP)

@@ -1,7 +1,7 @@
 """Milliseconds a step of a mixture that the GPU does not hold, against what memory allows.
 
     python -m bench.engine.hybrid_experts [--layers 24] [--resident 0.48] [--batches 1,8]
-        [--traces zipf,recency,uniform] [--seconds 4] [--out FILE]
+        [--traces zipf,recency,uniform] [--seconds 4] [--hand-over] [--out FILE]
 
 The shape is Qwen3-235B-A22B's (hidden 4096, 128 experts of 1536, 8 a token, attention of 64 heads
 with 4 KV heads of 128) with fp8 weights in blocks, reduced to `--layers` of its 94 layers, so that
@@ -29,9 +29,14 @@ Table 1, for each trace and batch:
 - `link_ms`: what streaming the same missed experts takes at least: their bytes at the link's rate,
   in place of the host's; `over_link`: link_ms / ms.
 
-Table 2: `hand_over_us`, p50 and p99 of graphs of 8 exchanges whose experts have next to no weights,
-less a graph of the same layers without a request, for each exchange. The process's other threads
-keep off the team's cores, and the team is woken ahead of each graph, as in the engine.
+Table 2, the hand-over: percentiles of the us of an exchange whose experts have next to no weights,
+8 of them in a graph, less `resident_us`, that of a graph of the same layers without a request. The
+process's other threads keep off the team's cores, and the team is woken ahead of each graph, as in
+the engine. `team_us`: from the number seen by the team to the end of its last barrier, median over
+graphs, and `team_us_of_slow` their mean in the slowest 1% of the graphs: what of p99 is the CPU's.
+`post_us`: what `post` takes longer if it asks; `read_us`: what `wait_add` takes longer if it finds
+an answer that is complete. The rest of an exchange is the number's way to the team, and the wait
+for a look that finds the answer. `--hand-over` measures nothing else.
 
 Table 3, 8 layers whose experts are all in the bank over the same without a bank: `bank_ms` (post
 and wait_add, nothing asked), `plain_ms` (align and combine), `ratio`. No engine has such a bank:
@@ -64,8 +69,15 @@ from torch import Tensor
 from bench.common import Rows, bench_parser, names_of, numbers, print_table, report
 from bench.cpu_limits import ReadProbe
 from bench.engine.expert_placement import SETUPS, TRACES, make_trace
-from bench.gpu_timing import capture, copy_bandwidth, event_ms, link_rate
-from hetero_llm.bridge.expert_mailbox import NO_PART, WHOLES, ExpertMailbox, LinkPart, open_mailbox
+from bench.gpu_timing import call_us, capture, copy_bandwidth, event_ms, link_rate
+from hetero_llm.bridge.expert_mailbox import (
+    COMING,
+    NO_PART,
+    WHOLES,
+    ExpertMailbox,
+    LinkPart,
+    open_mailbox,
+)
 from hetero_llm.bridge.host_experts import HostExperts, HostLayer, HostMatrices
 from hetero_llm.cpu import native
 from hetero_llm.cpu.expert_team import ExpertTeam
@@ -76,6 +88,7 @@ from hetero_llm.expert_offload.step_costs import choose_linked
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.expert_moves import FixedPlacement, Placement
 from hetero_llm.gpu.hybrid_experts import HybridExperts
+from hetero_llm.gpu.kernels.expert_requests import NUMBER, Places, wait_add
 from hetero_llm.gpu.kernels.linked_experts import MOST_TOKENS
 from hetero_llm.gpu.kernels.quantized_experts import quantized_experts
 from hetero_llm.gpu.kernels.skinny_gemm import linear
@@ -89,7 +102,7 @@ ATTENTION = (64 + 2 * 4) * 128 + 64 * 128  # rows of HIDDEN numbers in all of it
 BLOCK = 128
 _PATTERN = 1 << 26
 _RATE = 2e9
-_EXCHANGES, _REPLAYS = 8, 400
+_EXCHANGES, _REPLAYS, _RUNS = 8, 1000, 3
 _RESIDENT_LAYERS = 8
 _TURNS = 4
 
@@ -127,22 +140,29 @@ class Machine:
 
     library: Any
     cpus: tuple[int, ...]
-    dram: float
-    link: float
-    gpu: float
+    dram: float = 0.0
+    link: float = 0.0
+    gpu: float = 0.0
+
+    @classmethod
+    def find(cls) -> Machine:
+        """Without rates."""
+        library = native.load()
+        assert library is not None, "the library could not be built"
+        cpus = compute_cpus(reserve=0)
+        return cls(library, cpus[1:] or cpus)
 
     def team(self, host: HostExperts, box: ExpertMailbox) -> ExpertTeam:
         return ExpertTeam(host, box, self.library, threads=len(self.cpus), cpus=self.cpus)
 
 
 def measure_machine() -> Machine:
-    library = native.load()
-    assert library is not None, "the library could not be built"
-    cpus = compute_cpus(reserve=0)
-    cpus = cpus[1:] or cpus
-    with ReadProbe(1 << 30, len(cpus)) as probe:
+    machine = Machine.find()
+    with ReadProbe(1 << 30, len(machine.cpus)) as probe:
         dram = probe.gigabytes_per_s(3)
-    return Machine(library, cpus, dram, link_rate() / 1e9, copy_bandwidth() * 1e3)
+    return dataclasses.replace(
+        machine, dram=dram, link=link_rate() / 1e9, gpu=copy_bandwidth() * 1e3
+    )
 
 
 class Routes:
@@ -252,7 +272,7 @@ def measure_trace(stack: Stack, name: str, batch: int, seconds: float) -> dict[s
     for kind in ("fixed", "moving"):
         # The same content, by the same observations.
         placement = placement_of(stack, routes.ids[:half], moves=kind == "moving")
-        box = open_mailbox(max(8, batch), HIDDEN, K, BF16, pin=True)
+        box = open_mailbox(max(8, batch), HIDDEN, K, BF16, pin=True, order="bytes")
         team = machine.team(host, box)
         modules = modules_of(layers)
         experts = join_experts(stack.bank, placement, box, modules, wake=team.wake, on_stream=True)
@@ -262,7 +282,6 @@ def measure_trace(stack: Stack, name: str, batch: int, seconds: float) -> dict[s
         stack.bank.hits.zero_()
         times = run_steps(experts, graph, batch, routes.steps - half, seconds)
         torch.cuda.synchronize()
-        team.stop()
         row["ms" if kind == "moving" else "fixed_ms"] = statistics.median(times)
         if kind == "fixed":
             ran = routes.ids[half : half + len(times)]
@@ -281,6 +300,7 @@ def measure_trace(stack: Stack, name: str, batch: int, seconds: float) -> dict[s
         else:
             row["promoted"] = experts.moves.num_promoted
             row["late_ms"] = statistics.median(times[len(times) // 2 :])
+        team.stop()
         del graph, experts, team
     return row
 
@@ -336,39 +356,96 @@ def placement_of(stack: Stack, seen: np.ndarray, *, moves: bool) -> Placement:
     return placement if moves else FixedPlacement(placement.table)
 
 
-def all_layers(modules: list[Experts], x: Tensor, ids: Tensor, weights: Tensor) -> None:
-    for module in modules:
-        module(x, ids, weights)
+@dataclass
+class Exchanges:
+    """Layers whose experts have next to no weights: a layer of them is a hand-over."""
 
+    layers: HostExperts
+    bank: ExpertBank
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
 
-def hand_over(machine: Machine) -> dict[str, Any]:
-    """See the module."""
-    layers = fp8_layers(_EXCHANGES, BLOCK, BLOCK, ExpertMemory())
-    bank = ExpertBank(layers, EXPERTS * _EXCHANGES, staging=EXPERTS, device=torch.device("cuda"))
-    full = np.arange(EXPERTS * _EXCHANGES, dtype=np.int32).reshape(_EXCHANGES, EXPERTS)
-    times: dict[str, np.ndarray] = {}
-    for name, table in (("asks", np.full_like(full, -1)), ("resident", full)):
-        bank.place(table)
-        box = open_mailbox(8, BLOCK, 1, BF16, pin=True)
-        team = machine.team(layers, box)
+    @classmethod
+    def make(cls) -> Exchanges:
+        layers = fp8_layers(_EXCHANGES, BLOCK, BLOCK, ExpertMemory())
+        device = torch.device("cuda")
+        bank = ExpertBank(layers, EXPERTS * _EXCHANGES, staging=EXPERTS, device=device)
+        x = torch.randn(1, BLOCK, device=device).to(BF16)
+        ids = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        return cls(layers, bank, x, ids, torch.ones(1, 1, device=device))
+
+    def join(self, table: np.ndarray, wake: Callable[[], None]) -> HybridExperts:
+        """With a mailbox of its own, and modules that nothing else uses."""
+        self.bank.place(table)
+        box = open_mailbox(8, BLOCK, 1, BF16, pin=True, order="bytes")
         modules = modules_of(_EXCHANGES)
-        join_experts(bank, FixedPlacement(table), box, modules, wake=team.wake, on_stream=True)
-        x = torch.randn(1, BLOCK, device="cuda").to(BF16)
-        ids = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
-        weights = torch.ones(1, 1, device="cuda")
-        graph = capture(partial(all_layers, modules, x, ids, weights))
+        return join_experts(
+            self.bank, FixedPlacement(table), box, modules, wake=wake, on_stream=True
+        )
+
+    def start(self, experts: HybridExperts) -> Places:
+        return experts.start(0, self.x, self.ids, self.weights).places
+
+    def compute(self, experts: HybridExperts) -> None:
+        for layer in range(_EXCHANGES):
+            started = experts.start(layer, self.x, self.ids, self.weights)
+            experts.finish(layer, self.x, self.weights, started)
+
+
+def hand_over(machine: Machine) -> Rows:
+    """See the module: percentiles of exchanges, and what their parts take."""
+    own = Exchanges.make()
+    full = np.arange(EXPERTS * _EXCHANGES, dtype=np.int32).reshape(_EXCHANGES, EXPERTS)
+    times, busy = {}, np.zeros(0)
+    for name, table in (("asks", np.full_like(full, -1)), ("resident", full)):
+        experts = own.join(table, lambda: None)
+        team = machine.team(own.layers, experts.exchange.mailbox)
+        graph = capture(partial(own.compute, experts))
         elsewhere = ThreadsElsewhere(machine.cpus)
-        found = []
+        found, seen = [], []
         for _ in range(_REPLAYS):
             team.wake()  # as the engine does ahead of a step
+            before = team.stats().busy_s
             found.append(event_ms(graph.replay, replays=1))
+            seen.append(team.stats().busy_s - before)
         elsewhere.restore()
         times[name] = np.array(found[20:]) * 1e3 / _EXCHANGES
+        if name == "asks":
+            busy = np.array(seen[20:]) * 1e6 / _EXCHANGES
         torch.cuda.synchronize()
+        experts.finished()
         team.stop()
-    less = float(np.median(times["resident"]))
-    p50, p99 = np.percentile(times["asks"], (50, 99))
-    return {"hand_over_us_p50": p50 - less, "hand_over_us_p99": p99 - less, "resident_us": less}
+    asks, less = times["asks"], float(np.median(times["resident"]))
+    slow = asks >= np.percentile(asks, 99)
+    row: dict[str, Any] = {
+        f"hand_over_us_p{share}": float(np.percentile(asks, share)) - less
+        for share in (10, 50, 90, 99, 100)
+    }
+    row |= {"resident_us": less, "team_us": float(np.median(busy))}
+    row["team_us_of_slow"] = float(busy[slow].mean())
+    return [row | parts_of_hand_over(own, full)]
+
+
+def parts_of_hand_over(own: Exchanges, full: np.ndarray) -> dict[str, float]:
+    """Microseconds that `post` takes longer if it asks, and `wait_add` if the answer is there."""
+    found = {}
+    for name, table in (("asks", np.full_like(full, -1)), ("resident", full)):
+        experts = own.join(table, lambda: None)
+        exchange, box = experts.exchange, experts.exchange.mailbox
+        places = own.start(experts)  # no thread answers it
+        number = int(exchange.state[NUMBER])
+        box.numbers.fill_(number)
+        box.answer[COMING] = number
+        parts = torch.zeros(1, BLOCK, dtype=torch.float32, device="cuda")
+        read = partial(
+            wait_add, parts, own.weights, places, dtype=BF16, exchange=exchange
+        )  # fmt: skip
+        read_us = call_us(read, _EXCHANGES)
+        experts.finished()  # every answer was there
+        found[name] = call_us(partial(own.start, experts), _EXCHANGES), read_us
+    posts, reads = (asks - less for asks, less in zip(*found.values(), strict=True))
+    return {"post_us": posts, "read_us": reads}
 
 
 def all_resident(stack: Stack, batch: int) -> dict[str, Any]:
@@ -377,7 +454,7 @@ def all_resident(stack: Stack, batch: int) -> dict[str, Any]:
     table = np.full(tuple(bank.table.shape), -1, np.int32)
     table[:count] = np.arange(count * EXPERTS).reshape(count, EXPERTS)
     bank.place(table)
-    box = open_mailbox(max(8, batch), HIDDEN, K, BF16, pin=True)
+    box = open_mailbox(max(8, batch), HIDDEN, K, BF16, pin=True, order="bytes")
     modules = modules_of(stack.host.num_layers)
     join_experts(bank, FixedPlacement(table), box, modules, wake=lambda: None, on_stream=True)
     x = torch.randn(batch, HIDDEN, device="cuda").to(BF16)
@@ -443,14 +520,20 @@ def main() -> None:
     parser.add_argument("--batches", type=numbers, default=[1, 8], help="comma-separated")
     parser.add_argument("--traces", type=names_of(TRACES), default=["zipf", "uniform", "recency"])
     parser.add_argument("--seconds", type=float, default=4.0, help="of steps, for each of a line's")
+    parser.add_argument("--hand-over", action="store_true", help="table 2 alone, three times")
     args = parser.parse_args()
     begin = time.monotonic()
+    if args.hand_over:
+        with torch.inference_mode():
+            for _ in range(_RUNS):
+                print_table(hand_over(Machine.find()))
+        return
     machine = measure_machine()
     rates = {"threads": len(machine.cpus), "dram": machine.dram, "link": machine.link,
              "gpu": machine.gpu}  # fmt: skip
     print_table([rates])
     with torch.inference_mode():
-        overs = [hand_over(machine)]
+        overs = hand_over(machine)
         print_table(overs)
         host = fp8_layers(args.layers, INNER, HIDDEN, ExpertMemory())
         print(f"{args.layers} layers on the host after {time.monotonic() - begin:.0f} s")

@@ -32,7 +32,13 @@ import torch
 
 from bench.common import Rows, bench_parser, numbers, print_table, report, say
 from bench.cpu_limits import ReadProbe
-from hetero_llm.bridge.expert_mailbox import ON_DEVICE, ExpertMailbox, open_mailbox
+from hetero_llm.bridge.expert_mailbox import (
+    ON_DEVICE,
+    ExpertMailbox,
+    open_mailbox,
+    order_for,
+    ordered_inputs,
+)
 from hetero_llm.bridge.host_experts import HostExperts, HostKind, HostLayer, HostMatrices
 from hetero_llm.cpu import native
 from hetero_llm.cpu.expert_team import ExpertTeam, post
@@ -99,6 +105,7 @@ def allocate(size: int, *, pinned: bool) -> torch.Tensor:
 def layers_of(shape: Shape, kind: Kind, experts: int, memory: torch.Tensor) -> HostExperts:
     """As many layers as the memory has room for, or as are enough."""
     per_layer = experts * shape.weights * kind.bits // 8
+    assert per_layer <= len(memory), (per_layer, len(memory))
     count = max(1, min(len(memory) // per_layer, -(-_LEAST_BYTES // per_layer)))
     dtype = {"bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(
         kind.name, torch.uint8
@@ -151,7 +158,8 @@ def requests(
 ) -> tuple[np.ndarray, float]:  # fmt: skip
     """Seconds of each request, and the mean number of experts."""
     rng = np.random.default_rng(rows)
-    mailbox.x[:rows] = torch.randn(rows, mailbox.x.shape[1]).to(mailbox.x.dtype)
+    x = torch.randn(rows, mailbox.y.shape[1]).to(mailbox.x.dtype)
+    mailbox.x[:rows] = ordered_inputs(mailbox, x)
     mailbox.weights[:rows] = 1 / mailbox.ids.shape[1]
     times, used = [], []
     begin = perf_counter()
@@ -184,7 +192,9 @@ def measure(args: argparse.Namespace, library: Any, cpus: list[int], probe: Read
             experts = min(shape.experts, room)
             host = layers_of(shape, kind, experts, memory)
             mailbox = open_mailbox(
-                max(args.rows), shape.hidden, shape.chosen, torch.bfloat16, pin=False
+                *(max(args.rows), shape.hidden, shape.chosen, torch.bfloat16),
+                pin=False,
+                order=order_for(kind.name, torch.bfloat16),
             )
             for by_tiles in (False, True) if tiles else (False,):
                 team = ExpertTeam(

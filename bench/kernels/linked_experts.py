@@ -31,13 +31,13 @@ from hetero_llm.gpu.kernels.expert_requests import ON_HOST
 from hetero_llm.gpu.kernels.linked_experts import linked_experts, linked_experts_reference
 from hetero_llm.utils.topology import compute_cpus
 
-_EXPERTS = 64
-_BYTES = 6 << 30
+_EXPERTS = 32
+_BYTES = 2 << 30  # more than processors cache
 _BESIDE_S = 1.5  # of replays that run beside the threads' reads
 
 
 def host_of(shape: Shape, kind: Kind) -> HostExperts:
-    """Layers in page-locked memory, more bytes than a processor caches."""
+    """Layers in page-locked memory."""
     memory = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
     fill_with_weights(memory)
 
@@ -55,15 +55,15 @@ def host_of(shape: Shape, kind: Kind) -> HostExperts:
 def measure(
     shape: Shape,
     kind: Kind,
-    rows: int,
+    host: HostExperts,
     *,
+    rows: int,
     share: float,
     whole: bool,
     probe: ReadProbe,
     rates: dict[str, float],
 ) -> dict[str, Any]:
     """A line of the table."""
-    host = host_of(shape, kind)
     units = max(1, round((1 - share) * shape.inner / LINKED_UNIT))
     part = LinkPart(rows=shape.inner - units * LINKED_UNIT)
     if whole:
@@ -131,10 +131,12 @@ def main() -> None:
     with torch.inference_mode(), ReadProbe(1 << 30, args.threads) as probe:
         rates = {"link": link_rate() / 1e9, "dram": probe.gigabytes_per_s(3)}
         for name in args.kinds:
+            shape, kind = SHAPES[args.shape], KINDS[name]
+            host = host_of(shape, kind)
             for rows, whole in product(args.rows, (False, True)):
                 line = measure(
-                    *(SHAPES[args.shape], KINDS[name], rows),
-                    share=args.share, whole=whole, probe=probe, rates=rates,
+                    shape, kind, host,
+                    rows=rows, share=args.share, whole=whole, probe=probe, rates=rates,
                 )  # fmt: skip
                 table.append({"kind": name, **line})
     about = {"shape": args.shape, "share": args.share, "threads": args.threads, "rates": rates}

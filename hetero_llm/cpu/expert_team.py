@@ -16,7 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hetero_llm.bridge.expert_mailbox import NO_PART, STOPPED, ExpertMailbox, LinkPart
+from hetero_llm.bridge.expert_mailbox import (
+    NO_PART,
+    ORDERS,
+    ROW_UNIT,
+    STOPPED,
+    ExpertMailbox,
+    LinkPart,
+)
 from hetero_llm.bridge.host_experts import HostExperts, HostMatrices
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.cpu import native
@@ -74,7 +81,7 @@ class _Setting(ctypes.Structure):
         ("gate", _LONG),
         ("alpha", _DOUBLE),
         ("limit", _DOUBLE),
-        *((name, _LONG) for name in ("input", "tile_tokens")),
+        *((name, _LONG) for name in ("input", "order", "tile_tokens")),
         ("isa", ctypes.c_int),
         *((name, _POINTER) for name in ("addresses", "ids", "weights", "x", "y")),
         *((name, _POINTER) for name in ("request", "answer")),
@@ -250,8 +257,9 @@ def _setting(
     """The setting without `isa` and `tile_tokens`, and the table of addresses that it names."""
     first = experts.layers[0]
     max_tokens, k = mailbox.ids.shape
-    assert mailbox.x.shape == mailbox.y.shape == (max_tokens, experts.hidden)
-    assert mailbox.ids.dtype == torch.int32 and mailbox.y.dtype == torch.float32
+    assert mailbox.y.shape == (max_tokens, experts.hidden, 2)
+    assert mailbox.x.shape == (max_tokens, -(-experts.hidden // ROW_UNIT) * ROW_UNIT)
+    assert mailbox.ids.dtype == torch.int32 and mailbox.y.dtype == torch.int32
     forms = []
     for name in ("gate_up", "down"):
         matrices = [getattr(layer, name) for layer in experts.layers]
@@ -274,7 +282,8 @@ def _setting(
         layers=experts.num_layers, experts=experts.num_experts, hidden=experts.hidden,
         inner=experts.inner, max_tokens=max_tokens, experts_per_token=k, gate_up=forms[0],
         down=forms[1], gate=_GATES[experts.activation], alpha=experts.alpha, limit=experts.limit,
-        input=_NUMBERS[mailbox.x.dtype], addresses=addresses.ctypes.data,
+        input=_NUMBERS[mailbox.x.dtype], order=ORDERS.index(mailbox.order),
+        addresses=addresses.ctypes.data,
         ids=mailbox.ids.data_ptr(), weights=mailbox.weights.data_ptr(), x=mailbox.x.data_ptr(),
         y=mailbox.y.data_ptr(), request=mailbox.request.data_ptr(),
         answer=mailbox.answer.data_ptr(),

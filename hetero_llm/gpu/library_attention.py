@@ -2,8 +2,11 @@
 
 - One long chunk: cuDNN, the fastest on Hopper. Its causal mask begins at the first key, so a chunk
   that continues a sequence is attended in two parts, its past without a mask and itself causally,
-  joined by their log-sum-exp.
-- Many chunks: FlashAttention-2, which takes sequences of any lengths in one call, windows included.
+  joined by their log-sum-exp. cuDNN plans a shape when it first sees it, some 50 ms on an H200. So
+  shapes are rounded up to few (`rounded_rows`), those of whole prompts are planned at start
+  (`plan_cudnn`), and other chunks go through cuDNN only if they are long.
+- All others: FlashAttention-2, which takes sequences of any lengths in one call, windows included,
+  and plans nothing.
 
 torch's public calls return no log-sum-exp and take no ragged batch in all versions that we support,
 so we call its operators by their own names. Each is tried once against plain torch; where one
@@ -22,6 +25,14 @@ import torch
 from hetero_llm.gpu.kernels.join_parts import join_parts
 
 logger = logging.getLogger(__name__)
+
+_FINE, _COARSE, _COARSE_FROM = 512, 1024, 4096
+"""Rows of a shape are multiples of `_FINE`, and of `_COARSE` from `_COARSE_FROM` on."""
+_PAST = 1024
+"""Keys of a past without a mask are multiples of this; the rest is attended with the chunk."""
+_WHOLE_TOKENS, _LONG_TOKENS = 1024, 4096
+"""Least tokens that go through cuDNN: of a whole prompt that is alone in its step, of any chunk."""
+_TRIED = 64  # tokens of a trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +69,55 @@ def attend_chunk(
     Returns:
         [count, H, D].
     """
-    start, end = keys.start, keys.start + keys.count
+    behind = keys.start % _PAST
+    past, end = keys.start - behind, keys.start + keys.count
     k, v = _gather((key_cache, value_cache), keys.blocks, q.dtype, kv_scales)
-    k, v = k[:end], v[:end]
-    own, own_weight = _cudnn(q, k[start:], v[start:], True, scale)
-    if start == 0:
-        return own
-    past, past_weight = _cudnn(q, k[:start], v[:start], False, scale)
-    return join_parts(own, past, own_weight, past_weight)
+    # Queries of zeros stand for tokens between the past and the chunk; keys of zeros behind the
+    # chunk are hidden from it.
+    own = slice(behind, behind + keys.count)
+    rows = rounded_rows(own.stop)
+    queries = _padded(q, own.start, rows)
+    out, weight = _cudnn(queries, *(_padded(t[past:end], 0, rows) for t in (k, v)), True, scale)
+    out, weight = out[own], weight[own]
+    if past == 0:
+        return out
+    queries = _padded(q, 0, rounded_rows(keys.count))
+    before, before_weight = _cudnn(queries, k[:past], v[:past], False, scale)
+    return join_parts(out, before[: keys.count], weight, before_weight[: keys.count])
+
+
+def rounded_rows(count: int) -> int:
+    """The rows that cuDNN computes for `count` tokens."""
+    step = _FINE if count < _COARSE_FROM else _COARSE
+    return -(-count // step) * step
+
+
+def cudnn_pays(start: int, count: int, *, alone: bool) -> bool:
+    """Whether a chunk is faster through cuDNN than through FlashAttention, if `plan_cudnn` ran.
+
+    Args:
+        start, count: tokens before the chunk, and its own.
+        alone: no other chunk of the step goes through a library.
+    """
+    if count >= _LONG_TOKENS:
+        return True
+    # FlashAttention has 0.77 of cuDNN's speed at 1,024 tokens, 0.56 at 4,096.
+    share = 1.125 if count < 2048 else 1.25
+    is_whole = start == 0 and count >= _WHOLE_TOKENS
+    return alone and is_whole and rounded_rows(count) <= share * count
+
+
+def _padded(values: torch.Tensor, before: int, rows: int) -> torch.Tensor:
+    """[rows, H, D], contiguous: `values` [T, H, D] with `before` rows of zeros ahead of them, and
+    the others behind."""
+    after = rows - before - len(values)
+    if before == after == 0:
+        return values
+    padded = values.new_empty((rows, *values.shape[1:]))
+    padded[:before].zero_()
+    padded[before : before + len(values)] = values
+    padded[rows - after :].zero_()
+    return padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +171,33 @@ def cudnn_works(
     dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
 ) -> bool:
     """Whether `attend_chunk` serves this shape here."""
-    trial = _Trial(dtype, num_heads, num_kv_heads, head_dim, device)
+    start = _PAST + 32
+    trial = _Trial(dtype, num_heads, num_kv_heads, head_dim, device, past=start)
 
     def attend() -> torch.Tensor:
         paged = (trial.paged(t) for t in (trial.k, trial.v))
-        keys = ChunkKeys(torch.arange(6, device=device), 32, 64)
+        keys = ChunkKeys(torch.arange((start + _TRIED) // 16, device=device), start, _TRIED)
         return attend_chunk(trial.q, *paged, keys, scale=trial.scale)
 
     return trial.agrees("cuDNN", attend, None)
+
+
+@functools.cache
+def plan_cudnn(
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+    *,
+    most_tokens: int,
+) -> None:
+    """Lets cuDNN plan the shapes of whole prompts of up to `most_tokens` tokens, each once."""
+    shapes = {rounded_rows(count) for count in range(_WHOLE_TOKENS, most_tokens + 1, _FINE)}
+    for rows in sorted(shapes):
+        q = torch.zeros((rows, num_heads, head_dim), dtype=dtype, device=device)
+        kv = torch.zeros((rows, num_kv_heads, head_dim), dtype=dtype, device=device)
+        _cudnn(q, kv, kv, True, 1.0)
 
 
 @functools.cache
@@ -134,7 +205,7 @@ def flash_works(
     dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
 ) -> bool:
     """Whether `attend_ragged` serves this shape here."""
-    trial = _Trial(dtype, num_heads, num_kv_heads, head_dim, device)
+    trial = _Trial(dtype, num_heads, num_kv_heads, head_dim, device, past=32)
 
     def attend() -> torch.Tensor:
         paged = (trial.paged(torch.cat((t[:32], t))) for t in (trial.k, trial.v))
@@ -158,16 +229,23 @@ def flash_works(
 
 
 class _Trial:
-    """A random chunk of 64 tokens after 32 others."""
+    """A random chunk of `_TRIED` tokens after `past` others."""
 
     def __init__(
-        self, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, device: torch.device
+        self,
+        dtype: torch.dtype,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        device: torch.device,
+        *,
+        past: int,
     ) -> None:
         self._generator = torch.Generator(device).manual_seed(0)
         self._dtype = dtype
         self.scale = dim**-0.5
-        self.q = self._random(64, heads, dim)
-        self.k, self.v = (self._random(96, kv_heads, dim) for _ in range(2))
+        self.q = self._random(_TRIED, heads, dim)
+        self.k, self.v = (self._random(past + _TRIED, kv_heads, dim) for _ in range(2))
 
     def _random(self, *sizes: int) -> torch.Tensor:
         device = self._generator.device
@@ -190,8 +268,9 @@ class _Trial:
         group = self.q.shape[1] // self.k.shape[1]
         keys, values = (t.float().repeat_interleave(group, 1) for t in (self.k, self.v))
         scores = torch.einsum("qhd,khd->hqk", self.q.float(), keys) * self.scale
-        distance = torch.arange(32, 96).unsqueeze(1) - torch.arange(96)
-        hidden = (distance < 0) | (distance >= (window or 97))
+        end = len(self.k)
+        distance = torch.arange(end - _TRIED, end).unsqueeze(1) - torch.arange(end)
+        hidden = (distance < 0) | (distance >= (window or end + 1))
         weights = scores.masked_fill(hidden.to(scores.device), -torch.inf).softmax(-1)
         expected = torch.einsum("hqk,khd->qhd", weights, values)
         return bool((ours.float() - expected).abs().max() < 0.05)
@@ -219,10 +298,11 @@ def _gather(
 def _cudnn(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, H, D] and the log-sum-exp [T, H] float32."""
+    """[T, H, D] and the log-sum-exp [T, H] float32, both contiguous."""
     heads = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     out, weight, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *heads, None, True, 0.0, causal, False, scale=scale
     )
     # cuDNN lays the output out as the queries, so this copies nothing.
-    return out[0].transpose(0, 1).contiguous(), weight.view(q.shape[1], q.shape[0]).t()
+    weight = weight.view(q.shape[1], q.shape[0]).t()
+    return out[0].transpose(0, 1).contiguous(), weight.contiguous()

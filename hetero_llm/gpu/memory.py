@@ -64,7 +64,8 @@ class PoolRoom:
     Attributes:
         total: of the GPU.
         utilization: share of `total` that may be used in all.
-        used: weights, the CUDA context and anything else on the GPU.
+        used: weights, the CUDA context and anything else on the GPU, without what torch holds for
+            tensors to come.
         step: the largest step and the runner's own buffers, beside `used`.
     """
 
@@ -152,9 +153,13 @@ def measure_room(
     free, total = torch.cuda.mem_get_info()
     cache = num_blocks * shape.block_bytes  # allocated for the profile, but not part of a step
     taken = peak - before - cache
+    used = total - free
     if conservative:
         taken = max(taken, free - lowest_free - cache)
-    return PoolRoom(total, utilization, total - free, max(taken, 0))
+    else:
+        # A small tensor that outlives the profile run keeps a large piece, which steps then use.
+        used -= torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return PoolRoom(total, utilization, used, max(taken, 0))
 
 
 def memory_left(utilization: float) -> int:

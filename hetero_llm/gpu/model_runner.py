@@ -204,7 +204,7 @@ class GpuModelRunner:
         self.layer_ready = layer_ready
         self._adapters = adapters or NoGpuAdapters()
         self._context = AttentionContext(config, cache, block_tables, dtype)
-        self._library = LibraryPlanner(self._context, dtype)
+        self._library = LibraryPlanner(self._context, dtype, max_num_batched_tokens)
         self._sampled_rows = SampledRowsPlanner(self._context, max_num_seqs)
         self._sharer: StepSharer | NoStepSharer = NoStepSharer()
         if isinstance(sequence, SequenceParallel):

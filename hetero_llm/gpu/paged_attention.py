@@ -28,8 +28,10 @@ from hetero_llm.gpu.library_attention import (
     RaggedKeys,
     attend_chunk,
     attend_ragged,
+    cudnn_pays,
     cudnn_works,
     flash_works,
+    plan_cudnn,
 )
 from hetero_llm.gpu.shared_kv import CacheKV, SharedKV
 from hetero_llm.gpu.step_buffer import StepInputs
@@ -40,8 +42,6 @@ from hetero_llm.runner.scored_attention import Scoring
 
 _RAGGED_TOKENS = 32
 """Chunks of at least this many tokens of an uncaptured step go through FlashAttention."""
-_LONG_TOKENS, _LONG_TOKENS_ALONE = 4096, 1024
-"""Chunks of at least this many tokens go through cuDNN: beside other chunks, and alone."""
 _MOST_WORDS = 1 << 19
 """Numbers that a plan sends without waiting."""
 
@@ -230,20 +230,26 @@ class LibraryPlanner:
     Measured (docs/history/log.md): one chunk is fastest through cuDNN from a thousand tokens on; a
     call for each of many shorter ones costs more than FlashAttention's single call for all. Models
     with soft caps, ALiBi or sinks use neither.
+
+    Args:
+        most_tokens: of a step.
     """
 
-    def __init__(self, context: AttentionContext, dtype: torch.dtype) -> None:
+    def __init__(self, context: AttentionContext, dtype: torch.dtype, most_tokens: int) -> None:
         config = context.config
         device = context.block_tables.device
         self._shape = (dtype, config.num_heads, config.num_kv_heads, config.head_dim, device)
         self._context = context
+        self._most_tokens = most_tokens
         self._plain = Scoring.of(config).is_plain
         self._uploads = Uploads(min(2 * context.block_tables.numel(), _MOST_WORDS), device)
         self._has_windows = any(w is not None for w in context.windows)
 
     def try_libraries(self) -> None:
         """Tries the libraries, each once in a process: seconds that no request shall wait for."""
-        _ = self._cudnn, self._flash
+        _ = self._flash
+        if self._cudnn and not self._has_windows:
+            plan_cudnn(*self._shape, most_tokens=self._most_tokens)
 
     @cached_property
     def _cudnn(self) -> bool:
@@ -275,7 +281,8 @@ class LibraryPlanner:
         alone = len(np.unique(request_slots[chunks])) == 1  # in one piece or in two
         long = np.zeros(len(counts), bool)
         if self._cudnn and not self._has_windows:
-            long = counts >= (_LONG_TOKENS_ALONE if alone else _LONG_TOKENS)
+            for i in np.flatnonzero(chunks).tolist():
+                long[i] = cudnn_pays(int(num_computed_tokens[i]), int(counts[i]), alone=alone)
             ragged &= ~long
         unsent = [
             self._long(

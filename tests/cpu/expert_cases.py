@@ -16,7 +16,11 @@ from hetero_llm.bridge.expert_mailbox import (
     WHOLES,
     ExpertMailbox,
     LinkPart,
+    Order,
+    inputs_of,
     open_mailbox,
+    order_for,
+    ordered_inputs,
 )
 from hetero_llm.bridge.host_experts import HostExperts, HostKind, HostLayer, HostMatrices
 from hetero_llm.models.config import ClampedSwish
@@ -178,7 +182,7 @@ def expected(
     y = torch.zeros(tokens, host.hidden)
     for expert in teams:
         chosen, places = (asked == expert).nonzero(as_tuple=True)
-        first = mailbox.x[chosen].float() @ mixture.gate_up[layer, expert].T
+        first = inputs_of(mailbox)[chosen].float() @ mixture.gate_up[layer, expert].T
         if own.gate_up.bias is not None:
             first = first + own.gate_up.bias[expert].float()
         inner = activation.plain(first)
@@ -202,22 +206,26 @@ def fill(
     """
     generator = torch.Generator().manual_seed(seed)
     k = mailbox.ids.shape[1]
-    mailbox.x[:tokens] = torch.randn(tokens, mailbox.x.shape[1], generator=generator).to(
-        mailbox.x.dtype
-    )
+    x = torch.randn(tokens, mailbox.y.shape[1], generator=generator)
+    mailbox.x[:tokens] = ordered_inputs(mailbox, x.to(mailbox.x.dtype))
     mailbox.weights[:tokens] = torch.rand(tokens, k, generator=generator)
     for token in range(tokens):
         mailbox.ids[token] = torch.randperm(experts, generator=generator)[:k].int()
     kept = torch.rand(tokens, k, generator=generator) < on_device
     mailbox.ids[:tokens][kept] = ON_DEVICE
-    mailbox.y.fill_(float("nan"))
+    mailbox.sums.fill_(float("nan"))
 
 
 def mailbox_for(
-    mixture: Mixture, tokens: int, k: int, dtype: torch.dtype = torch.bfloat16
+    mixture: Mixture,
+    tokens: int,
+    k: int,
+    dtype: torch.dtype = torch.bfloat16,
+    order: Order | None = None,
 ) -> ExpertMailbox:
-    """Not page-locked."""
-    return open_mailbox(tokens, mixture.host.hidden, k, dtype, pin=False)
+    """Not page-locked; its inputs in the engine's order where no other one is named."""
+    order = order or order_for(mixture.host.layers[0].gate_up.kind, dtype)
+    return open_mailbox(tokens, mixture.host.hidden, k, dtype, pin=False, order=order)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from hetero_llm.bridge.expert_mailbox import (
     ANSWERED,
+    COMING,
     LAYER,
     ON_DEVICE,
     SEQUENCE,
@@ -92,7 +93,7 @@ def test_requests_of_all_layers_in_turn(library: ctypes.CDLL, mixture: Mixture) 
         post(mailbox, library, step % LAYERS, tokens)
         asked = (mailbox.ids[:tokens] != ON_DEVICE).any(1)
         wanted = expected(mixture, mailbox, step % LAYERS, tokens)
-        assert close(mailbox.y[:tokens][asked], wanted[asked])
+        assert close(mailbox.sums[:tokens][asked], wanted[asked])
     stats = team.stats()
     assert stats.exchanges == 30 and stats.busy_s > 0
 
@@ -106,7 +107,7 @@ def test_a_request_for_nothing_is_answered(
     fill(mailbox, TOKENS_MOST, EXPERTS, seed=0)
     mailbox.ids[:tokens] = ON_DEVICE
     post(mailbox, library, 0, tokens, count=3)
-    assert mailbox.answer[ANSWERED] == 3 and mailbox.y.isnan().all()
+    assert mailbox.answer[ANSWERED] == 3 and mailbox.sums.isnan().all()
     assert team.stop_reason is None
 
 
@@ -119,8 +120,40 @@ def test_sequence_numbers_wrap(library: ctypes.CDLL, mixture: Mixture) -> None:
         fill(mailbox, 3, EXPERTS, seed=number % 100, on_device=0.0)
         post(mailbox, library, 1, 3)
         assert mailbox.answer[ANSWERED] == number
-        assert close(mailbox.y[:3], expected(mixture, mailbox, 1, 3))
+        assert close(mailbox.sums[:3], expected(mixture, mailbox, 1, 3))
     assert team.stats().exchanges == 3
+
+
+@pytest.mark.parametrize("number", [1, 2**30, -(2**31), -(2**30), 0])
+def test_no_old_number_stays_when_numbers_come_round(
+    library: ctypes.CDLL, mixture: Mixture, number: int
+) -> None:
+    """A row that no token has had for 2^32 exchanges bears the number that it will have again."""
+    mailbox = mailbox_for(mixture, TOKENS_MOST, K, torch.float32)
+    mailbox.request[SEQUENCE] = mailbox.answer[ANSWERED] = (number + 2**31 - 1) % 2**32 - 2**31
+    mailbox.numbers.fill_(number)
+    team = ExpertTeam(mixture.host, mailbox, library, threads=2)
+    for other in (number, number + 1):
+        fill(mailbox, 3, EXPERTS, seed=1, on_device=0.0)
+        post(mailbox, library, 1, 3)
+        assert mailbox.answer[COMING] == other and (mailbox.numbers[:3] == other).all()
+        assert (mailbox.numbers[3:] == (number ^ 2**31 if number >= 0 else number + 2**31)).all()
+    assert team.stop_reason is None
+
+
+def test_rows_bear_the_number_of_the_last_exchange_that_asked_for_them(
+    library: ctypes.CDLL, mixture: Mixture
+) -> None:
+    mailbox = mailbox_for(mixture, TOKENS_MOST, K, torch.float32)
+    team = ExpertTeam(mixture.host, mailbox, library, threads=2)
+    for number, tokens in ((1, 6), (2, 4), (3, 1)):
+        fill(mailbox, tokens, EXPERTS, seed=number, on_device=0.0)
+        mailbox.ids[2] = ON_DEVICE
+        post(mailbox, library, 0, tokens)
+    none, numbers = -(2**31) + 1, mailbox.numbers
+    assert (numbers == numbers[:, :1]).all()
+    assert numbers[:, 0].tolist() == [3, 2, none, 2, 1, 1, none, none]
+    assert team.stop_reason is None
 
 
 def test_a_request_that_waits_when_the_team_is_made(library: ctypes.CDLL, mixture: Mixture) -> None:
@@ -130,7 +163,7 @@ def test_a_request_that_waits_when_the_team_is_made(library: ctypes.CDLL, mixtur
     team = ExpertTeam(mixture.host, mailbox, library, threads=2)
     while mailbox.answer[ANSWERED] != 1:
         os.sched_yield()
-    assert close(mailbox.y[:2], expected(mixture, mailbox, 2, 2))
+    assert close(mailbox.sums[:2], expected(mixture, mailbox, 2, 2))
     assert team.stop_reason is None
 
 
@@ -157,7 +190,7 @@ def test_a_malformed_request_ends_the_team(
         RuntimeError, match=f"the threads that compute experts have ended: {reason}"
     ):
         post(mailbox, library, layer, tokens)
-    assert mailbox.y.isnan().all() and mailbox.answer[ANSWERED] == 0
+    assert mailbox.sums.isnan().all() and mailbox.answer[ANSWERED] == 0
     assert team.stop_reason == reason
     team.stop()
     assert team.stop_reason == reason
@@ -169,7 +202,7 @@ def test_ids_below_zero_are_the_devices(library: ctypes.CDLL, mixture: Mixture) 
     fill(mailbox, 2, EXPERTS, seed=3, on_device=0.0)
     mailbox.ids[0, 0] = mailbox.ids[1, 1] = ON_DEVICE
     post(mailbox, library, 0, 2)
-    assert close(mailbox.y[:2], expected(mixture, mailbox, 0, 2)) and team.stop_reason is None
+    assert close(mailbox.sums[:2], expected(mixture, mailbox, 0, 2)) and team.stop_reason is None
 
 
 def test_stop_is_final_and_may_be_called_again(library: ctypes.CDLL, mixture: Mixture) -> None:
@@ -201,7 +234,7 @@ def test_stop_amid_requests(library: ctypes.CDLL, mixture: Mixture) -> None:
             poster.result()
     answered, asked = int(mailbox.answer[ANSWERED]), int(mailbox.request[SEQUENCE])
     assert answered == team.stats().exchanges and asked - answered in (0, 1)
-    assert close(mailbox.y, expected(mixture, mailbox, 0, TOKENS_MOST))
+    assert close(mailbox.sums, expected(mixture, mailbox, 0, TOKENS_MOST))
 
 
 def test_a_team_that_nobody_holds_ends(library: ctypes.CDLL, mixture: Mixture) -> None:
@@ -227,7 +260,7 @@ def test_naps_end_with_a_request_or_a_call(library: ctypes.CDLL, mixture: Mixtur
             team.wake()
         fill(mailbox, 2, EXPERTS, seed=round_, on_device=0.0)
         post(mailbox, library, 0, 2)
-        assert close(mailbox.y[:2], expected(mixture, mailbox, 0, 2))
+        assert close(mailbox.sums[:2], expected(mixture, mailbox, 0, 2))
     assert team.stats().exchanges == 3
 
 
@@ -253,7 +286,7 @@ def test_a_fork_leaves_the_team_to_the_parent(library: ctypes.CDLL, mixture: Mix
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     fill(mailbox, 2, EXPERTS, seed=7, on_device=0.0)
     post(mailbox, library, 0, 2)
-    assert close(mailbox.y[:2], expected(mixture, mailbox, 0, 2)) and team.stop_reason is None
+    assert close(mailbox.sums[:2], expected(mixture, mailbox, 0, 2)) and team.stop_reason is None
 
 
 def test_experts_may_move_between_exchanges(library: ctypes.CDLL) -> None:
@@ -268,7 +301,7 @@ def test_experts_may_move_between_exchanges(library: ctypes.CDLL) -> None:
         matrices.data[[1, 3]] = matrices.data[[3, 1]]
         dense[0, [1, 3]] = dense[0, [3, 1]]
     post(mailbox, library, 0, 4)
-    assert close(mailbox.y[:4], expected(own, mailbox, 0, 4)) and team.stop_reason is None
+    assert close(mailbox.sums[:4], expected(own, mailbox, 0, 4)) and team.stop_reason is None
 
 
 def test_experts_that_change_places_between_exchanges(library: ctypes.CDLL) -> None:
@@ -296,7 +329,7 @@ def test_experts_that_change_places_between_exchanges(library: ctypes.CDLL) -> N
         fill(mailbox, 3, EXPERTS, seed=1, on_device=0.0)
         mailbox.ids[:3, 0], mailbox.ids[:3, 1:] = 2, ON_DEVICE
         post(mailbox, library, 1, 3)
-        return close(mailbox.y[:3], expected(mixture, mailbox, 1, 3))
+        return close(mailbox.sums[:3], expected(mixture, mailbox, 1, 3))
 
     place = places.begin(1, 2)
     layers[0].gate_up.data[place] = mixture.host.layers[1].gate_up.data[2]
@@ -360,7 +393,7 @@ def test_any_sequence_of_requests(data: st.DataObject) -> None:
         assert times.shape == (1,) and np.isfinite(times).all()
         asked = (mailbox.ids[:tokens] != ON_DEVICE).any(1)
         wanted = expected(own, mailbox, layer, tokens)
-        assert close(mailbox.y[:tokens][asked], wanted[asked])
-        assert mailbox.y[:tokens][~asked].isnan().all()
+        assert close(mailbox.sums[:tokens][asked], wanted[asked])
+        assert mailbox.sums[:tokens][~asked].isnan().all()
     team.stop()
     assert team.stop_reason == "it was stopped"

@@ -43,7 +43,7 @@ def planner(
         block_tables=torch.zeros(2048, device="cuda" if torch.cuda.is_available() else "cpu"),
         windows=windows,
     )
-    return LibraryPlanner(context, torch.bfloat16)
+    return LibraryPlanner(context, torch.bfloat16, 16384)
 
 
 def plan(made: LibraryPlanner, *work: tuple[int, int, int]) -> tuple[list[Any], list[bool]]:

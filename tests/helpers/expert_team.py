@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hetero_llm.bridge.expert_mailbox import (
     ANSWERED,
+    COMING,
     LAYER,
     LINKED,
     ON_DEVICE,
@@ -21,6 +22,7 @@ from hetero_llm.bridge.expert_mailbox import (
     WHOLES,
     ExpertMailbox,
     LinkPart,
+    inputs_of,
 )
 from hetero_llm.bridge.host_experts import HostExperts, HostMatrices
 from hetero_llm.models.config import ClampedSwish
@@ -118,30 +120,32 @@ class PythonTeam:
                     continue
                 try:
                     part = LinkPart(int(request[LINKED]), int(request[WHOLE]))
-                    self._answer(int(request[LAYER]), int(request[TOKENS]), part)
+                    self._answer(number, int(request[LAYER]), int(request[TOKENS]), part)
                 except BaseException as error:
                     self.error = error
                     break
-                answer[ANSWERED] = number
+                answer[COMING] = answer[ANSWERED] = number
         if not self._dies.is_set():
             answer[STOPPED] = 1
 
-    def _answer(self, layer: int, tokens: int, part: LinkPart) -> None:
+    def _answer(self, number: int, layer: int, tokens: int, part: LinkPart) -> None:
         box = self._mailbox
         self.requests.append((layer, tokens))
         self.parts.append(part)
         ids = box.ids[:tokens]
         different = ids[ids != ON_DEVICE].unique().tolist()
+        inputs = inputs_of(box)
         own = different[: len(different) - len(different) * part.whole // WHOLES]
         for token in range(tokens):
             asked = ids[token] != ON_DEVICE
             if not bool(asked.any()):
-                box.y[token] = float("nan")
+                box.sums[token] = float("nan")
                 continue
-            x, total = box.x[token].float().unsqueeze(0), 0.0
+            x, total = inputs[token].float().unsqueeze(0), 0.0
             for place in asked.nonzero().flatten().tolist():
                 if int(ids[token, place]) not in own:
                     continue
                 outputs = self._compute(layer, int(ids[token, place]), x, part.rows)
                 total = total + float(box.weights[token, place]) * outputs[0]
-            box.y[token] = total
+            box.sums[token] = total
+            box.numbers[token] = number  # behind the sums: x86 keeps the order of stores

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetero_llm.bridge.expert_mailbox import open_mailbox
+from hetero_llm.bridge.expert_mailbox import open_mailbox, order_for
 from hetero_llm.bridge.host_experts import HostExperts
 from hetero_llm.engine.builders.build_experts import expert_modules
 from hetero_llm.engine.builders.expert_store import ExpertMemory, ExpertStore, host_experts
@@ -225,7 +225,8 @@ def open_hybrid(
         bank = store.open_bank(host, slots, staging=shape[1])
     pin = device.type == "cuda"
     k = config.experts_per_token  # type: ignore[attr-defined]
-    mailbox = open_mailbox(most_rows, host.hidden, k, dtype, pin=pin)
+    order = order_for(host.layers[0].gate_up.kind, dtype)
+    mailbox = open_mailbox(most_rows, host.hidden, k, dtype, pin=pin, order=order)
     exchange = Exchange(
         mailbox,
         torch.zeros(STATE_WORDS, dtype=torch.int32, device=device),

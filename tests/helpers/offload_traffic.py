@@ -276,11 +276,37 @@ def load_always(engine: Engine) -> None:
     tier_of(engine).worth_loading = lambda hit, start, rest: len(hit.host_blocks)
 
 
-class OpenGates:
-    """Layer-ready flags at which no step waits: whoever reads unfinished blocks reads wrong KV."""
+class LateCopier:
+    """Begins loads when `start_loads` is called: a step that does not wait for them reads what
+    their blocks held before."""
 
-    def __init__(self, flags: Any) -> None:
+    def __init__(self, inner: Copier) -> None:
+        self.inner = inner
+        self._held: list[TransferOrder] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def load(self, order: TransferOrder) -> None:
+        self._held.append(order)
+
+    def start_loads(self) -> None:
+        for order in self._held:
+            self.inner.load(order)
+        self._held.clear()
+
+
+class OpenGates:
+    """Layer-ready flags at which no step waits.
+
+    Args:
+        flags: of the runner.
+        when_read: called when a step has finished that should have waited.
+    """
+
+    def __init__(self, flags: Any, when_read: Callable[[], None]) -> None:
         self._flags = flags
+        self._when_read = when_read
 
     @property
     def turn(self) -> int:
@@ -293,4 +319,5 @@ class OpenGates:
         pass
 
     def take_error(self, turn: int) -> bool:
+        self._when_read()
         return self._flags.take_error(turn)

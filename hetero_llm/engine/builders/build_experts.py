@@ -19,6 +19,7 @@ from hetero_llm.bridge.expert_mailbox import (
     WHOLES,
     LinkPart,
     open_mailbox,
+    order_for,
 )
 from hetero_llm.bridge.host_experts import HostExperts
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
@@ -298,7 +299,11 @@ def open_experts(
         bank = store.open_bank(host, slots, staging=staging)
     rows = token_buckets(min(_CANDIDATES[-1], scheduler.max_num_batched_tokens))
     k = cast(int, model.config.experts_per_token)  # type: ignore[attr-defined]
-    mailbox = open_mailbox(rows[-1], host.hidden, k, dtype, pin=device.type == "cuda")
+    mailbox = open_mailbox(
+        *(rows[-1], host.hidden, k, dtype),
+        pin=device.type == "cuda",
+        order=order_for(host.layers[0].gate_up.kind, dtype),
+    )
     team = _open_team(config, host, mailbox)
     experts = join_experts(
         bank, placement, mailbox, modules, wake=team.wake, on_stream=device.type == "cuda"

@@ -24,7 +24,10 @@ _APPLY_LANES = 256
 _SEND_LANES = 512
 
 
-@triton.jit(do_not_specialize=["quads", "stride_quads"])
+@triton.jit(
+    do_not_specialize=["quads", "stride_quads"],
+    do_not_specialize_on_alignment=["turn_ptr"],  # an element of a tensor
+)
 def _fetch(out_ptr, ring_ptr, turn_ptr, quads, stride_quads, LANES: tl.constexpr):
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = lane < quads * 4  # so written that four words go by one instruction
@@ -34,7 +37,18 @@ def _fetch(out_ptr, ring_ptr, turn_ptr, quads, stride_quads, LANES: tl.constexpr
     tl.store(out_ptr + lane, words, mask=inside)
 
 
-@triton.jit
+# Sizes and places in the step input buffer change from step to step: one kernel serves them all.
+@triton.jit(
+    do_not_specialize=["num_tokens", "write_stride", "table_stride"],
+    do_not_specialize_on_alignment=[
+        "input_ptr",
+        "token_ptr",
+        "token_slot_ptr",
+        "write_ptr",
+        "write_count_ptr",
+        "turn_ptr",
+    ],
+)
 def _apply(
     input_ptr, token_ptr, token_slot_ptr, last_ptr, table_ptr, write_ptr, write_count_ptr, turn_ptr,
     num_tokens, write_stride, table_stride, RING: tl.constexpr, LANES: tl.constexpr,

@@ -10,9 +10,9 @@ The number of the exchange is in device memory, so captured steps need no argume
 replayed as it is. Other kernels of the step run between the two, while the CPU computes.
 
 Order of memory: the rows in the mailbox, a barrier of the program (and, with several programs, an
-atomic of acquire and release in device memory), then a release of the number to the whole system;
-the CPU reads it as an acquire, and writes rows and number in the same order; `wait_add` reads the
-number as an acquire and then the rows. Nothing else orders the two sides.
+atomic of acquire and release in device memory), then a release of the number to the whole system,
+which the CPU reads as an acquire. Each number of an answer comes with the exchange's number in the
+same 8 bytes, and `wait_add` reads it until it does: nothing needs to order the answer.
 
 References `post_reference`, `wait_add_reference`; timed by `bench.engine.hybrid_experts`.
 """
@@ -27,11 +27,12 @@ import triton.language as tl
 from torch import Tensor
 
 from hetero_llm.bridge.expert_mailbox import (
-    ANSWERED,
+    COMING,
     LAYER,
     LINKED,
     NO_PART,
     ON_DEVICE,
+    ORDERS,
     SEQUENCE,
     STOPPED,
     TOKENS,
@@ -39,6 +40,7 @@ from hetero_llm.bridge.expert_mailbox import (
     WORDS,
     ExpertMailbox,
     LinkPart,
+    ordered_inputs,
 )
 from hetero_llm.gpu.kernels.launch import INTERPRETED, pdl_options, wait_and_release
 
@@ -67,8 +69,8 @@ _NUMBER, _ASKED, _ARRIVED, _GAVE_UP = (tl.constexpr(i) for i in range(4))
 _SEQUENCE, _LAYER, _TOKENS, _LINKED, _WHOLE = (
     tl.constexpr(i) for i in (SEQUENCE, LAYER, TOKENS, LINKED, WHOLE)
 )
-_ANSWERED, _STOPPED = tl.constexpr(ANSWERED), tl.constexpr(STOPPED)
-assert (ANSWERED, STOPPED) == (0, 1)  # the two halves of one read
+_COMING, _STOPPED = tl.constexpr(COMING), tl.constexpr(STOPPED)
+assert (COMING, STOPPED) == (0, 1)  # the two halves of one read
 _ON_DEVICE, _ON_HOST, _NOWHERE = (tl.constexpr(i) for i in (ON_DEVICE, ON_HOST, NOWHERE))
 
 
@@ -80,7 +82,7 @@ class Exchange:
         state: [STATE_WORDS] int32 on the device, zeros at first.
         errors: [1] int32 in page-locked memory: 1 once an answer has not come. The host may read it
             once an event recorded behind the step has happened.
-        most_looks: readings of ANSWERED until a layer gives up.
+        most_looks: readings until a layer gives up.
         rows: of a long step, `rows_of_mail`: only the tokens that ask have a row of the mailbox.
             None: each token has its own.
         part: of the experts on the host that the device computes itself (`linked_experts`).
@@ -136,12 +138,11 @@ def _release(pointer, value, RELEASE: tl.constexpr):
 
 
 @triton.jit
-def _look(words, ACQUIRE: tl.constexpr):
-    """ANSWERED and, in the upper half, STOPPED, which lie side by side: one trip over the link.
-    Writes of the host ahead of its release of ANSWERED are visible afterwards."""
-    if ACQUIRE:
+def _look(words, ON_GPU: tl.constexpr):
+    """COMING and, in the upper half, STOPPED, which lie side by side: one trip over the link."""
+    if ON_GPU:
         return tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.b64 $0, [$1];",
+            "ld.relaxed.sys.global.b64 $0, [$1];",
             "=l,l",
             [words.to(tl.int64)],
             dtype=tl.int64,
@@ -149,8 +150,8 @@ def _look(words, ACQUIRE: tl.constexpr):
             pack=1,
         )
     else:
-        answered = tl.load(words + _ANSWERED, volatile=True).to(tl.int64) & 0xFFFFFFFF
-        return answered | (tl.load(words + _STOPPED, volatile=True).to(tl.int64) << 32)
+        coming = tl.load(words + _COMING, volatile=True).to(tl.int64) & 0xFFFFFFFF
+        return coming | (tl.load(words + _STOPPED, volatile=True).to(tl.int64) << 32)
 
 
 @triton.jit
@@ -164,6 +165,18 @@ def _pause(SLEEP: tl.constexpr):
             is_pure=False,
             pack=1,
         )
+
+
+@triton.jit
+def _column_at(place, ORDER: tl.constexpr):
+    """As `columns_in` of the mailbox."""
+    inside = ((place >> 3) & 3) * 16 + ((place >> 5) & 1) * 8 + (place & 7)
+    if ORDER == 1:
+        return (place & ~63) + inside
+    elif ORDER == 2:
+        return (place & ~127) + 2 * inside + ((place >> 6) & 1)
+    else:
+        return place
 
 
 # large: its arguments are half of it.
@@ -185,6 +198,7 @@ def post_kernel(
     mail_rows,  # [num_rows + 1] int32, see `post`; None
     num_rows,
     hidden,
+    width,  # of the mailbox's rows, at least `hidden`
     x_stride,
     layer,
     linked,
@@ -193,6 +207,7 @@ def post_kernel(
     K_LANES: tl.constexpr,
     TILE: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    ORDER: tl.constexpr,  # of the mailbox's rows, see ORDERS
     ASK: tl.constexpr,  # False: there is no mailbox, and no expert on the host
     ON_GPU: tl.constexpr,
     PDL: tl.constexpr,
@@ -200,7 +215,7 @@ def post_kernel(
     """Rows with a fixed stride; grid (PROGRAMS)."""
     wait_and_release(PDL)
     lanes = tl.arange(0, K_LANES)
-    columns = tl.arange(0, TILE)
+    places = tl.arange(0, TILE)
     requests = tl.program_id(0) * 0
     for row in tl.range(tl.program_id(0), num_rows, PROGRAMS, num_stages=1):
         there = lanes < K
@@ -225,11 +240,12 @@ def post_kernel(
                 share = tl.load(weights + place, mask=there, other=0.0)
                 tl.store(mail_weights + mail, share, mask=there)
                 source = x + tl.cast(row, tl.int64) * x_stride
-                target = mail_x + tl.cast(line, tl.int64) * hidden
-                for start in tl.range(0, hidden, TILE, num_stages=1):
-                    inside = start + columns < hidden
-                    part = tl.load(source + start + columns, mask=inside)
-                    tl.store(target + start + columns, part, mask=inside)
+                target = mail_x + tl.cast(line, tl.int64) * width
+                # What is gathered is in the device's memory; stores to the host's are in a row.
+                for start in tl.range(0, width, TILE, num_stages=1):
+                    column = _column_at(start + places, ORDER)
+                    part = tl.load(source + column, mask=column < hidden, other=0.0)
+                    tl.store(target + start + places, part, mask=start + places < width)
             requests += asked
     if ASK:
         last = tl.program_id(0) == 0
@@ -260,8 +276,9 @@ def post_kernel(
 
 @triton.jit
 def _wait_for_answer(words, number, looks, most_looks, ON_GPU: tl.constexpr):
-    """Whether exchange `number` was answered before the readings came to `most_looks`; `looks`: how
-    many are counted already. Numbers wrap, so their difference decides."""
+    """Whether the answer to exchange `number` was announced before the readings came to
+    `most_looks`; `looks`: how many are counted already. Numbers wrap, so their difference decides.
+    Threads of a program read for themselves, and may find different ends."""
     found = _look(words, ON_GPU)
     behind = found.to(tl.int32) - number
     while (behind < 0) & (looks < most_looks):
@@ -272,13 +289,35 @@ def _wait_for_answer(words, number, looks, most_looks, ON_GPU: tl.constexpr):
     return behind >= 0
 
 
+@triton.jit
+def _count_others(words, number, wanted):
+    """How many of the wanted 8-byte words bear another exchange's number; all threads agree."""
+    return tl.sum((wanted & ((words >> 32).to(tl.int32) != number)).to(tl.int32), 0)
+
+
+@triton.jit
+def _read_sums(source, number, wanted, most_looks, ON_GPU: tl.constexpr):
+    """Reads 8-byte words until all that are wanted bear the number, or `most_looks` times more.
+    Returns them, and how many do not."""
+    found = tl.load(source, mask=wanted, other=0, volatile=True)
+    missing = _count_others(found, number, wanted)
+    tries = 0
+    while (missing != 0) & (tries < most_looks):
+        _pause(ON_GPU)
+        # All again: masks of single words would take twice as many reads over the link.
+        found = tl.load(source, mask=wanted, other=0, volatile=True)
+        missing = _count_others(found, number, wanted)
+        tries += 1
+    return found, missing
+
+
 @triton.jit(do_not_specialize=["num_rows", "most_looks"])
 def wait_add_kernel(
     parts,  # [SPLIT_K, num_rows * K, n]; SUMMED [num_rows, n] float32
     shares,  # [num_rows, K] float32
     slots,  # [num_rows, K] int32, see Places
     linked,  # [num_rows, n] float32; None
-    answers,  # [num_rows, n] float32, in host memory
+    answers,  # [num_rows, n] int64, `y` of the mailbox
     mail_rows,  # see `post_kernel`
     words,  # `answer` of the mailbox
     state,
@@ -330,16 +369,23 @@ def wait_add_kernel(
             if asked & (open_ == 0):
                 came = _wait_for_answer(words, number, looks, most_looks, ON_GPU)
                 open_ = tl.where(came, 1, -1)
-                if open_ < 0:
-                    tl.store(state + _GAVE_UP, 1)
-                    tl.store(errors, 1)
-            answered = inside & asked & (open_ > 0)
+            # All threads of the program agree from here on.
+            lost = tl.max(tl.where(inside & asked & (open_ < 0), 1, 0), 0)
             line = row
             if mail_rows is not None:
                 line = tl.cast(tl.load(mail_rows + row), tl.int64)
+            source = answers + line * n + columns
+            wanted = inside & asked & (lost == 0)
+            found, missing = _read_sums(source, number, wanted, most_looks, ON_GPU)
+            if (lost != 0) | (missing != 0):
+                open_ = -1
+                tl.store(state + _GAVE_UP, 1)
+                tl.store(errors, 1)
+            answered = wanted & (missing == 0)
             if linked is not None:
                 total += tl.load(linked + row * n + columns, mask=answered, other=0.0)
-            total += tl.load(answers + line * n + columns, mask=answered, other=0.0, volatile=True)
+            answer = found.to(tl.int32).to(tl.float32, bitcast=True)
+            total += tl.where(answered, answer, 0.0)
         tl.store(y + row * n + columns, total.to(y.dtype.element_ty), mask=inside)
 
 
@@ -420,14 +466,16 @@ def post(
     places = Places(*(torch.empty(rows, k, dtype=torch.int32, device=x.device) for _ in "ab"))
     if exchange is None:
         mail: tuple[Tensor | None, ...] = (None,) * 6
+        width, order = hidden, ORDERS[0]
     else:
         box, mail_rows = exchange.mailbox, exchange.rows
         assert mail_rows is not None or len(box.ids) >= rows
         assert mail_rows is None or (mail_rows.numel() == rows + 1 and mail_rows.is_contiguous())
-        assert box.ids.shape[1] == k and box.x.shape[1] == hidden
+        assert box.ids.shape[1] == k and box.y.shape[1] == hidden
         assert box.x.dtype == x.dtype and exchange.state.numel() == STATE_WORDS
         assert box.request.numel() == WORDS
         mail = (exchange.state, box.request, box.ids, box.weights, box.x, mail_rows)
+        width, order = box.x.shape[1], box.order
     programs = min(rows, _MOST_POSTING)
     post_kernel[(programs,)](
         x,
@@ -441,14 +489,16 @@ def post(
         *mail,
         rows,
         hidden,
+        width,
         x.stride(0),
         layer,
         0 if exchange is None else exchange.part.rows,
         0 if exchange is None else exchange.part.whole,
         K=k,
         K_LANES=triton.next_power_of_2(k),
-        TILE=min(2 * _TILE, triton.next_power_of_2(hidden)),
+        TILE=min(2 * _TILE, triton.next_power_of_2(width)),
         PROGRAMS=programs,
+        ORDER=ORDERS.index(order),
         ASK=exchange is not None,
         ON_GPU=not INTERPRETED,
         num_warps=4,
@@ -493,7 +543,7 @@ def wait_add(
     mail: tuple[Tensor | None, ...] = (None,) * 5
     if exchange is not None:
         box, looks = exchange.mailbox, exchange.most_looks
-        mail = (box.y, exchange.rows, box.answer, exchange.state, exchange.errors)
+        mail = (box.y.view(torch.int64), exchange.rows, box.answer, exchange.state, exchange.errors)
     wait_add_kernel[(programs,)](
         parts,
         weights,
@@ -553,7 +603,7 @@ def post_reference(
         kept = lines >= 0
         box.ids[lines[kept]] = torch.where(on_host, ids, ON_DEVICE).to(torch.int32).cpu()[kept]
         box.weights[lines[asked]] = weights.to(box.weights.device)[asked]
-        box.x[lines[asked]] = x.to(box.x.device)[asked]
+        box.x[lines[asked]] = ordered_inputs(box, x.to(box.x.device))[asked]
         state[ASKED] = int(bool(asked.any()) and not bool(state[GAVE_UP]))
         if state[ASKED]:
             state[NUMBER] += 1
@@ -584,16 +634,23 @@ def wait_add_reference(
     if exchange is not None and bool(exchange.state[ASKED]):
         box, state = exchange.mailbox, exchange.state
         looks = exchange.most_looks if state[GAVE_UP] else 0
-        while int(box.answer[ANSWERED]) != int(state[NUMBER]) and looks < exchange.most_looks:
+        asked = (places.slots == ON_HOST).any(1, keepdim=True)
+        lines = torch.arange(rows) if exchange.rows is None else exchange.rows[:-1].cpu()
+        own = lines[asked.flatten().cpu()].long()
+        number = int(state[NUMBER])
+
+        def is_there() -> bool:
+            numbers = box.numbers[own]
+            return int(box.answer[COMING]) == number and bool((numbers == number).all())
+
+        while not is_there() and looks < exchange.most_looks:
             looks = exchange.most_looks if box.answer[STOPPED] else looks + 1
-        if int(box.answer[ANSWERED]) != int(state[NUMBER]):
+        if looks >= exchange.most_looks and not is_there():
             state[GAVE_UP] = 1
             exchange.errors[0] = 1
         else:
-            asked = (places.slots == ON_HOST).any(1, keepdim=True)
-            lines = torch.arange(rows) if exchange.rows is None else exchange.rows[:-1].cpu()
             if linked is not None:
                 total = total + torch.where(asked, linked, 0.0)
-            answers = box.y[lines.long()]
+            answers = box.sums[lines.long()]
             total = total + torch.where(asked, answers.to(total.device), 0.0)
     return total.to(dtype)

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hetero_llm.bridge.expert_mailbox import (
-    ANSWERED,
+    COMING,
     LAYER,
     LINKED,
     ON_DEVICE,
@@ -19,7 +25,10 @@ from hetero_llm.bridge.expert_mailbox import (
     STOPPED,
     TOKENS,
     WHOLE,
+    ExpertMailbox,
     LinkPart,
+    Order,
+    inputs_of,
     open_mailbox,
 )
 from hetero_llm.gpu.kernels.expert_requests import (
@@ -32,9 +41,11 @@ from hetero_llm.gpu.kernels.expert_requests import (
     Exchange,
     Places,
     post,
+    post_kernel,
     post_reference,
     rows_of_mail,
     wait_add,
+    wait_add_kernel,
     wait_add_reference,
 )
 from tests.helpers.expert_team import PythonTeam
@@ -46,14 +57,21 @@ HIGHEST = 2**31 - 1
 
 def exchange_on(
     device: torch.device, rows: int, hidden: int, k: int, *, dtype: torch.dtype = torch.float32,
-    most_looks: int = LOOKS,
+    most_looks: int = LOOKS, order: Order = "natural",
 ) -> Exchange:  # fmt: skip
     pin = device.type == "cuda"
-    box = open_mailbox(rows, hidden, k, dtype, pin=pin)
+    box = open_mailbox(rows, hidden, k, dtype, pin=pin, order=order)
     box.x.fill_(-7)
     box.weights.fill_(-7)
     state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
     return Exchange(box, state, torch.zeros(1, dtype=torch.int32, pin_memory=pin), most_looks)
+
+
+def answer(box: ExpertMailbox, sums: Tensor) -> None:
+    """As the team answers the last request; `sums`: [rows of the mailbox, hidden]."""
+    box.sums.copy_(sums)
+    box.numbers.copy_(box.request[SEQUENCE])
+    box.answer[COMING] = box.request[SEQUENCE]
 
 
 @dataclass
@@ -89,19 +107,22 @@ def synchronize(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "rows, hidden, k, dtype",
+    "rows, hidden, k, dtype, order",
     [
-        (1, 40, 2, torch.float32),
-        (1, 3000, 4, torch.bfloat16),
-        (5, 40, 3, torch.float16),
-        (19, 64, 1, torch.float32),
-        (35, 24, 2, torch.bfloat16),
+        (1, 40, 2, torch.float32, "natural"),
+        (1, 3000, 4, torch.bfloat16, "bytes"),
+        (2, 2900, 4, torch.bfloat16, "nibbles"),
+        (5, 40, 3, torch.float16, "natural"),
+        (19, 64, 1, torch.float32, "natural"),
+        (35, 24, 2, torch.bfloat16, "bytes"),
+        (7, 250, 2, torch.bfloat16, "nibbles"),
     ],
 )
 @pytest.mark.parametrize("padding", [False, True])
 def test_tokens_with_experts_on_the_host_reach_the_mailbox(
-    device: torch.device, rows: int, hidden: int, k: int, dtype: torch.dtype, padding: bool
-) -> None:
+    device: torch.device, rows: int, hidden: int, k: int, dtype: torch.dtype, order: Order,
+    padding: bool,
+) -> None:  # fmt: skip
     layer = Layer.of(device, rows, hidden, k, dtype)
     kv_slots = None
     if padding:
@@ -109,7 +130,7 @@ def test_tokens_with_experts_on_the_host_reach_the_mailbox(
         kv_slots[rows // 2 :: 2] = -1
     results = []
     for function in (post, post_reference):
-        exchange = exchange_on(device, rows + 2, hidden, k, dtype=dtype)
+        exchange = exchange_on(device, rows + 2, hidden, k, dtype=dtype, order=order)
         hits = layer.hits()
         for _ in range(2):  # numbers count on
             places = function(
@@ -128,6 +149,7 @@ def test_tokens_with_experts_on_the_host_reach_the_mailbox(
     asked = (expected.mailbox.ids[:rows] != ON_DEVICE).any(1)
     assert bool(asked.any()) == bool(found.state[ASKED])
     assert torch.equal(found.mailbox.weights[:rows][asked], expected.mailbox.weights[:rows][asked])
+    assert torch.equal(inputs_of(found.mailbox)[:rows][asked], layer.x.cpu()[asked])
 
 
 def test_tokens_of_a_long_step_that_ask_share_the_mailbox(device: torch.device) -> None:
@@ -148,8 +170,7 @@ def test_tokens_of_a_long_step_that_ask_share_the_mailbox(device: torch.device) 
         )  # fmt: skip
         synchronize(device)
         box = exchange.mailbox
-        box.y.copy_(torch.arange(asking * hidden).view(asking, hidden))
-        box.answer[ANSWERED] = box.request[SEQUENCE]
+        answer(box, torch.arange(asking * hidden).view(asking, hidden))
         parts = torch.zeros(rows * k, hidden, device=device)
         y = add(parts, layer.weights, places, dtype=torch.float32, exchange=exchange)
         synchronize(device)
@@ -159,7 +180,9 @@ def test_tokens_of_a_long_step_that_ask_share_the_mailbox(device: torch.device) 
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     assert torch.equal(y, expected) and int(ours.request[TOKENS]) == asking
     tokens = (mail_rows[:-1] >= 0).nonzero().flatten()
-    assert torch.equal(y[tokens].cpu(), ours.y) and torch.equal(ours.x, layer.x[tokens].cpu())
+    assert torch.equal(y[tokens].cpu(), ours.sums) and torch.equal(
+        inputs_of(ours), layer.x[tokens].cpu()
+    )
     assert not y[mail_rows[:-1] < 0].any()
 
 
@@ -223,10 +246,10 @@ def test_answers_are_added_before_the_one_rounding(
         parts = torch.randn(shape).to(torch.float32 if summed or splits > 1 else dtype).to(device)
         if not summed:  # what no kernel has written
             parts[:, (places.slots < 0).flatten()] = float("nan")
-        exchange.mailbox.y.copy_(torch.randn(rows, hidden))
+        sums = torch.randn(rows, hidden)
         synchronize(device)
-        exchange.mailbox.y[(exchange.mailbox.ids == ON_DEVICE).all(1)] = float("nan")
-        exchange.mailbox.answer[ANSWERED] = exchange.mailbox.request[SEQUENCE]
+        sums[(exchange.mailbox.ids == ON_DEVICE).all(1)] = float("nan")
+        answer(exchange.mailbox, sums)
         assert int(exchange.mailbox.request[SEQUENCE]) == -HIGHEST - 1
         results.append(add(parts, layer.weights, places, dtype=dtype, exchange=exchange))
         synchronize(device)
@@ -286,8 +309,7 @@ def test_the_part_of_the_device_is_posted_and_added(
     synchronize(device)
     box = exchange.mailbox
     assert (int(box.request[LINKED]), int(box.request[WHOLE])) == (384, 7)
-    box.y.fill_(2.0)
-    box.answer[ANSWERED] = box.request[SEQUENCE]
+    answer(box, torch.full((rows, hidden), 2.0))
     asked = (places.slots == ON_HOST).any(1)
     assert asked.any() and not asked.all()
     linked = torch.full((rows, hidden), float("nan"), device=device)
@@ -300,9 +322,113 @@ def test_the_part_of_the_device_is_posted_and_added(
 def test_an_older_answer_is_not_taken(device: torch.device) -> None:
     exchange = exchange_on(device, 2, 40, 2)
     exchange.state[NUMBER] = 5
-    exchange.mailbox.answer[ANSWERED] = 5
+    exchange.mailbox.answer[COMING] = 5
+    exchange.mailbox.numbers.fill_(6)  # those alone say nothing
     wait_for_nothing(device, exchange)
     assert exchange.errors.tolist() == [1]
+
+
+@pytest.mark.parametrize("add", [wait_add, wait_add_reference])
+def test_sums_that_come_late_and_out_of_order_are_waited_for(
+    device: torch.device, add: Any
+) -> None:
+    """A thread announces each answer first, then writes the sums piece by piece from behind, while
+    old sums still bear the numbers of the exchange before."""
+    rows, hidden, k, layers = 3, 1500, 2, 6
+    exchange = exchange_on(device, rows, hidden, k, most_looks=20 << 20)
+    box = exchange.mailbox
+    wanted = [torch.randn(rows, hidden) for _ in range(layers)]
+
+    def serve() -> None:
+        for number, sums in enumerate(wanted, 1):
+            while int(box.request[SEQUENCE]) != number:
+                time.sleep(0)
+            box.answer[COMING] = number
+            for begin in reversed(range(0, hidden, 300)):
+                part = slice(begin, begin + 300)
+                box.sums[:, part] = float("nan")  # with an old number: no one may take it
+                time.sleep(0)
+                box.sums[:, part] = sums[:, part]
+                box.numbers[:, part] = number
+
+    server = threading.Thread(target=serve)
+    server.start()
+    for sums in wanted:
+        layer = Layer.of(device, rows, hidden, k, on_host=tuple(range(EXPERTS)))
+        places = post(
+            layer.x, layer.ids, layer.weights, table=layer.table, hits=layer.hits(), layer=0,
+            exchange=exchange,
+        )  # fmt: skip
+        parts = torch.zeros(rows * k, hidden, device=device)
+        y = add(parts, layer.weights, places, dtype=torch.float32, exchange=exchange)
+        synchronize(device)
+        assert torch.equal(y.cpu(), sums)
+    server.join()
+    assert not exchange.errors.any()
+
+
+@pytest.mark.parametrize("add", [wait_add, wait_add_reference])
+@pytest.mark.parametrize("other", [0, 2])
+def test_a_sum_that_does_not_come_is_an_error(device: torch.device, add: Any, other: int) -> None:
+    """The answer is announced, and complete but for one number: another exchange's."""
+    exchange = exchange_on(device, 2, 40, 2)
+    exchange.mailbox.answer[COMING] = 1
+    exchange.mailbox.sums.fill_(1.0)
+    exchange.mailbox.numbers.fill_(1)
+    exchange.mailbox.numbers[1, 7] = other
+    y, _ = wait_for_nothing(device, exchange, add)
+    assert exchange.errors.tolist() == [1] and exchange.state.tolist()[:4] == [1, 1, 0, 1]
+    assert not y[1].any()
+
+
+def test_words_of_the_host_are_read_at_once_and_from_its_memory() -> None:
+    """As compiled for Hopper: sums and numbers in loads of 8 bytes that no cache answers, and no
+    fence but that of `post`."""
+    code = "from tests.gpu.kernels.test_expert_requests import print_ptx; print_ptx()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    asks, adds = done.stdout.split(".visible .entry")[1:]
+    assert len(re.findall(r"fence\.acq_rel\.sys", asks)) == 1 and "st.relaxed.sys" in asks
+    assert "fence" not in adds and "acquire" not in adds
+    volatile = re.findall(r"ld\.volatile\.global\.(\S+)", adds)
+    assert volatile and set(volatile) <= {"b64", "v2.b64"}
+    assert "ld.relaxed.sys.global.b64" in adds
+
+
+def print_ptx() -> None:
+    """`post` and `wait_add` as compiled for Hopper, in a process without the interpreter."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    constants: dict[str, object] = {
+        "K": 8, "K_LANES": 8, "TILE": 1024, "PROGRAMS": 4, "ORDER": 1, "ASK": True, "ON_GPU": True,
+        "PDL": True, "SPLIT_K": 1, "SUMMED": False,
+    }  # fmt: skip
+    types = {"x": "*bf16", "mail_x": "*bf16", "parts": "*bf16", "y": "*bf16", "answers": "*i64"}
+    types |= dict.fromkeys(("weights", "mail_weights", "shares"), "*fp32")
+    none = ("kv_slots", "mail_rows", "linked")
+    numbers = ("num_rows", "hidden", "width", "x_stride", "layer", "whole", "n", "most_looks")
+    for kernel in (post_kernel, wait_add_kernel):
+        signature: dict[str, str] = {}
+        fixed: dict[str, object] = {}
+        aligned: dict[tuple[int, ...], list[list[object]]] = {}
+        for i, name in enumerate(kernel.arg_names):
+            is_none = name in none and not (name == "linked" and kernel is post_kernel)
+            if name in constants or is_none:
+                signature[name], fixed[name] = "constexpr", constants.get(name)
+                continue
+            is_number = name in numbers or name == "linked"
+            signature[name] = "i32" if is_number else types.get(name, "*i32")
+            if name not in ("num_rows", "layer", "linked", "whole", "most_looks"):
+                aligned[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(kernel, signature, fixed, aligned)
+        options = {"launch_pdl": True, "num_warps": 4}
+        print(compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
 
 def test_layers_in_turn_with_a_thread_that_answers(device: torch.device) -> None:

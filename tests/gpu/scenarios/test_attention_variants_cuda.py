@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,9 +112,14 @@ def test_every_tile_in_float32(heads: str) -> None:
     check_tiles(case_of(heads, dtype=torch.float32))
 
 
-# A window meets all of them at once.
-@pytest.mark.parametrize(("scores", "window"), [*((s, None) for s in SCORES), ("all", 100)])
-@pytest.mark.parametrize("heads", ["71 on one", "48 on one", "of 80", "of 256"])
+# A window meets all of them at once; each kind of scores meets the widest heads and one other.
+@pytest.mark.parametrize(
+    ("heads", "scores", "window"),
+    [
+        *product(("48 on one", "of 256"), SCORES, (None,)),
+        *product(("71 on one", "48 on one", "of 80", "of 256"), ("all",), (100,)),
+    ],
+)
 def test_scores_that_change(heads: str, scores: str, window: int | None) -> None:
     chosen = {"more rows", "chunks", "trees"}
     check_tiles(case_of(heads, window=window, **SCORES[scores]), chosen)

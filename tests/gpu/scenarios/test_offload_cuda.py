@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from hetero_llm import LLM, SamplingParams
-from hetero_llm.bridge.kv_offload.copier_library import Method
 from hetero_llm.engine.engine import Engine
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.kv_cache import KVCacheShape
@@ -282,14 +281,13 @@ def test_steps_wait_for_their_loads(heavy: Path, eager: bool, not_lazy: bool) ->
         traffic.check_over(engine_of(llm))
 
 
-@pytest.mark.alone
 def test_steps_that_do_not_wait_go_wrong(heavy: Path) -> None:
     """The negative control: the same with layer-ready flags that never make a step wait."""
     expected = found_on_device(heavy, eager=True)
     with heavy_engine(heavy, enforce_eager=True) as llm:
-        runner = runner_of(llm)
-        runner.layer_ready = traffic.OpenGates(runner.layer_ready)
-        traffic.tier_of(engine_of(llm)).copier.force = (Method.PLAIN, 1)  # slow
+        runner, tier = runner_of(llm), traffic.tier_of(engine_of(llm))
+        tier.copier = late = traffic.LateCopier(tier.copier)
+        runner.layer_ready = traffic.OpenGates(runner.layer_ready, late.start_loads)
         assert found_in_host(llm) != expected, "no step was early: the test above shows nothing"
         traffic.check_over(engine_of(llm))
 

@@ -16,6 +16,8 @@ constexpr int64_t kMostStrip = 64, kLeastGates = 8, kLeastOutputs = 16;
 constexpr int64_t kTasksPerThread = 16;              // that strips are made small for
 constexpr int64_t kTokensAtOnce = 64;                // of an expert: their results stay in L1
 constexpr int64_t kChunk = 1024;                     // elements that a task prepares
+constexpr int64_t kLittle = 1 << 20;    // bytes of weights that are read in some 10 us
+constexpr int64_t kMostPolled = 1 << 18;  // bytes of y that a device may read again and again
 constexpr int64_t kWholes = 256;                     // parts of all experts that a request counts by
 
 std::vector<int32_t> places(int64_t depth, const Layout& layout) {
@@ -58,14 +60,16 @@ Exchange::Exchange(const Setting& setting, int threads)
       threads_(threads),
       bf16_rows_(takes_bf16(setting.gate_up.kind, setting.input, setting.isa) &&
                  takes_bf16(setting.down.kind, setting.input, setting.isa)),
-      reads_mailbox_(bf16_rows_ && setting.gate_up.kind == Kind::kBf16 &&
-                     setting.hidden % 32 == 0),
+      reads_mailbox_(bf16_rows_ && dot_layout(setting.gate_up.kind, bf16_rows_, setting.isa).order ==
+                                       setting.order),
       tile_tokens_(setting.isa == kAmx && bf16_rows_ && fits_tiles(setting.gate_up) &&
                            fits_tiles(setting.down)
                        ? setting.tile_tokens
                        : 0),
+      mail_stride_(padded(setting.hidden) * bytes_of(setting.input)),
       input_stride_(padded(setting.hidden) * (bf16_rows_ ? 2 : 4)),
       inner_stride_(padded(setting.inner) * (bf16_rows_ ? 2 : 4)),
+      mail_place_(places(setting.hidden, {setting.order, 0})),
       input_place_(places(setting.hidden,
                           dot_layout(setting.gate_up.kind, bf16_rows_, setting.isa))),
       inner_place_(places(setting.inner,
@@ -89,7 +93,19 @@ Matrix Exchange::matrix_at(const int64_t* at, const Form& form) const {
             (const char*)zeros, (const float*)at[4], (const char*)at[5]};
 }
 
-Refusal Exchange::open(int64_t layer, int64_t tokens, int64_t linked, int64_t whole) {
+// Every number in y becomes one that no exchange has within the next 2^30.
+void Exchange::forget_numbers(int32_t number) {
+    const uint64_t other = (uint64_t)((uint32_t)number ^ 0x80000000u) << 32;
+    for (int64_t i = 0; i < s_.max_tokens * s_.hidden; ++i) {
+        const uint32_t sum = (uint32_t)__atomic_load_n(s_.y + i, __ATOMIC_RELAXED);
+        __atomic_store_n(s_.y + i, other | sum, __ATOMIC_RELAXED);
+    }
+}
+
+void Exchange::say_coming() { __atomic_store_n(s_.answer + kComing, number_, __ATOMIC_RELAXED); }
+
+Refusal Exchange::open(const Request& request) {
+    const auto [number, layer, tokens, linked, whole] = request;
     parts_.clear();
     if (layer < 0 || layer >= s_.layers) return Refusal::kLayer;
     if (tokens < 0 || tokens > s_.max_tokens) return Refusal::kTokens;
@@ -97,6 +113,7 @@ Refusal Exchange::open(int64_t layer, int64_t tokens, int64_t linked, int64_t wh
     if (linked < 0 || linked >= s_.inner || (linked > 0 && (s_.inner - linked) % kRowDepth != 0))
         return Refusal::kLinked;
     if (whole < 0 || whole >= kWholes || (whole > 0 && linked > 0)) return Refusal::kLinked;
+    number_ = number;
     inner_ = s_.inner - linked;
     down_.depth = inner_;
     const int64_t k = s_.experts_per_token;
@@ -156,6 +173,11 @@ Refusal Exchange::open(int64_t layer, int64_t tokens, int64_t linked, int64_t wh
         parts_.push_back(part);
     }
     if (parts_.empty()) return Refusal::kNone;
+    if (const uint32_t period = (uint32_t)number >> 30; period != period_) {
+        forget_numbers(number);
+        period_ = period;
+    }
+    sums_.reserve(s_.max_tokens * s_.hidden);
     if (dots_serve_) {
         inner_rows_.reserve(pairs_ * inner_stride_);
         if (!reads_mailbox_) input_rows_.reserve(s_.max_tokens * input_stride_);
@@ -183,9 +205,23 @@ void Exchange::plan_tasks() {
                      [&](int32_t a, int32_t b) { return parts_[a].rows > parts_[b].rows; });
     output_strip_ = strip_for(s_.hidden, 1, threads_, kLeastOutputs);
     output_strips_ = (s_.hidden + output_strip_ - 1) / output_strip_;
-    prepare_next_.next.store(0, std::memory_order_relaxed);
-    gate_next_.next.store(0, std::memory_order_relaxed);
-    output_next_.next.store(0, std::memory_order_relaxed);
+    const int64_t bytes = s_.gate_up.rows * s_.gate_up.stride() + s_.down.rows * s_.down.stride();
+    is_little_ = parts * bytes <= kLittle;
+    is_polled_ = (int64_t)wanted_.size() * s_.hidden * (int64_t)sizeof(*s_.y) <= kMostPolled;
+    for (Counter* counter : {&prepare_next_, &gate_next_, &output_next_})
+        counter->next.store(2 * threads_, std::memory_order_relaxed);
+}
+
+// Calls compute(task, ahead) for this thread's share of the tasks; `ahead`: its next one, whose first
+// rows may be prefetched, or one past all. The first two of a thread are its own, so that no thread
+// waits for a counter that all others want at the same time; those behind go to whoever is first.
+template <typename F>
+void Exchange::share(Counter& counter, int64_t tasks, int thread, F compute) {
+    for (int64_t task = thread, ahead = thread + threads_; task < tasks;) {
+        compute(task, ahead);
+        task = ahead;
+        if (task < tasks) ahead = claim(counter);
+    }
 }
 
 // A chunk of a token's input, in the order that dots or tiles take.
@@ -196,21 +232,22 @@ void Exchange::prepare_input(int64_t task) {
     const bool for_dots = which < prepared_;
     const int64_t pair = for_dots ? 0 : packed_pairs_[which - prepared_];
     const int64_t token = for_dots ? wanted_[which] : tokens_[pair];
-    const char* row = s_.x + token * s_.hidden * bytes_of(s_.input);
+    const char* row = s_.x + token * mail_stride_;
     const uint16_t* halves = (const uint16_t*)row;
     if (!for_dots) {
         uint16_t* to = input_blocks_ + pair_block_[pair] * tile_block_size(s_.hidden) +
                        pair_column_[pair] * 2;
-        for (int64_t k = begin; k < end; ++k) to[input_tile_place_[k]] = halves[k];
+        for (int64_t k = begin; k < end; ++k) to[input_tile_place_[k]] = halves[mail_place_[k]];
         return;
     }
     char* to = input_rows_ + token * input_stride_;
     if (bf16_rows_) {
-        for (int64_t k = begin; k < end; ++k) ((uint16_t*)to)[input_place_[k]] = halves[k];
+        for (int64_t k = begin; k < end; ++k)
+            ((uint16_t*)to)[input_place_[k]] = halves[mail_place_[k]];
         return;
     }
     for (int64_t k = begin; k < end; ++k)
-        ((float*)to)[input_place_[k]] = number_at(s_.input, row, k);
+        ((float*)to)[input_place_[k]] = number_at(s_.input, row, mail_place_[k]);
 }
 
 // The first weights that a task reads.
@@ -240,7 +277,7 @@ void Exchange::gates_by_dots(const Part& part, int64_t first, int64_t count, con
         const int64_t tokens = std::min(kTokensAtOnce, part.rows - r);
         for (int64_t i = 0; i < tokens; ++i) {
             const int64_t token = tokens_[part.first + r + i];
-            scratch.x[i] = reads_mailbox_ ? s_.x + token * s_.hidden * 2
+            scratch.x[i] = reads_mailbox_ ? s_.x + token * mail_stride_
                                           : input_rows_ + token * input_stride_;
         }
         const char* up = part.gate_up.data + (s_.inner + first) * s_.gate_up.stride();
@@ -309,20 +346,20 @@ void Exchange::gates_by_tiles(const Part& part, int64_t first, int64_t count, co
     }
 }
 
-// Adds a strip of one pair's outputs to its token's.
+// Adds a strip of one pair's outputs to its token's sums.
 void Exchange::add_output(const Part& part, int64_t row, int64_t first, int64_t count,
                           const float* values) {
     const int64_t pair = part.first + row;
-    float* y = s_.y + tokens_[pair] * s_.hidden + first;
+    float* own = sums_ + tokens_[pair] * s_.hidden + first;
     const float weight = weights_[pair];
     if (!part.down.bias) {
-        add_scaled(y, values, weight, count, s_.isa);
+        add_scaled(own, values, weight, count, s_.isa);
         return;
     }
     float sums[kMostStrip];
     for (int64_t i = 0; i < count; ++i)
         sums[i] = values[i] + number_at(s_.input, part.down.bias, first + i);
-    add_scaled(y, sums, weight, count, s_.isa);
+    add_scaled(own, sums, weight, count, s_.isa);
 }
 
 void Exchange::outputs_by_dots(const Part& part, int64_t first, int64_t count, const char* next,
@@ -367,7 +404,7 @@ void Exchange::add_outputs(int64_t task, int64_t ahead, Scratch& scratch) {
     const int64_t first = task * output_strip_;
     const int64_t count = std::min(output_strip_, s_.hidden - first);
     for (int32_t token : wanted_)
-        std::memset(s_.y + token * s_.hidden + first, 0, count * sizeof(float));
+        std::memset(sums_ + token * s_.hidden + first, 0, count * sizeof(float));
     for (size_t p = 0; p < parts_.size(); ++p) {
         const char* next = p + 1 < parts_.size()
                                ? parts_[p + 1].down.data + first * down_.stride()
@@ -375,25 +412,34 @@ void Exchange::add_outputs(int64_t task, int64_t ahead, Scratch& scratch) {
         if (parts_[p].block < 0) outputs_by_dots(parts_[p], first, count, next, scratch);
         else outputs_by_tiles(parts_[p], first, count, next, scratch);
     }
+    write_outputs(first, count);
+}
+
+// Strips of sums with their number. Each store is of 8 bytes and a release: the device reads a sum
+// and its number at once, and writes over x when it has read them all.
+void Exchange::write_outputs(int64_t first, int64_t count) {
+    const uint64_t number = (uint64_t)(uint32_t)number_ << 32;
+    for (int64_t token : wanted_) {
+        const int64_t at = token * s_.hidden + first;
+        for (int64_t i = at; i < at + count; ++i)
+            __atomic_store_n(s_.y + i, number | bit_cast<uint32_t>(sums_[i]), __ATOMIC_RELEASE);
+    }
 }
 
 void Exchange::work(Team& team, int thread) {
+    if (thread == 0 && is_little_ && is_polled_) say_coming();
     if (inputs_ > 0) {
-        for (int64_t task; (task = claim(prepare_next_)) < inputs_;) prepare_input(task);
+        share(prepare_next_, inputs_, thread, [&](int64_t task, int64_t) { prepare_input(task); });
         team.barrier(thread);
     }
     Scratch& scratch = scratch_[thread];
-    // A thread claims its next task before it computes one, whose last rows prefetch the next.
-    const int64_t gates = (int64_t)parts_.size() * gate_strips_;
-    for (int64_t task = claim(gate_next_), ahead; task < gates; task = ahead) {
-        ahead = claim(gate_next_);
-        compute_gates(task, ahead, scratch);
-    }
+    share(gate_next_, (int64_t)parts_.size() * gate_strips_, thread,
+          [&](int64_t task, int64_t ahead) { compute_gates(task, ahead, scratch); });
     team.barrier(thread);
-    for (int64_t task = claim(output_next_), ahead; task < output_strips_; task = ahead) {
-        ahead = claim(output_next_);
+    share(output_next_, output_strips_, thread, [&](int64_t task, int64_t ahead) {
+        if (thread == 0 && is_polled_ && ahead >= output_strips_) say_coming();
         add_outputs(task, ahead, scratch);
-    }
+    });
     release_expert_tiles();
 }
 

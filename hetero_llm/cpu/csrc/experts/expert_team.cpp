@@ -74,13 +74,14 @@ void ExpertTeam::nap(uint32_t calls, int64_t nanoseconds) {
 // Whether more requests may come.
 bool ExpertTeam::answer(int32_t sequence) {
     const int64_t begin = now_ns();
-    const Refusal refusal =
-        exchange_.open(request_[kLayer], request_[kTokens], request_[kLinked], request_[kWhole]);
+    const Refusal refusal = exchange_.open(
+        {sequence, request_[kLayer], request_[kTokens], request_[kLinked], request_[kWhole]});
     if (refusal != Refusal::kNone) {
         __atomic_store_n(answer_ + kStopped, (int32_t)refusal, __ATOMIC_RELEASE);
         return false;
     }
     if (!exchange_.is_empty()) team_->run([this](int thread) { exchange_.work(*team_, thread); });
+    __atomic_store_n(answer_ + kComing, sequence, __ATOMIC_RELAXED);
     __atomic_store_n(answer_ + kAnswered, sequence, __ATOMIC_RELEASE);
     exchanges_.fetch_add(1, std::memory_order_relaxed);
     busy_ns_.fetch_add(now_ns() - begin, std::memory_order_relaxed);

@@ -11,8 +11,6 @@
 
 namespace hetero::experts {
 
-// Words of the mailbox, as expert_mailbox.py numbers them.
-constexpr int kSequence = 0, kLayer = 1, kTokens = 2, kLinked = 3, kWhole = 4, kAnswered = 0, kStopped = 1;
 constexpr int32_t kStoppedByCall = 1;  // else a Refusal
 
 struct Running {  // the C ABI

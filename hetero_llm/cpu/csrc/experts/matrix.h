@@ -79,7 +79,7 @@ struct Matrix {
 };
 
 // How a prepared row orders its k, so that what a kernel unpacks of the weights meets it in place.
-enum class Order : int {
+enum class Order : int64_t {
     kNatural,
     kBytes,    // of each 64: what unpacking bytes in 128-bit lanes gives
     kNibbles,  // of each 128: low halves of bytes first, unpacked likewise

@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_llm.bridge.expert_mailbox import NO_PART, ON_DEVICE, ExpertMailbox, LinkPart
+from hetero_llm.bridge.expert_mailbox import (
+    NO_PART,
+    ON_DEVICE,
+    ORDERS,
+    ExpertMailbox,
+    LinkPart,
+    columns_in,
+)
 from hetero_llm.cpu import native
 from hetero_llm.cpu.expert_team import ExpertTeam, post
 from hetero_llm.models.config import ClampedSwish
@@ -52,8 +59,8 @@ def check(
     """The last answer against torch: to 1e-5 in float; in bf16 a gate that is nearly between two
     numbers may round to the other one. Rows of no interest stay as `fill` left them."""
     asked = (mailbox.ids[:tokens] != ON_DEVICE).any(1)
-    y = mailbox.y[:tokens]
-    assert y[~asked].isnan().all() and mailbox.y[tokens:].isnan().all()
+    y = mailbox.sums[:tokens]
+    assert y[~asked].isnan().all() and mailbox.sums[tokens:].isnan().all()
     if not asked.any():
         return
     wanted = expected(mixture, mailbox, layer, tokens, part=part)[asked]
@@ -121,7 +128,7 @@ def test_parts_that_no_kernel_leaves_out_end_the_team(library: ctypes.CDLL, part
     team = ExpertTeam(mixture.host, mailbox, library, threads=1)
     with pytest.raises(RuntimeError, match="left a part of the experts to the device"):
         post(mailbox, library, 0, 4, part=part)
-    assert team.stop_reason is not None and mailbox.y.isnan().all()
+    assert team.stop_reason is not None and mailbox.sums.isnan().all()
     team.stop()
 
 
@@ -144,7 +151,7 @@ def with_team(
     post(mailbox, library, 0, tokens)
     team.stop()
     mailbox.answer[1] = 0  # for the next team
-    return mailbox.y[:tokens].clone()
+    return mailbox.sums[:tokens].clone()
 
 
 @pytest.mark.parametrize("gate", GATES, ids=str)
@@ -205,14 +212,28 @@ def test_a_tokens_result_does_not_depend_on_its_neighbours(
     fill(mailbox, tokens, EXPERTS, seed=5, on_device=0.1)
     team = ExpertTeam(mixture.host, mailbox, library, threads=2, isa=isa, tile_tokens=0)
     post(mailbox, library, 0, tokens)
-    together = mailbox.y.clone()
+    together = mailbox.sums.clone()
     state = [tensor.clone() for tensor in (mailbox.x, mailbox.ids, mailbox.weights)]
     for token in (0, 1, 2, 35, 68, 69):
         for tensor, before in zip((mailbox.x, mailbox.ids, mailbox.weights), state, strict=True):
             tensor[0] = before[token]
         post(mailbox, library, 0, 1)
-        torch.testing.assert_close(mailbox.y[0], together[token], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(mailbox.sums[0], together[token], rtol=0, atol=0, equal_nan=True)
     assert team.stop_reason is None
+
+
+@pytest.mark.parametrize("name", ["bf16", "half", "int8", "fp8_blocks", "int4_32_points", "fp4"])
+def test_inputs_in_any_order(library: ctypes.CDLL, isa: int, name: str) -> None:
+    """To the bit, for few tokens and for as many as tiles take."""
+    mixture = mixture_of(name)
+    answers = []
+    for order in ORDERS:
+        mailbox = mailbox_for(mixture, MOST_TOKENS, K, order=order)
+        fill(mailbox, MOST_TOKENS, EXPERTS, seed=3)
+        found = [with_team(mixture, mailbox, library, n, isa=isa) for n in (2, MOST_TOKENS)]
+        answers.append(torch.cat(found))
+    for other in answers[1:]:
+        torch.testing.assert_close(other, answers[0], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -221,7 +242,8 @@ def test_nan_stays_in_its_token(library: ctypes.CDLL, isa: int, name: str) -> No
     mailbox = mailbox_for(mixture, 9, K)
     fill(mailbox, 9, EXPERTS, seed=6, on_device=0.0)
     without = with_team(mixture, mailbox, library, 9, isa=isa)
-    mailbox.x[4, -1] = float("nan")
+    last = columns_in(mailbox.order, mailbox.x.shape[1]) == mixture.host.hidden - 1
+    mailbox.x[4, last] = float("nan")
     found = with_team(mixture, mailbox, library, 9, isa=isa)
     assert found[4].isnan().all()
     others = [token for token in range(9) if token != 4]

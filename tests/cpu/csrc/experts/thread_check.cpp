@@ -1,6 +1,7 @@
 // A mailbox, its team and a poster in one program, for ThreadSanitizer: requests with random layers,
-// tokens and experts, calls of `wake` by a third thread, and ends amid requests. Prints nothing if
-// all answers are right.
+// tokens and experts, calls of `wake` by a third thread, and ends amid requests. The poster reads sums
+// as a device does, each with its number, and posts its next request as soon as it has them. Prints
+// nothing if all answers are right.
 
 #include <cmath>
 #include <cstdio>
@@ -38,7 +39,8 @@ struct Model {
 struct Mailbox {
     alignas(64) int32_t request[16] = {}, answer[16] = {};
     int32_t ids[kTokens_ * kChoices];
-    float weights[kTokens_ * kChoices], x[kTokens_ * kHidden], y[kTokens_ * kHidden];
+    float weights[kTokens_ * kChoices], x[kTokens_ * padded(kHidden)] = {};
+    uint64_t y[kTokens_ * kHidden] = {};
 };
 
 Setting setting_of(const Model& model, Mailbox& box) {
@@ -75,14 +77,40 @@ float wanted(const Model& model, const Mailbox& box, int64_t layer, int64_t toke
         for (int64_t n = 0; n < kInner; ++n) {
             float a = 0, b = 0;
             for (int64_t k = 0; k < kHidden; ++k) {
-                a += box.x[token * kHidden + k] * up[n * kHidden + k];
-                b += box.x[token * kHidden + k] * up[(kInner + n) * kHidden + k];
+                a += box.x[token * padded(kHidden) + k] * up[n * kHidden + k];
+                b += box.x[token * padded(kHidden) + k] * up[(kInner + n) * kHidden + k];
             }
             out += down[column * kInner + n] * (a > 0 ? a : 0) * b;
         }
         sum += box.weights[token * kChoices + i] * out;
     }
     return sum;
+}
+
+// Waits until the answer to exchange `sequence` is in all rows of tokens that asked, or in none
+// because the team has stopped.
+bool wait_for(Mailbox& box, int32_t sequence, int64_t tokens) {
+    const auto stopped = [&] {
+        std::this_thread::yield();
+        return __atomic_load_n(box.answer + kStopped, __ATOMIC_ACQUIRE) != 0;
+    };
+    bool asks = false;
+    for (int64_t t = 0; t < tokens; ++t) {
+        bool asked = false;
+        for (int64_t i = 0; i < kChoices; ++i) asked = asked || box.ids[t * kChoices + i] >= 0;
+        asks = asks || asked;
+        for (int64_t c = 0; asked && c < kHidden; ++c)
+            while ((int32_t)(__atomic_load_n(box.y + t * kHidden + c, __ATOMIC_ACQUIRE) >> 32) !=
+                   sequence)
+                if (stopped()) return false;
+    }
+    while (!asks && __atomic_load_n(box.answer + kAnswered, __ATOMIC_ACQUIRE) != sequence)
+        if (stopped()) return false;
+    return true;
+}
+
+float sum_at(const Mailbox& box, int64_t place) {
+    return bit_cast<float>((uint32_t)__atomic_load_n(box.y + place, __ATOMIC_RELAXED));
 }
 
 // Posts until `count` answers came or the team has stopped. Returns wrong answers.
@@ -94,19 +122,18 @@ int64_t post_all(const Model& model, Mailbox& box, std::mt19937& random, int64_t
             box.ids[i] = (int32_t)(random() % (kExperts + 2)) - 2;
             box.weights[i] = (float)(random() % 100) / 100;
         }
-        for (int64_t i = 0; i < tokens * kHidden; ++i) box.x[i] = (float)(random() % 200) / 100 - 1;
+        for (int64_t t = 0; t < tokens; ++t)
+            for (int64_t k = 0; k < kHidden; ++k)
+                box.x[t * padded(kHidden) + k] = (float)(random() % 200) / 100 - 1;
         box.request[kLayer] = (int32_t)layer;
         box.request[kTokens] = (int32_t)tokens;
         __atomic_store_n(box.request + kSequence, sequence, __ATOMIC_RELEASE);
-        while (__atomic_load_n(box.answer + kAnswered, __ATOMIC_ACQUIRE) != sequence) {
-            if (__atomic_load_n(box.answer + kStopped, __ATOMIC_ACQUIRE) != 0) return wrong;
-            std::this_thread::yield();
-        }
+        if (!wait_for(box, sequence, tokens)) return wrong;
         for (int64_t t = 0; t < tokens; ++t) {
             bool asked = false;
             for (int64_t i = 0; i < kChoices; ++i) asked = asked || box.ids[t * kChoices + i] >= 0;
             const int64_t column = random() % kHidden;
-            if (asked && std::fabs(box.y[t * kHidden + column] -
+            if (asked && std::fabs(sum_at(box, t * kHidden + column) -
                                    wanted(model, box, layer, t, column)) > 1e-3f)
                 ++wrong;
         }
