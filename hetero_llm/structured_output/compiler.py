@@ -10,6 +10,7 @@ import contextlib
 import pickle
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -27,7 +28,7 @@ from hetero_llm.structured_output.grammar_text import (
     constraint_grammar,
     schema_text,
 )
-from hetero_llm.structured_output.json_schema import place_of, schemas_below
+from hetero_llm.structured_output.json_schema import place_of, schemas_below, schemas_in
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -44,8 +45,9 @@ are 1,000,000 and 200,000, with which `((a{100}){100}){100}` takes 5 s of a step
 grammars of 128 KB need no more than these."""
 _SHARED = ("$schema", "$defs", "definitions")
 """Keywords of a root that its parts refer to."""
-_MOST_TRIES = 200
-"""Parts of a schema that are compiled to find out which one is wrong."""
+_OWN = ("#/$defs/", "#/definitions/")
+_MOST_SECONDS = 0.05
+"""CPU time for compiling parts of a schema to find out which one is wrong."""
 _FEATURE = "structured_outputs"
 _ASIDE = re.compile(r"\n<|\n *while processing|\. Enable '")
 _CROWDED = re.compile(r"Current row has (\d+) items; max is (\d+)")
@@ -194,16 +196,19 @@ class GrammarCompiler:
 
     def _innermost(self, schema: Any, why: str) -> tuple[str, Any]:
         """The path and value of the innermost schema that cannot be followed for this reason; the
-        whole schema if none of its parts tells, or after `_MOST_TRIES`."""
+        whole schema if none of its parts tells, or takes too long. Parts that refer to others are
+        not tried alone, except for definitions."""
         path, value = "", schema
         if not isinstance(schema, dict):
             return path, value
         shared = {name: schema[name] for name in _SHARED if name in schema}
         parts = list(schemas_below(schema))
-        for _ in range(_MOST_TRIES):
-            if not parts:
-                break
+        end = time.thread_time() + _MOST_SECONDS
+        while parts and time.thread_time() < end:
             place, part = parts.pop(0)
+            references = (one["$ref"] for _, one in schemas_in(part) if "$ref" in one)
+            if not all(str(one).startswith(_OWN) for one in references):
+                continue
             reason = self._made(schema_text({**part, **shared})).why_useless
             if _plain(reason) == _plain(why):
                 path, value, parts = path + place, part, list(schemas_below(part))
