@@ -169,6 +169,25 @@ _GPT_OSS = {
     "rope_theta": 150000,
 }
 
+_QWEN3_MOE: Config = {
+    **_LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    **_sizes(2048, 6144, layers=48, heads=32, kv_heads=4),
+    "moe_intermediate_size": 768,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
+
 MOE_SHAPES: dict[str, Config] = {
     "mixtral-8x7b": {
         **SHAPES["mistral-7b"],
@@ -192,23 +211,20 @@ MOE_SHAPES: dict[str, Config] = {
         "norm_topk_prob": False,
         "decoder_sparse_step": 1,
     },
-    "qwen3-30b-a3b": {
-        **_LLAMA,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        **_sizes(2048, 6144, layers=48, heads=32, kv_heads=4),
-        "moe_intermediate_size": 768,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
+    "qwen3-30b-a3b": _QWEN3_MOE,
+    "qwen3-235b-a22b": {
+        **_QWEN3_MOE,
+        **_sizes(4096, 12288, layers=94, heads=64, kv_heads=4),
+        "moe_intermediate_size": 1536,
+    },
+    "tiny-qwen3-moe": {
+        **_QWEN3_MOE,
+        **_sizes(256, 256, layers=4, heads=4, kv_heads=2),
+        "vocab_size": 2048,
+        "moe_intermediate_size": 128,
+        "head_dim": 64,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
     },
     "glm-4.5-air": {
         **_LLAMA,

@@ -551,7 +551,8 @@ def main() -> None:
             for batch in args.batches
         ]
     gains = gains_of(table)
-    print_table(gains)
+    if gains:
+        print_table(gains)
     starts = [
         {"trace": row["trace"], "batch": row["batch"], **row.pop("start_ms")}
         for row in table

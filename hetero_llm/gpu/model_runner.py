@@ -38,7 +38,13 @@ from hetero_llm.gpu.fill_step import StepFiller
 from hetero_llm.gpu.graph_set import DraftedSizes, GraphSet, StepGraphs, is_short, step_buckets
 from hetero_llm.gpu.hybrid_experts import HybridExperts, NoHybridExperts
 from hetero_llm.gpu.kernels.layer_ready import MOST_LOOKS
-from hetero_llm.gpu.kernels.sample import MASK_PLACE, POSITION, SAMPLE_INDEX, SampleRows
+from hetero_llm.gpu.kernels.sample import (
+    MASK_PLACE,
+    POSITION,
+    ROW_FIELDS,
+    SAMPLE_INDEX,
+    SampleRows,
+)
 from hetero_llm.gpu.kernels.tree_verify import VerifiedTrees
 from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
 from hetero_llm.gpu.paged_attention import LibraryPlanner, LibraryRows, StepAttention
@@ -280,6 +286,14 @@ class GpuModelRunner:
         none, no_ints = np.zeros(0, np.int64), np.zeros(0, np.int32)
         _read_verified(none, 0, no_ints, no_ints, none, none)  # compiles, as the next one
         _drafted_sizes(no_ints, no_ints, no_ints, no_ints)
+        if self._is_last:
+            # Processors leave logits in float32, for which no captured step compiles the kernels.
+            logits = torch.zeros(
+                (1, self._context.config.vocab_size), device=self.cache.data.device
+            )
+            padding = torch.zeros((ROW_FIELDS, 1), dtype=torch.int32, device=logits.device)
+            padding[POSITION] = -1
+            self._device_step.sample_processed(logits, SampleRows(padding))
         if self.graphs is not None:
             self.graphs.capture()
 

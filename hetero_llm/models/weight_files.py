@@ -25,7 +25,7 @@ from hetero_llm.models.config_reader import read_json
 from hetero_llm.models.folders import PICKLED, SAFETENSORS, is_hub_snapshot, weight_files
 from hetero_llm.models.gguf.config import block_types
 from hetero_llm.models.gguf.container import SUFFIX, GgufTensor, is_gguf, read_header, reading
-from hetero_llm.models.gguf.names import ROPE_FACTORS
+from hetero_llm.models.gguf.names import ROPE_FACTORS, matrices_apart
 from hetero_llm.models.gguf.rows import TensorRows
 from hetero_llm.utils.files import MIB, check_regular
 
@@ -255,7 +255,7 @@ class GgufFile(_PositionedFile):
             ModelLoadError: it cannot be read, or two tensors have one name in transformers.
         """
         super().__init__(path)
-        header = read_header(path)
+        header = matrices_apart(read_header(path))
         self._rows = TensorRows(header)
         self._stored: dict[str, GgufTensor] = {}
         self._kept = block_types(header) if keep_blocks else {}

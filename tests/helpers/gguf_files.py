@@ -4,7 +4,7 @@ of transformers that has the same numbers."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,10 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
+_ARCHITECTURES = {"qwen3_moe": "qwen3moe"}
+"""Those with a name of their own."""
 _GEMMA2_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -159,10 +162,10 @@ def make_tiny_gguf(
     writer = GgufWriter({**_metadata(family, config), **(metadata or {})})
     state = model.state_dict()
     tied = config.tie_word_embeddings
-    for name, tensor in state.items():
+    for name, tensor, stored in _stored_parts(family, state):
         if tied and name == "lm_head.weight":
             continue
-        stored, heads = _stored_name(family, name), 0
+        heads = 0
         if family == "llama" and stored.partition(".attn_")[2][:2] in ("q.", "k."):
             is_q = ".attn_q." in stored
             heads = config.num_attention_heads if is_q else config.num_key_value_heads
@@ -174,9 +177,10 @@ def make_tiny_gguf(
             writer.add(stored, "F32", values.contiguous().numpy(), tuple(tensor.shape))
             continue
         kind = types(stored)
-        raw = random_tensor(kind, *tensor.shape, rng)
+        raw = random_tensor(kind, tensor[..., 0].numel(), tensor.shape[-1], rng)
         writer.add(stored, kind, raw, tuple(tensor.shape))
-        tensor.copy_(_from_neighbours(torch.from_numpy(numbers(kind, raw).copy()), heads))
+        values = torch.from_numpy(numbers(kind, raw).copy()).view(tensor.shape)
+        tensor.copy_(_from_neighbours(values, heads))
     model.load_state_dict(state)
     return TinyGguf(writer.write(folder / "model.gguf"), checkpoint, model.eval())
 
@@ -188,6 +192,21 @@ def sizes_for(type_name: str) -> dict[str, int]:
         "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2,
         "head_dim": width // 4,
     }  # fmt: skip
+
+
+def _stored_parts(family: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
+    """Each tensor of transformers, or part of one, and its name in the file."""
+    for name, tensor in state.items():
+        module, _, kind = name.rpartition(".")
+        if not module.endswith(".experts"):
+            yield name, tensor, _stored_name(family, name)
+            continue
+        layer = name.split(".")[2]
+        parts = {"down": tensor}
+        if kind == "gate_up_proj":
+            parts = dict(zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True))
+        for part, values in parts.items():
+            yield name, values, f"blk.{layer}.ffn_{part}_exps.weight"
 
 
 def _stored_name(family: str, name: str) -> str:
@@ -241,6 +260,11 @@ def _metadata(family: str, config: Any) -> dict[str, Any]:
         values["attn_logit_softcapping"] = config.attn_logit_softcapping
         values["final_logit_softcapping"] = config.final_logit_softcapping
         values["attention.sliding_window"] = config.sliding_window
+    if family == "qwen3_moe":
+        values["expert_count"] = config.num_experts
+        values["expert_used_count"] = config.num_experts_per_tok
+        values["expert_feed_forward_length"] = config.moe_intermediate_size
+    family = _ARCHITECTURES.get(family, family)
     general = {"general.architecture": family, "tokenizer.ggml.bos_token_id": 1}
     general["tokenizer.ggml.eos_token_id"] = 2
     return {**general, **{f"{family}.{key}": value for key, value in values.items()}}

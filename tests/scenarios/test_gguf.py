@@ -27,6 +27,7 @@ FAMILIES = [
     ("llama", "biases", "Q5_1", {}),
     ("qwen2", "full", "Q8_0", {}),
     ("qwen3", "full", "Q4_1", {}),
+    ("qwen3_moe", "full", "Q4_0", {"mlp_only_layers": [], "moe_intermediate_size": 32}),
     ("gemma", "tied_biases", "Q8_0", {"attention_bias": False}),
     ("gemma2", "soft_caps", "Q4_1", {"query_pre_attn_scalar": 8}),
 ]

@@ -55,7 +55,7 @@ from hetero_llm.expert_offload.step_costs import (
     linked_rows,
     linked_wholes,
 )
-from hetero_llm.models.config_reader import read_json
+from hetero_llm.models.config_reader import read_config
 from hetero_llm.utils import topology
 from hetero_llm.utils.affinity import ThreadsElsewhere
 
@@ -160,7 +160,7 @@ def choose_experts(
     if draft is not None and draft.on_cpu:
         logger.warning("%s", worker_beside_experts())
     profile = wanted.profile
-    model = model_fingerprint(read_json(folder / "config.json"))
+    model = model_fingerprint(read_config(folder).raw)
     return ExpertChoice(plan, shape, plan.resident_bytes, profile, model)
 
 

@@ -476,7 +476,11 @@ def _load_allowed(words, chunk, num_words):
     return tl.reshape(bits, [_CHUNK])
 
 
-@triton.jit(do_not_specialize=["rows_stride", "chunks_per_program"])
+# Rows and slots lie anywhere in a step input buffer: one kernel serves all places.
+@triton.jit(
+    do_not_specialize=["rows_stride", "chunks_per_program"],
+    do_not_specialize_on_alignment=["rows", "mask_words", "mask_places"],
+)
 def _scan(
     best,
     best_ids,
@@ -607,7 +611,10 @@ def _find_support(listed, scores, limits, highest, mass, low, CAPACITY: tl.const
     return (low + 1).to(tl.int32), allowed_ties
 
 
-@triton.jit(do_not_specialize=["rows_stride"])
+@triton.jit(
+    do_not_specialize=["rows_stride"],
+    do_not_specialize_on_alignment=["tokens", "last_tokens", "slots", "rows"],
+)
 def _finish(
     tokens,
     last_tokens,

@@ -16,10 +16,10 @@ from hetero_llm.core.errors import ModelLoadError, shown
 from hetero_llm.models.gguf.container import GgufHeader, Strings, read_header
 from hetero_llm.models.gguf.names import (
     EMBEDDING,
-    GGUF_FAMILIES,
     HEAD,
     ROPE_FACTORS,
-    GgufFamily,
+    family_of,
+    matrices_apart,
 )
 from hetero_llm.models.rope_config import is_number
 from hetero_llm.quantization.gguf.types import MATRIX_TYPES
@@ -41,17 +41,27 @@ _OPTIONAL = {
     "attention.sliding_window": "sliding_window",
 }
 """Readers refuse those that their family does not have."""
+_MIXTURE = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+"""Sizes that mixtures must state. The weights of a token's experts add up to one in llama.cpp."""
 _NUMBERS = ("attention.layer_norm_rms_epsilon", "rope.freq_base")
 """Those above 0; others of `_REQUIRED` are sizes."""
 _UNSUPPORTED = (
-    "expert_count", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias",
+    "expert_count", "expert_shared_count", "expert_group_count",
+    "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias",
     "logit_scale", "embedding_scale", "residual_scale", "use_parallel_residual", "pooling_type",
     "rope.dimension_sections", "swin_norm", "attention.output_scale",
     "attention.temperature_scale", "attention.temperature_length",
     "rope.scaling.yarn_log_multiplier",
 )  # fmt: skip
-_ONE = ("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor")
-"""Supported if they are 1, which changes nothing."""
+_ONE = (
+    "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor", "expert_weights_scale",
+    "expert_gating_func",
+)  # fmt: skip
+"""Supported if they are 1, which changes nothing; of gating functions that is a softmax."""
 _OTHERS = frozenset({
     "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "attention.causal", "rope.dimension_count", "rope.scale_linear", "rope.scaling.type",
@@ -78,20 +88,13 @@ _ENDS = ("eos", "eot", "eom")
 _CONTROL = 3
 
 
-def family_of(header: GgufHeader) -> GgufFamily:
-    """Raises ModelLoadError: the architecture is not supported, or the file is a part of one."""
-    name = header.text("general.architecture")
-    if name not in GGUF_FAMILIES:
-        names = ", ".join(GGUF_FAMILIES)
-        raise header.bad("general.architecture", f"not supported in GGUF files; {names} are")
-    if (header.integer("split.count") or 1) > 1:
-        raise header.bad("split.count", "one file is needed: llama-gguf-split --merge makes it")
-    return GGUF_FAMILIES[name]
-
-
 def block_types(header: GgufHeader) -> dict[str, str]:
-    """The matrices that stay quantized: names of their tensors in the file -> type. Others become
-    plain numbers: those of other types, or fused with one of another kind."""
+    """The matrices that stay quantized: names of their tensors -> type. Others become plain
+    numbers: those of other types, or fused with one of another kind.
+
+    Args:
+        header: of `matrices_apart`.
+    """
     family = family_of(header)
 
     def form(name: str) -> tuple[str, int] | None:
@@ -114,7 +117,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         ModelLoadError: the file cannot be read, a key is missing, or the architecture or something
             that it asks for is not supported.
     """
-    header = read_header(path)
+    header = matrices_apart(read_header(path))
     family = family_of(header)
     prefix = header.text("general.architecture")
     values = {
@@ -122,7 +125,8 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         for key, value in header.metadata.items()
         if key.startswith(f"{prefix}.")
     }
-    asked = [key for key in _UNSUPPORTED if values.get(key)]
+    required = {**_REQUIRED, **(_MIXTURE if family.has_experts else {})}
+    asked = [key for key in _UNSUPPORTED if values.get(key) and key not in required]
     if values.get("attention.causal") is False:
         asked.append("attention.causal")
     for key in asked:
@@ -130,7 +134,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     for key in _ONE:
         if values.get(key, 1) != 1:
             raise header.bad(f"{prefix}.{key}", "only 1 is supported")
-    known = {*_REQUIRED, *_OPTIONAL, *_UNSUPPORTED, *_ONE, *_OTHERS}
+    known = {*required, *_OPTIONAL, *_UNSUPPORTED, *_ONE, *_OTHERS}
     unknown = [f"{prefix}.{key}" for key in values if key not in known]
     if unknown:
         logger.warning("%s: keys that are not known here have no effect: %s", path, _names(unknown))
@@ -143,7 +147,9 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         "bos_token_id": header.token_id("bos"),
         "eos_token_id": end_tokens(header),
     }
-    for key, name in _REQUIRED.items():
+    if family.has_experts:
+        raw["norm_topk_prob"] = True
+    for key, name in required.items():
         if key not in values:
             raise ModelLoadError(f"{path}: the key '{prefix}.{key}' is missing")
         read = _number if key in _NUMBERS else _size

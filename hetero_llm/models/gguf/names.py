@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+
+from hetero_llm.core.errors import ModelLoadError
+from hetero_llm.models.gguf.container import GgufHeader, GgufTensor
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies; part of the configuration, not of the weights."""
@@ -34,6 +37,14 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_EXPERTS = {"ffn_gate_exps": "ffn_gate", "ffn_up_exps": "ffn_up", "ffn_down_exps": "ffn_down"}
+"""Tensors with a matrix of every expert of a layer; and what each matrix is called here, with the
+expert's number behind it, as llama.cpp did before it had such tensors."""
+_EXPERT = re.compile(r"blk\.([0-9]+)\.(ffn_gate|ffn_up|ffn_down)\.([0-9]+)\.weight")
+_MOST_MATRICES = 1 << 20  # 100 layers of 512 experts have 153,600
+_DENSE = ("ffn_gate", "ffn_up", "ffn_down")
+_IN_MIXTURE = {name: ours for name, ours in _IN_LAYER.items() if name not in _DENSE}
+_IN_MIXTURE["ffn_gate_inp"] = "mlp.gate"
 _GEMMA2_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -53,6 +64,7 @@ class GgufFamily:
             entry 2i of a head is rotated with entry 2i + 1; transformers rotates entry i with entry
             i + half.
         norms_plus_one: weights of norms are stored as they are multiplied; transformers adds 1.
+        has_experts: every layer is a mixture of experts.
     """
 
     model_class: str
@@ -60,9 +72,14 @@ class GgufFamily:
     layer: Mapping[str, str]
     rotates_neighbours: bool = False
     norms_plus_one: bool = False
+    has_experts: bool = False
 
     def name(self, stored: str) -> str:
         """The name of a tensor in transformers; its own if it has none there."""
+        match = self._expert(stored)
+        if match is not None:
+            part = _IN_LAYER[match[2]].removeprefix("mlp.")
+            return f"model.layers.{int(match[1])}.mlp.experts.{int(match[3])}.{part}.weight"
         match = _LAYER.fullmatch(stored)
         if match is not None and match[2] in self.layer:
             return f"model.layers.{int(match[1])}.{self.layer[match[2]]}.{match[3]}"
@@ -75,13 +92,17 @@ class GgufFamily:
     def fused_with(self, stored: str) -> tuple[str, ...]:
         """The tensors that the engine fuses with one, itself included; empty if it is none of
         `Linear` layers."""
-        match = _LAYER.fullmatch(stored)
-        if match is None:
-            return (stored,) if stored == HEAD else ()
-        if match[3] != "weight" or match[2].endswith("norm"):
-            return ()
+        match, expert = self._expert(stored), ""
+        if match is not None:
+            expert = f".{match[3]}"
+        else:
+            match = _LAYER.fullmatch(stored)
+            if match is None:
+                return (stored,) if stored == HEAD else ()
+            if match[3] != "weight" or match[2].endswith(("norm", "_inp")):
+                return ()
         parts = next((parts for parts in _FUSED if match[2] in parts), (match[2],))
-        return tuple(f"blk.{match[1]}.{part}.weight" for part in parts)
+        return tuple(f"blk.{match[1]}.{part}{expert}.weight" for part in parts)
 
     def is_rotated(self, stored: str) -> bool:
         """Whether the rows of a tensor are to be reordered, see `rotates_neighbours`."""
@@ -91,6 +112,9 @@ class GgufFamily:
     def is_plus_one(self, stored: str) -> bool:
         """Whether 1 is to be taken off, see `norms_plus_one`."""
         return self.norms_plus_one and stored.endswith("norm.weight")
+
+    def _expert(self, stored: str) -> re.Match[str] | None:
+        return _EXPERT.fullmatch(stored) if self.has_experts else None
 
 
 GGUF_FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
@@ -102,6 +126,49 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
         "gemma2": GgufFamily(
             "Gemma2ForCausalLM", "gemma2", {**_IN_LAYER, **_GEMMA2_NORMS}, norms_plus_one=True
         ),
+        "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", "qwen3_moe", _IN_MIXTURE, has_experts=True),
     }
 )
 """By `general.architecture`."""
+
+
+def family_of(header: GgufHeader) -> GgufFamily:
+    """Raises ModelLoadError: the architecture is not supported, or the file is a part of one."""
+    name = header.text("general.architecture")
+    if name not in GGUF_FAMILIES:
+        names = ", ".join(GGUF_FAMILIES)
+        raise header.bad("general.architecture", f"not supported in GGUF files; {names} are")
+    if (header.integer("split.count") or 1) > 1:
+        raise header.bad("split.count", "one file is needed: llama-gguf-split --merge makes it")
+    return GGUF_FAMILIES[name]
+
+
+def matrices_apart(header: GgufHeader) -> GgufHeader:
+    """The header with an entry for each expert's matrix, instead of one for those of a layer.
+
+    Raises:
+        ModelLoadError: a tensor does not have one matrix for each expert; those of `family_of`.
+    """
+    if not family_of(header).has_experts:
+        return header
+    key = f"{header.text('general.architecture')}.expert_count"
+    count = header.integer(key)
+    tensors: dict[str, GgufTensor] = {}
+    for name, tensor in header.tensors.items():
+        match = _LAYER.fullmatch(name)
+        if match is None or match[2] not in _EXPERTS or match[3] != "weight":
+            tensors[name] = tensor
+            continue
+        if len(tensor.shape) != 3 or tensor.shape[0] != count:
+            raise ModelLoadError(
+                f"{header.path}: {name} is {list(tensor.shape)}: a matrix for each of "
+                f"{key}={count} experts is needed"
+            )
+        if len(tensors) + count > _MOST_MATRICES:
+            raise header.bad(key, f"at most {_MOST_MATRICES} matrices are read")
+        each = tensor.nbytes // count
+        for expert in range(count):
+            own = f"blk.{match[1]}.{_EXPERTS[match[2]]}.{expert}.weight"
+            start = tensor.start + expert * each
+            tensors[own] = GgufTensor(own, tensor.type, tensor.shape[1:], start)
+    return replace(header, tensors=tensors)

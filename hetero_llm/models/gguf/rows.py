@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from hetero_llm.core.errors import ModelLoadError
-from hetero_llm.models.gguf.config import family_of, head_dim_of
+from hetero_llm.models.gguf.config import head_dim_of
 from hetero_llm.models.gguf.container import GgufHeader, GgufTensor
+from hetero_llm.models.gguf.names import family_of
 from hetero_llm.quantization.gguf.blocks import to_floats
 
 # (offset in the file, buffer to fill)

@@ -27,6 +27,7 @@ from hetero_llm.gpu.fused import speed_up
 from hetero_llm.models.loader import expert_sizes, load_model
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.utils import topology
+from tests.helpers.gguf_files import make_tiny_gguf
 from tests.models.tiny import make_tiny_checkpoint
 from tests.scenarios.test_hybrid_experts import plain_tokens, run_steps
 
@@ -100,6 +101,17 @@ def test_a_bank_of_the_size_that_is_asked_for(
     assert choice.plan.mode == "inclusive" and choice.plan.slots == 3
     none = Machine(8 * GIB).choose(checkpoint, monkeypatch, moe_cpu_experts="all")
     assert none.plan.slots == 0
+
+
+def test_experts_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"mlp_only_layers": [], "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    path = make_tiny_gguf(
+        tmp_path, "qwen3_moe", "full", types=lambda _: "Q4_0", changes=changes
+    ).path
+    each = sizes_of(path).expert_bytes
+    assert each == 3 * 32 * 32 // 32 * 18
+    choice = Machine(8 * GIB).choose(path, monkeypatch, moe_expert_memory=3.5 * each / GIB)
+    assert choice.plan.mode == "inclusive" and choice.plan.slots == 3
 
 
 def test_what_neither_holds_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from hetero_llm.gpu.model_runner import GpuModelRunner
 from hetero_llm.models.loader import expert_sizes
 from hetero_llm.models.read_config import load_model_config
 from tests.gpu.scenarios.serving import GREEDY, TIES, generate, regrets, start
+from tests.helpers.gguf_files import make_tiny_gguf
 from tests.helpers.hybrid import DelayedCopies, EveryStep, open_hybrid
 from tests.models.tiny import make_tiny_checkpoint
 from tests.scenarios.test_hybrid_experts import (
@@ -129,6 +130,25 @@ def test_half_precision_through_the_engine(wide: Path, quantization: str | None)
     settings = {**BF16, "quantization": quantization}
     for more in ({}, residency(wide, 0.2, torch.bfloat16)):
         llm = start(wide, **settings, **more)
+        try:
+            outputs = generate(llm, many_prompts(), params)
+            found.append([output.outputs[0].token_ids[0] for output in outputs])
+        finally:
+            llm.close()
+            gc.collect()
+    same = sum(a == b for a, b in zip(*found, strict=True))
+    assert same >= 0.7 * len(found[0])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
+def test_a_gguf_file_through_the_engine(tmp_path: Path, kind: str) -> None:
+    """As above, with blocks, whose scales stand for 32 numbers."""
+    changes = {**WIDE, "moe_intermediate_size": 256, "num_hidden_layers": 2, "mlp_only_layers": []}
+    path = make_tiny_gguf(tmp_path, "qwen3_moe", "full", types=lambda _: kind, changes=changes).path
+    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    found = []
+    for more in ({}, residency(path, 0.2, torch.bfloat16)):
+        llm = start(path, skip_tokenizer_init=True, **BF16, **more)
         try:
             outputs = generate(llm, many_prompts(), params)
             found.append([output.outputs[0].token_ids[0] for output in outputs])

@@ -13,6 +13,7 @@ import torch
 from hetero_llm.core.errors import ModelLoadError
 from hetero_llm.models.gguf.config import block_types, read_gguf_config
 from hetero_llm.models.gguf.container import read_header
+from hetero_llm.models.gguf.names import matrices_apart
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.rotary import RotaryEmbedding
 from tests.helpers.gguf_files import ARRAY, INT32, UINT64, GgufWriter, Typed, make_tiny_gguf
@@ -27,6 +28,7 @@ FAMILIES = [
     ("qwen2", "full", {}),
     ("qwen3", "full", {}),
     ("qwen3", "tied_biases", {}),
+    ("qwen3_moe", "full", {"mlp_only_layers": []}),
     ("gemma", "tied_biases", {"attention_bias": False}),
     ("gemma2", "soft_caps", {"query_pre_attn_scalar": 8}),
     ("gemma2", "soft_caps", {"num_hidden_layers": 46, "query_pre_attn_scalar": 8, "head_dim": 16}),
@@ -256,3 +258,64 @@ def test_which_matrices_stay_quantized(tmp_path: Path) -> None:
     assert config.torch_dtype == "bfloat16" and config.quantization is not None
     assert config.quantization["types"]["model.layers.1.mlp.down_proj"] == "Q8_0"
     assert config.quantization["types"]["lm_head"] == "Q8_0"
+
+
+def mixture(shape: tuple[int, ...] = (6, 32, 32), **more: Any) -> GgufWriter:
+    """A file of one layer with the gates of its experts alone."""
+    values = {
+        "block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 32,
+        "attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5, "expert_count": 6,
+        "expert_used_count": 3, "expert_feed_forward_length": 32,
+    }  # fmt: skip
+    metadata: dict[str, Any] = {"general.architecture": "qwen3moe"}
+    metadata |= {f"qwen3moe.{key}": value for key, value in values.items()}
+    writer = GgufWriter({**metadata, **more})
+    writer.add("token_embd.weight", "F16", np.zeros((96, 32), np.float16), (96, 32))
+    data = np.zeros(int(np.prod(shape)), np.float32)
+    writer.add("blk.0.ffn_gate_exps.weight", "F32", data, shape)
+    return writer
+
+
+def test_an_entry_for_each_expert(tmp_path: Path) -> None:
+    header = read_header(mixture().write(tmp_path / "a.gguf"))
+    whole = header.tensors["blk.0.ffn_gate_exps.weight"]
+    found = matrices_apart(header).tensors
+    assert list(found)[1:] == [f"blk.0.ffn_gate.{expert}.weight" for expert in range(6)]
+    for expert in range(6):
+        one = found[f"blk.0.ffn_gate.{expert}.weight"]
+        assert one.shape == (32, 32) and one.start == whole.start + expert * 32 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "more", "message"),
+    [
+        ((5, 32, 32), {}, r"ffn_gate_exps\.weight is \[5, 32, 32\]: .*expert_count=6 experts"),
+        ((192, 32), {}, r"is \[192, 32\]: a matrix for each"),
+        ((1 << 20, 1, 1), {"qwen3moe.expert_count": 1 << 20}, "at most 1048576 matrices"),
+        ((6, 32, 32), {"qwen3moe.expert_count": 0}, "expert_count=0 experts is needed"),
+        ((6, 32, 32), {"qwen3moe.expert_shared_count": 1}, "expert_shared_count=1: not supported"),
+        ((6, 32, 32), {"qwen3moe.expert_gating_func": 2}, "gating_func=2: only 1 is supported"),
+        ((6, 32, 32), {"qwen3moe.expert_used_count": 7}, "there are 6 experts"),
+        ((6, 32, 32), {"qwen3moe.expert_used_count": "x"}, "used_count='x': an integer"),
+    ],
+)
+def test_mixtures_that_are_not_read(
+    tmp_path: Path, shape: tuple[int, ...], more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        load_model_config(mixture(shape, **more).write(tmp_path / "a.gguf"))
+
+
+def test_experts_stay_quantized_where_gate_and_up_have_one_kind(tmp_path: Path) -> None:
+    kinds = {
+        "blk.1.ffn_up_exps.weight": "Q8_0", "blk.0.ffn_gate_inp.weight": "Q8_0",
+        "blk.1.ffn_down_exps.weight": "Q5_1", "output.weight": "F16",
+    }  # fmt: skip
+    changes = {"mlp_only_layers": [], "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    tiny = make_tiny_gguf(
+        tmp_path, "qwen3_moe", "full", changes=changes,
+        types=lambda name: kinds.get(name, "F32" if ".attn_" in name else "Q4_0"),
+    )  # fmt: skip
+    found = block_types(matrices_apart(read_header(tiny.path)))
+    parts = [f"blk.0.ffn_{part}.{e}.weight" for part in ("gate", "up", "down") for e in range(6)]
+    assert found == dict.fromkeys(sorted(parts), "Q4_0")

@@ -27,6 +27,7 @@ FAMILIES = [
     ("llama", "tied", {}),
     ("qwen2", "full", {}),
     ("qwen3", "full", {}),
+    ("qwen3_moe", "full", {"mlp_only_layers": [], "moe_intermediate_size": 32}),
     ("gemma", "tied_biases", {"attention_bias": False}),
     ("gemma2", "soft_caps", {}),
 ]
