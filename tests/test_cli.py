@@ -179,7 +179,7 @@ class TestGenerate:
             (("--temperature", "-1"), "temperature=-1.0: must be at least 0"),
             (("--early-stopping", "perhaps"), "early_stopping='perhaps'"),
             (("-pp", "0"), "pipeline_parallel_size=0: must be at least 1"),
-            (("--block-size", "7"), "block_size=7: must be 8, 16 or 32"),
+            (("--block-size", "7"), "block_size=7: must be 8, 16, 32, 64 or 128"),
             (("--prompt-file", "nowhere.txt"), "prompt_file='nowhere.txt': No such file"),
         ],
     )

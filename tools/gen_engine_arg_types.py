@@ -58,6 +58,7 @@ _TYPES = {
     Kind.LIST: "str | Sequence[str]",
     Kind.COUNTS: "Mapping[str, int] | str",
     Kind.AUTO_FLOAT: "float | str",
+    Kind.AUTO_INT: "int | str",
     Kind.PYTHON: "Any",
 }
 

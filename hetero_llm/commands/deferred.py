@@ -12,6 +12,8 @@ from hetero_llm.config.args import nearest
 
 _WRONG_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 
+_PART_OF_HELP = "--help="
+
 Fill = Callable[["DeferredParser"], None]
 
 
@@ -35,11 +37,17 @@ class DeferredParser(CommandParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Adds the flags, then parses as argparse does."""
+        """Adds the flags, then parses as argparse does; `--help=WORD` shows a part of the help."""
         if self.fill is not None:
             fill, self.fill = self.fill, None
             self.words = args
             fill(self)
+        if self._subparsers is None:
+            for word in args or ():
+                if word.startswith(_PART_OF_HELP):
+                    from hetero_llm.commands.help_search import show_help
+
+                    show_help(self, word.removeprefix(_PART_OF_HELP))
         return super().parse_known_args(args, namespace)
 
 

@@ -62,7 +62,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser, SERVER_ARGS)
     add_engine_arguments(parser)
     parser.usage = "%(prog)s MODEL [options]"
-    parser.epilog = "docs/flags.md lists all flags, those without effect included."
+    parser.epilog = (
+        "--help=listgroup shows the headings, --help=HEADING or --help=FLAG a part of this text. "
+        "docs/flags.md lists all flags, those without effect included."
+    )
 
 
 def run_serve(options: argparse.Namespace) -> int:

@@ -261,6 +261,12 @@ _OURS: tuple[ArgSpec, ...] = (
         (),
         "Names that a request's chat_template_kwargs may set, besides the usual ones.",
     ),
+    _serve(
+        "server_dev_mode",
+        False,
+        "Serve POST /reset_prefix_cache, /reset_mm_cache, /reset_encoder_cache, as vLLM does with "
+        "VLLM_SERVER_DEV_MODE=1, which is read here, too.",
+    ),
     _serve("strict_fields", False, "Unknown fields of a request are errors."),
     _serve(
         "enable_force_include_usage",

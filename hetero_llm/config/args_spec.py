@@ -58,6 +58,8 @@ class Kind(Enum):
     """A mapping of names to counts, or text such as `image=2,video=0`; becomes the mapping."""
     AUTO_FLOAT = "auto or float"
     """The word 'auto', or a number; becomes the word or a float."""
+    AUTO_INT = "auto or int"
+    """The word 'auto', or -1 for it, or an integer; becomes the word or an integer."""
     PYTHON = "python"
     """A Python object; has no flag."""
 
@@ -82,7 +84,8 @@ class ArgSpec:
         short: Short flags, such as `-tp`.
         optional_value: BOOL only: the flag may be followed by `true` or `false`.
         many_words: LIST only: several words may follow the flag.
-        suffixes: INT only: text may end in k, m, g, t (powers of 1000) or K, M, G, T (of 1024).
+        suffixes: INT and AUTO_INT only: text may end in k, m, g, t (powers of 1000) or K, M, G, T
+            (of 1024).
         group: Heading in `--help` and in the documentation.
     """
 
@@ -234,7 +237,7 @@ def _check_choice(spec: ArgSpec, value: Any) -> None:
 
 
 def _check_range(spec: ArgSpec, value: Any) -> None:
-    if isinstance(value, str):  # the word of `Kind.AUTO_FLOAT`
+    if isinstance(value, str):  # the word of `Kind.AUTO_FLOAT` and `Kind.AUTO_INT`
         return
     if spec.above is not None and not value > spec.above:
         _must_be(spec, value, f"greater than {spec.above:g}")
@@ -275,6 +278,14 @@ def _as_auto_float(spec: ArgSpec, value: Any) -> float | str:
     if isinstance(value, str):
         return _parse_auto_float(spec, value)
     return _as_float(spec, value)
+
+
+def _as_auto_int(spec: ArgSpec, value: Any) -> int | str:
+    if value == "auto" or (value == -1 and type(value) is int):
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        _must_be(spec, value, "'auto' or an integer")
+    return int(value)
 
 
 def _as_str(spec: ArgSpec, value: Any) -> str:
@@ -330,6 +341,7 @@ _CONVERTERS: dict[Kind, Callable[[ArgSpec, Any], Any]] = {
     Kind.LIST: _as_list,
     Kind.COUNTS: _as_counts,
     Kind.AUTO_FLOAT: _as_auto_float,
+    Kind.AUTO_INT: _as_auto_int,
 }
 
 
@@ -360,6 +372,10 @@ def _parse_int(spec: ArgSpec, text: str) -> int:
         return int(text)
     except ValueError:
         _must_be(spec, text, "an integer")
+
+
+def _parse_auto_int(spec: ArgSpec, text: str) -> int | str:
+    return text if text == "auto" else _parse_int(spec, text)
 
 
 def _scaled(spec: ArgSpec, text: str, number: str, suffix: str) -> int:
@@ -425,4 +441,5 @@ _PARSERS: dict[Kind, Callable[[ArgSpec, str], Any]] = {
     Kind.JSON: _parse_json,
     Kind.COUNTS: _parse_counts,
     Kind.AUTO_FLOAT: _parse_auto_float,
+    Kind.AUTO_INT: _parse_auto_int,
 }

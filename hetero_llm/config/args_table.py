@@ -124,8 +124,9 @@ _MODEL = grouped(
     ),
     argument(
         "max_model_len",
-        _INT,
-        "Longest context (prompt and output); default: what the model was made for.",
+        Kind.AUTO_INT,
+        "Longest context (prompt and output); default: what the model was made for. 'auto' or -1: "
+        "that, or as much of it as the KV cache holds.",
         minimum=1,
         suffixes=True,
     ),
@@ -185,6 +186,7 @@ _TOKENIZER = grouped(
         "'auto' takes the fast tokenizer if there is one, 'slow' never does.",
         choices=("auto", "slow"),
         later_choices=("mistral",),
+        harmless=("hf",),
     ),
     argument("tokenizer_revision", _STR, "Branch, tag or commit of the tokenizer."),
     argument(
@@ -233,7 +235,7 @@ _MEMORY = grouped(
         "block_size",
         16,
         "Tokens in one KV cache block.",
-        choices=(8, 16, 32),
+        choices=(8, 16, 32, 64, 128),
         harmless=(None,),
     ),
     argument(

@@ -29,7 +29,7 @@ class EngineArgTypes(TypedDict, total=False):
     dtype: Any
     quantization: str | None
     quantization_param_path: str | os.PathLike[str] | None
-    max_model_len: int | None
+    max_model_len: int | str | None
     rope_scaling: Mapping[str, Any] | None
     rope_theta: float | None
     hf_overrides: Mapping[str, Any] | None
@@ -177,7 +177,7 @@ class EngineArgFields:
     dtype: Any
     quantization: str | None
     quantization_param_path: str | os.PathLike[str] | None
-    max_model_len: int | None
+    max_model_len: int | str | None
     rope_scaling: Mapping[str, Any] | None
     rope_theta: float | None
     hf_overrides: Mapping[str, Any] | None

@@ -150,6 +150,7 @@ class EngineConfig:
     `max_images`: maximum images of one prompt; `media_domains`: hosts that they may come from.
     `num_replicas`: engines that share this machine and serve as one; each has this configuration
     but for its number, `replica`. `kv_events` None: events of the KV cache are not published.
+    `fit_max_model_len`: a KV cache that does not hold `max_model_len` tokens shortens the context.
     """
 
     load: LoadConfig
@@ -178,6 +179,7 @@ class EngineConfig:
     experts: ExpertConfig = ExpertConfig()
     replica: int = 0
     kv_events: KvEventsConfig | None = None
+    fit_max_model_len: bool = False
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> EngineConfig:
@@ -204,7 +206,9 @@ class EngineConfig:
             enable_prefix_caching=args["enable_prefix_caching"],
             scales_path=args["quantization_param_path"],
         )
+        fits = args["max_model_len"] == "auto"
         own = _same_names(EngineConfig, args) | {
+            "max_model_len": None if fits else args["max_model_len"],
             "max_num_seqs": _max_num_seqs(args["max_num_seqs"], args["max_num_batched_tokens"]),
             "enable_chunked_prefill": args["enable_chunked_prefill"] is not False,
             "enforce_eager": bool(args["enforce_eager"]),
@@ -231,6 +235,7 @@ class EngineConfig:
             parallel=parallel_from_args(args),
             experts=experts_from_args(args),
             kv_events=kv_events_from_args(args),
+            fit_max_model_len=fits,
         )
 
     def of_one_replica(self, replica: int, *, on_cpu: bool) -> EngineConfig:

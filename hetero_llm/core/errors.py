@@ -2,6 +2,7 @@
 
 HeteroLLMError
  ├── ConfigError          an engine argument or a configuration file is wrong
+ │    └── ContextTooLongError the KV cache does not hold one sequence of max_model_len tokens
  ├── ModelLoadError       a model folder cannot be read, is damaged or is not supported
  ├── RequestError         one request is wrong; the engine stays usable
  │    ├── PromptError         the prompt (empty, too long, token id out of range)
@@ -62,6 +63,17 @@ class ConfigError(HeteroLLMError, ValueError):
         self.field = field
         self.value = value
         self.reason = reason
+
+
+class ContextTooLongError(ConfigError):
+    """The KV cache does not hold one sequence of `max_model_len` tokens.
+
+    `fits`: tokens that it holds, less than `max_model_len`; may be 0.
+    """
+
+    def __init__(self, field: str, value: Any, reason: str, *, fits: int) -> None:
+        super().__init__(field, value, reason)
+        self.fits = fits
 
 
 class ModelLoadError(HeteroLLMError):

@@ -410,6 +410,8 @@ def _fail(field: str, value: Any, reason: str) -> NoReturn:
 
 
 def _as_list(field: str, value: Any) -> list[Any]:
+    if (type(value).__module__, type(value).__name__) == ("numpy", "ndarray") and value.ndim == 1:
+        return list(value)
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, Set)):
         _fail(field, value, "must be a list")
     return list(value)
@@ -420,6 +422,8 @@ def _boolean(field: str, value: Any) -> bool:
         return value
     if (type(value).__module__, type(value).__name__) in (("numpy", "bool"), ("numpy", "bool_")):
         return bool(value)
+    if type(value) is int and value in (0, 1):  # as over HTTP
+        return value == 1
     _fail(field, value, "must be True or False")
 
 

@@ -19,7 +19,7 @@ from hetero_llm.config.engine_config import EngineConfig, LoraConfig, SchedulerC
 from hetero_llm.config.pooling_config import PoolingConfig
 from hetero_llm.config.prompt_adapter_config import PromptAdapterConfig
 from hetero_llm.core.drafter import CostAware
-from hetero_llm.core.errors import ConfigError, ModelLoadError
+from hetero_llm.core.errors import ConfigError, ContextTooLongError, ModelLoadError
 from hetero_llm.core.step_times import StepTimes
 from hetero_llm.distributed.rank_share import never
 from hetero_llm.engine.builders.build_device_draft import DeviceDraft, count_blocks, draft_limits
@@ -202,6 +202,29 @@ def build_engine(
         ConfigError: this model or machine cannot serve with these arguments.
         ModelLoadError: the model folder is missing, damaged or not supported.
     """
+    while True:
+        try:
+            return _build_engine(config, show_progress, drafter, serving=serving, platform=platform)
+        except ContextTooLongError as error:
+            fits = error.fits
+            if not config.fit_max_model_len or fits < 1:
+                raise
+        # Outside of the handler: the error holds what has been loaded.
+        logger.warning(
+            "max_model_len=auto: the context is %d tokens, which the KV cache holds", fits
+        )
+        config = replace(config, max_model_len=fits)
+
+
+def _build_engine(
+    config: EngineConfig,
+    show_progress: bool,
+    drafter: Drafter | None,
+    *,
+    serving: bool,
+    platform: HostPlatform | None,
+) -> BuiltEngine:
+    """Builds the engine with the context of `config`; see `build_engine`."""
     import torch
 
     load = config.load
@@ -299,6 +322,9 @@ def _with_ranks(
             most_drafted_tokens=_most_drafted_tokens(config, inputs, drafter),
         )
         return _join(config, inputs, drafter, draft_model, ranks)
+    except ContextTooLongError:  # of all ranks: they have agreed on the number of blocks
+        processes.shut_down()
+        raise
     except BaseException as error:
         found = processes.why(error)
         processes.shut_down()

@@ -77,12 +77,14 @@ def attend_chunk(
     own = slice(behind, behind + keys.count)
     rows = rounded_rows(own.stop)
     queries = _padded(q, own.start, rows)
-    out, weight = _cudnn(queries, *(_padded(t[past:end], 0, rows) for t in (k, v)), True, scale)
+    out, weight = cudnn_attention(
+        queries, *(_padded(t[past:end], 0, rows) for t in (k, v)), True, scale
+    )
     out, weight = out[own], weight[own]
     if past == 0:
         return out
     queries = _padded(q, 0, rounded_rows(keys.count))
-    before, before_weight = _cudnn(queries, k[:past], v[:past], False, scale)
+    before, before_weight = cudnn_attention(queries, k[:past], v[:past], False, scale)
     return join_parts(out, before[: keys.count], weight, before_weight[: keys.count])
 
 
@@ -197,7 +199,7 @@ def plan_cudnn(
     for rows in sorted(shapes):
         q = torch.zeros((rows, num_heads, head_dim), dtype=dtype, device=device)
         kv = torch.zeros((rows, num_kv_heads, head_dim), dtype=dtype, device=device)
-        _cudnn(q, kv, kv, True, 1.0)
+        cudnn_attention(q, kv, kv, True, 1.0)
 
 
 @functools.cache
@@ -295,7 +297,7 @@ def _gather(
     return gathered[0], gathered[1]
 
 
-def _cudnn(
+def cudnn_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, H, D] and the log-sum-exp [T, H] float32, both contiguous."""

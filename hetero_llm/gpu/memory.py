@@ -18,7 +18,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from hetero_llm.config.engine_config import SchedulerConfig
-from hetero_llm.core.errors import ConfigError
+from hetero_llm.core.errors import ConfigError, ContextTooLongError
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, ModelRunnerOutput, SchedulerOutput
 from hetero_llm.gpu.compile_ahead import compiling_ahead, log_compiled
@@ -178,18 +178,19 @@ def free_unreachable() -> None:
 
 def too_small_error(
     num_blocks: int, config: SchedulerConfig, shape: KVCacheShape, room: PoolRoom
-) -> ConfigError:
+) -> ContextTooLongError:
     """The profiled pool does not hold one sequence of `max_model_len`."""
     needed = -(-config.max_model_len // config.block_size)
     fits = max(num_blocks, 0) * config.block_size
     shorter = f"lower max_model_len to at most {fits}, " if fits > 1 else ""
-    return ConfigError(
+    return ContextTooLongError(
         "gpu_memory_utilization",
         room.utilization,
         f"leaves {gib(max(room.pool_bytes, 0))} or {max(num_blocks, 0)} KV blocks ({room}); one "
         f"sequence of max_model_len ({config.max_model_len}) needs {needed} blocks or "
         f"{gib(needed * shape.block_bytes)}; {shorter}raise gpu_memory_utilization or "
         f"cpu_offload_gb, or lower max_num_batched_tokens ({config.max_num_batched_tokens})",
+        fits=fits,
     )
 
 

@@ -178,7 +178,7 @@ def advance(
         for item in islice(_best_first(beams, candidates), group.width):
             if at_limit or item.token in end_ids or completes_stop(item):
                 tokens = [*beams[item.parent][0], item.token]
-                normalized = item.score / num_generated**group.length_penalty
+                normalized = _normalized(item.score, num_generated, group.length_penalty)
                 group.hypotheses.append(
                     Hypothesis(tokens, item.score, normalized, logprobs_of(item))
                 )
@@ -218,13 +218,23 @@ def _best_first(
     return merge(*map(of_beam, range(len(beams))), key=lambda item: -item.score)
 
 
+def _normalized(score: float, length: int, penalty: float) -> float:
+    """score / length ** penalty; the limit of that where the power is no float any more."""
+    try:
+        return score / float(length) ** penalty  # of integers it could be huge
+    except OverflowError:
+        return -0.0
+    except ZeroDivisionError:
+        return -math.inf
+
+
 def _may_improve(group: BeamGroup, best_score: float, num_generated: int) -> bool:
     """Whether an unfinished beam of this score may become one of the best hypotheses."""
     if len(group.hypotheses) < group.width:
         return True
     if group.early_stopping == "never" and group.length_penalty > 0.0:
         num_generated = group.max_total_tokens - group.num_prompt_tokens
-    normalized = best_score / num_generated**group.length_penalty
+    normalized = _normalized(best_score, num_generated, group.length_penalty)
     return normalized > group.hypotheses[-1].normalized_score
 
 

@@ -18,10 +18,12 @@ from hetero_llm.core.errors import HeteroLLMError
 from hetero_llm.engine.engine_client import EngineClient
 from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.endpoints.adapters import AdapterEndpoints
+from hetero_llm.server.endpoints.caches import CacheEndpoints
 from hetero_llm.server.endpoints.chat import chat_endpoint
 from hetero_llm.server.endpoints.completions import completions_endpoint
 from hetero_llm.server.endpoints.generate import generate_endpoint
 from hetero_llm.server.endpoints.info import Info
+from hetero_llm.server.endpoints.invocations import invocations_endpoint
 from hetero_llm.server.endpoints.messages import MessagesApi
 from hetero_llm.server.endpoints.page import PAGE_FILES, Page
 from hetero_llm.server.endpoints.pooling import PoolingEndpoints
@@ -135,7 +137,16 @@ def _add_routes(app: FastAPI, context: Context) -> None:
     _add(app, one, stored.delete, "DELETE", parameters=_RESPONSE)
     _add(app, f"{one}/cancel", stored.cancel, "POST", parameters=_RESPONSE)
     _add(app, f"{one}/input_items", stored.input_items, "GET", parameters=_RESPONSE_PAGE)
-    _add_pooling_routes(app, context)
+    pooling = PoolingEndpoints(context)
+    _add_pooling_routes(app, context, pooling)
+    invocations = invocations_endpoint(context, {**posts, **pooling.handlers})
+    _add(app, "/invocations", invocations, "POST", shown=False)
+    caches = CacheEndpoints(context)
+    _add(app, "/reset_prefix_cache", caches.reset_prefix_cache, "POST", shown=False)
+    for path in ("/reset_mm_cache", "/reset_encoder_cache"):
+        _add(app, path, caches.reset_nothing, "POST", shown=False)
+    for path in ("/v1/files", "/v1/files/{rest:path}", "/v1/batches", "/v1/batches/{rest:path}"):
+        _add(app, path, info.no_files, "GET", "POST", "DELETE", shown=False)
     _add(app, "/v1/models/{model:path}", info.model, "GET", parameters=_MODEL)
     for path, get in (
         ("/v1/models", info.models),
@@ -156,21 +167,18 @@ def _add_routes(app: FastAPI, context: Context) -> None:
         _add(app, path, page.file, "GET", "HEAD", shown=False)
 
 
-def _add_pooling_routes(app: FastAPI, context: Context) -> None:
+def _add_pooling_routes(app: FastAPI, context: Context, pooling: PoolingEndpoints) -> None:
     """Adds the routes of models that pool. For other models they are not documented, and answer
     400."""
-    pooling = PoolingEndpoints(context)
     pools = context.client.info.pooling is not None
-    for path, handler, others in (
-        ("/v1/embeddings", pooling.embeddings, ()),
-        ("/v1/rerank", pooling.rerank, ("/rerank", "/v2/rerank")),
-        ("/v1/score", pooling.score, ("/score",)),
-        ("/classify", pooling.classify, ()),
-        ("/pooling", pooling.pooling, ()),
-    ):
+    for path, handler in pooling.handlers.items():
         _add_post(app, context, path, handler, shown=pools)
-        for other in others:
-            _add(app, other, handler, "POST", shown=False)
+    for path, same in (
+        ("/rerank", "/v1/rerank"),
+        ("/v2/rerank", "/v1/rerank"),
+        ("/score", "/v1/score"),
+    ):
+        _add(app, path, pooling.handlers[same], "POST", shown=False)
 
 
 def _add_post(

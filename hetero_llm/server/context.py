@@ -184,3 +184,8 @@ def key_digest(request: Request) -> str:
 
 def request_id_of(request: Request) -> str:
     return str(getattr(request.state, "request_id", ""))
+
+
+def given_id_of(request: Request) -> str:
+    """The client's X-Request-Id; empty without one."""
+    return str(getattr(request.state, "given_id", ""))

@@ -73,9 +73,10 @@ class RequestMiddleware:
         if self._root_path:
             scope["root_path"] = self._root_path
         headers = Headers(scope=scope)
-        request_id = _request_id(headers)
+        given = _given_id(headers)
+        request_id = given or uuid4().hex
         form = error_form(_path(scope))
-        scope.setdefault("state", {}).update(request_id=request_id, error_form=form)
+        scope.setdefault("state", {}).update(request_id=request_id, given_id=given, error_form=form)
         REQUEST_ID.set(request_id)  # of this request's own task
         status, started = 500, False
 
@@ -159,9 +160,10 @@ def _path(scope: Scope) -> str:
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
-def _request_id(headers: Headers) -> str:
+def _given_id(headers: Headers) -> str:
+    """The id that the client gave the request; empty if it gave none that could be shown."""
     given = headers.get("x-request-id", "")
-    return given if _ID.fullmatch(given) else uuid4().hex
+    return given if _ID.fullmatch(given) else ""
 
 
 def _given_twice(raw: Iterable[tuple[bytes, bytes]]) -> str | None:

@@ -34,7 +34,7 @@ from hetero_llm.engine.engine_client import EngineInfo
 from hetero_llm.engine.inputs.default_sampling import with_defaults
 from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.server.constraints import FIELDS, constraint_names, output_constraint
-from hetero_llm.server.context import Context, request_id_of
+from hetero_llm.server.context import Context, given_id_of, request_id_of
 from hetero_llm.server.errors import (
     NO_NAMES,
     ApiError,
@@ -109,7 +109,8 @@ class CheckedRequest:
     """A request within the server's limits, with tokenized prompts, ready for the engine client.
 
     Attributes:
-        id: of the response; the ids of its engine requests begin with it.
+        id: of the response.
+        engine_id: the ids of its engine requests begin with it; unique among those that run.
         http_id: the HTTP request's id, which is in the log.
         created: Unix time in seconds.
         params: one per prompt; they differ in max_tokens at most.
@@ -119,6 +120,7 @@ class CheckedRequest:
     """
 
     id: str
+    engine_id: str
     http_id: str
     created: int
     model: str
@@ -244,8 +246,10 @@ def checked_request(
         each.append(params if same else replace(params, max_tokens=max_tokens))
     salt = context.cache_salt(request, body.cache_salt)
     adapter, prompt_adapter = context.adapters_of(body.model)
+    shown, unique = answer_ids(request, body.request_id, prefix)
     return CheckedRequest(
-        id=f"{prefix}{body.request_id or uuid4().hex}",
+        id=shown,
+        engine_id=unique,
         http_id=request_id_of(request),
         created=int(time.time()),
         model=context.model_name(body.model),
@@ -256,6 +260,25 @@ def checked_request(
         adapter=adapter,
         prompt_adapter=prompt_adapter,
     )
+
+
+def answer_ids(request: Request, wanted: str | None, prefix: str) -> tuple[str, str]:
+    """The id of an answer, and the one that no other running request may have.
+
+    As in vLLM, the client's X-Request-Id comes before the body's `request_id`. Several requests may
+    carry the same header at once, so it names the answer alone. Answers that may be stored
+    ("resp_") keep ids of their own.
+
+    Args:
+        wanted: the body's id.
+        prefix: with what separates it.
+    """
+    given = given_id_of(request)
+    if given and prefix.endswith("-"):
+        shown = f"{prefix}{given}"
+        return shown, f"{shown}-{uuid4().hex[:16]}"
+    shown = f"{prefix}{wanted or uuid4().hex}"
+    return shown, shown
 
 
 def deadline_seconds(request: Request, default: float | None) -> float | None:

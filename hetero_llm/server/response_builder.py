@@ -389,7 +389,7 @@ class EngineRequests:
         self._client = client
         self._metrics = metrics
         self._request = request
-        self._ids = [f"{request.id}-{index}" for index in range(len(request.prompts))]
+        self._ids = [f"{request.engine_id}-{index}" for index in range(len(request.prompts))]
         self._num_tokens = 0
         self._scheduled = False
         self.deadline = Deadline(client, request.seconds)

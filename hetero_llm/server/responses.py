@@ -129,7 +129,7 @@ class Responses:
 
         async def run() -> msgspec.Struct:
             _log_soon(context, checked, stream=False)
-            with context.answering(checked.id):
+            with context.answering(checked.engine_id):
                 return await builder.whole()
 
         return await whole_response(context, request, run())
@@ -174,7 +174,7 @@ class _StreamedResponse(Response):
         stream.runs_in_this_task()
         try:
             _log_soon(self._context, self._checked, stream=True)
-            with self._context.answering(self._checked.id):
+            with self._context.answering(self._checked.engine_id):
                 await self._builder.stream(stream.send)
             await stream.done()
         except Exception as error:

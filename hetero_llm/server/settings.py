@@ -101,6 +101,7 @@ class ServerSettings:
         root_path: path prefix when behind a proxy.
         public_paths: more paths that need no key, such as those of a status page.
         public_metrics: /metrics needs no key.
+        server_dev_mode: clients may reset caches (`endpoints.caches`).
         strict_fields: unknown fields of a request are errors instead of a line in the log.
         force_include_usage: streams have usage in each chunk, and a last one of its own, without
             being asked.
@@ -137,6 +138,7 @@ class ServerSettings:
     root_path: str = ""
     public_paths: tuple[str, ...] = ()
     public_metrics: bool = True
+    server_dev_mode: bool = False
     strict_fields: bool = False
     force_include_usage: bool = False
     default_max_tokens: int = 16

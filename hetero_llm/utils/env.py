@@ -91,13 +91,14 @@ def flag_variables() -> dict[str, str]:
 
 
 _VLLM_KEY = "VLLM_API_KEY"
+_VLLM_DEV_MODE = "VLLM_SERVER_DEV_MODE"
 _VLLM_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 
 def vllm_variables() -> dict[str, str]:
     """vLLM's variables that stand for a flag, if they are set: Python name -> text."""
-    text = os.environ.get(_VLLM_KEY)
-    return {"api_key": text} if text else {}
+    names = {_VLLM_KEY: "api_key", _VLLM_DEV_MODE: "server_dev_mode"}
+    return {ours: os.environ[name] for name, ours in names.items() if os.environ.get(name)}
 
 
 def vllm_batch_invariant() -> bool:
@@ -117,7 +118,9 @@ def other_vllm_variables() -> list[str]:
     return sorted(
         name
         for name, text in os.environ.items()
-        if name.startswith("VLLM_") and name not in (_VLLM_KEY, _VLLM_INVARIANT) and text
+        if name.startswith("VLLM_")
+        and name not in (_VLLM_KEY, _VLLM_DEV_MODE, _VLLM_INVARIANT)
+        and text
     )
 
 

@@ -176,7 +176,9 @@ class TestResolve:
             ("max_num_seqs", True, "must be an integer"),
             ("max_num_seqs", 2.0, "must be an integer"),
             ("max_num_seqs", "8", "must be an integer"),
-            ("max_model_len", -1, "must be at least 1"),
+            ("max_model_len", -2, "must be at least 1"),
+            ("max_model_len", "long", "must be 'auto' or an integer"),
+            ("max_model_len", -1.0, "must be 'auto' or an integer"),
             ("max_logprobs", -2, "must be at least -1"),
             ("seed", -1, "must be at least 0"),
             ("seed", 2**64, "must be at most 18446744073709551615"),
@@ -189,7 +191,7 @@ class TestResolve:
             ("rope_theta", 0.0, "must be greater than 0"),
             ("enable_prefix_caching", 1, "must be True or False"),
             ("enforce_eager", "yes", "must be True or False"),
-            ("block_size", 64, "must be 8, 16 or 32"),
+            ("block_size", 48, "must be 8, 16, 32, 64 or 128"),
             ("dtype", "int8", "must be 'auto', 'half',"),
             ("dtype", "", "must not be empty"),
             ("device", "tpu", "must be 'auto', 'cpu' or 'cuda'"),
@@ -405,6 +407,7 @@ def _a_word(spec: ArgSpec) -> str:
         Kind.JSON: "{}",
         Kind.COUNTS: "image=1",
         Kind.AUTO_FLOAT: "1.5",
+        Kind.AUTO_INT: "1",
     }.get(spec.kind, "word")
 
 
@@ -418,3 +421,18 @@ def test_auto_or_a_number() -> None:
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=reason):
             checked(spec, wrong)
+
+
+def test_auto_or_an_integer() -> None:
+    for words, value in ((["auto"], "auto"), (["-1"], "auto"), (["1k"], 1000), (["None"], None)):
+        given = parse("--max-model-len", *words)
+        assert resolve(**given)["max_model_len"] == value
+    for value in ("auto", -1):
+        config = EngineConfig.from_args(
+            resolve_engine_args({"model": "demo", "max_model_len": value})
+        )
+        assert config.max_model_len is None and config.fit_max_model_len
+
+
+def test_vllms_name_of_the_fast_tokenizer() -> None:
+    assert resolve(tokenizer_mode="hf")["tokenizer_mode"] == "auto"

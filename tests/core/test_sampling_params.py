@@ -82,7 +82,7 @@ WRONG = [
     ({"num_speculative_tokens": -1}, "num_speculative_tokens=-1"),
     ({"num_speculative_tokens": False}, "num_speculative_tokens=False"),
     ({"num_speculative_tokens": 2.0}, "num_speculative_tokens=2.0"),
-    ({"ignore_eos": 1}, "ignore_eos=1"),
+    ({"ignore_eos": 2}, "ignore_eos=2"),
     ({"early_stopping": True}, "early_stopping=True"),
     ({"length_penalty": 0.5}, "length_penalty=0.5"),
     (BEAM | {"best_of": 1}, "best_of=1"),
@@ -169,6 +169,19 @@ def test_positions_are_vllms() -> None:
         n=2, best_of=3, presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1,
         temperature=0.7, top_p=0.9, top_k=5, min_p=0.05, seed=11,
     )  # fmt: skip
+
+
+def test_one_and_zero_are_booleans_and_arrays_lists() -> None:
+    params = SamplingParams(
+        ignore_eos=1, detokenize=0, stop_token_ids=np.array([3, 4]), allowed_token_ids=np.arange(2)
+    )
+    assert params.ignore_eos is True and params.detokenize is False
+    assert params.stop_token_ids == [3, 4] and params.allowed_token_ids == [0, 1]
+    assert {type(token) for token in params.stop_token_ids} == {int}
+    for wrong in ({"ignore_eos": 2}, {"ignore_eos": 1.0}, {"stop_token_ids": np.ones((1, 1), int)},
+                  {"stop_token_ids": np.array([0.5])}):  # fmt: skip
+        with pytest.raises(SamplingError, match=f"^{next(iter(wrong))}="):
+            SamplingParams(**wrong)
 
 
 def test_numbers_of_numpy_become_plain() -> None:

@@ -45,7 +45,7 @@ def two_threads() -> Iterator[None]:
         AttentionCase(heads=4, kv_heads=1, dim=128, window=None, block_size=16),
         AttentionCase(heads=8, kv_heads=8, dim=64, window=None, block_size=8),
         AttentionCase(heads=6, kv_heads=2, dim=80, window=37, block_size=16),
-        AttentionCase(heads=14, kv_heads=2, dim=128, window=None, block_size=32),
+        AttentionCase(heads=14, kv_heads=2, dim=128, window=None, block_size=128),
         AttentionCase(heads=12, kv_heads=4, dim=256, window=300, block_size=16),
         AttentionCase(heads=3, kv_heads=3, dim=16, window=1, block_size=16),
         AttentionCase(heads=7, kv_heads=1, dim=64, window=None, block_size=16, softcap=0.7),

@@ -26,6 +26,7 @@ from hetero_llm import (
     SamplingParams,
 )
 from hetero_llm.engine.inputs.input_processor import Prompt, parse_prompts
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.v1.metrics.reader import Counter, Gauge, Histogram, Vector
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -314,3 +315,31 @@ def test_leaving_the_context_frees_the_engine(tiny_folder: Path) -> None:
 
 def test_the_package_names_its_version() -> None:
     assert hetero_llm.__version__.count(".") == 2
+
+
+def test_a_context_as_long_as_the_cache_holds(tiny_folder: Path) -> None:
+    shared: dict[str, Any] = {"dtype": "float32", "device": "cpu", "block_size": 8}
+    own = load_model_config(tiny_folder).max_model_len
+    for wanted, blocks, length in (("auto", 3, 24), (-1, 3, 24), ("auto", own, own)):
+        with LLM(
+            str(tiny_folder), max_model_len=wanted, num_gpu_blocks_override=blocks, **shared
+        ) as llm:
+            assert llm.model_config.max_model_len == length
+            params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+            (output,) = llm.generate([[5, 6, 7, 8]], params, use_tqdm=False)
+            assert len(output.outputs[0].token_ids) == 20
+    with pytest.raises(ConfigError, match="^gpu_memory_utilization=.*lower max_model_len"):
+        LLM(str(tiny_folder), max_model_len="auto", gpu_memory_utilization=1e-9, **shared)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_long_blocks_change_no_token(backend: str) -> None:
+    found = []
+    for size in (16, 128):
+        with LLM("demo", device="cpu", cpu_backend=backend, block_size=size) as llm:
+            prompts = ["import numpy as np\n" * 30, "import numpy as np\n" * 30 + "x", "def f("]
+            for _ in range(2):  # the second time from the prefix cache
+                outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+                found.append([one.outputs[0].token_ids for one in outputs])
+            assert llm.metrics()["prefix_cache_hits"] > 0
+    assert found[0] == found[1] == found[2] == found[3]

@@ -96,7 +96,7 @@ def test_a_bar_of_the_users_own(llm: LLM) -> None:
         ("embed", (["w0", ""],), "prompt 1: prompt='': is empty"),
         ("embed", ("",), "prompt='': is empty"),
         ("classify", ("w0",), "task='classify': this model serves 'embed' and 'score'"),
-        ("score", (["w0", "w1"], ["w0"]), "data_2='1 texts': one text, or 2 as in data_1"),
+        ("score", (["w0", "w1"], ["w0"]), "data_2='1 texts': must be 2, as many as data_1 has"),
         ("score", ("w0", ["w0", ""]), "prompt 1: data_2='': is empty"),
         ("score", ("", "w0"), "prompt 0: data_1='': is empty"),
         ("score", ({"content": []}, "w0"), "data_1={'content': []}: input other than text"),

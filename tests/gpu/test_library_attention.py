@@ -42,7 +42,7 @@ def test_rounded_shapes_give_the_chunks_attention(
         hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(1) & causal
         return attention(q, k, v, hidden)
 
-    monkeypatch.setattr(library_attention, "_cudnn", cudnn)
+    monkeypatch.setattr(library_attention, "cudnn_attention", cudnn)
     monkeypatch.setattr(library_attention, "join_parts", joined)
     end = start + count
     generator = torch.Generator().manual_seed(start + count)

@@ -269,7 +269,7 @@ def start(folder: Path | str, **engine_args: Any) -> LLM:
         ("max_model_len", 0, "at least 1"),
         ("num_gpu_blocks_override", 7, "needs 8; lower max_model_len"),
         ("num_gpu_blocks_override", 0, "at least 1"),
-        ("block_size", 12, "8, 16 or 32"),
+        ("block_size", 12, "8, 16, 32, 64 or 128"),
         ("max_num_seqs", 0, "at least 1"),
         ("gpu_memory_utilization", 1.5, "at most 1"),
         ("device", "tpu", "'cpu'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from hetero_llm.core.sampling_params import SamplingParams
@@ -18,6 +20,25 @@ def test_candidates_of_equal_probability_share_a_rank() -> None:
         group, [([1], 0.0)], [candidates], frozenset(), lambda item: False, lambda item: None
     )
     assert [(item.token, item.rank) for item in kept] == [(5, 1), (7, 1), (8, 3), (9, 3)]
+
+
+@pytest.mark.parametrize(
+    ("penalty", "normalized"),
+    [(1e308, 0.0), (10**6, 0.0), (-1e308, -math.inf), (-1074.0, -math.inf)],
+)
+def test_powers_that_are_no_floats_end_no_engine(penalty: float, normalized: float) -> None:
+    group = BeamGroup(
+        width=1,
+        num_prompt_tokens=1,
+        max_total_tokens=9,
+        length_penalty=penalty,
+        early_stopping=False,
+    )
+    before = ([1, 4, 4], -2.0)
+    advance(group, [before], [((7, -1.0),)], frozenset((7,)), lambda item: False, lambda item: None)
+    assert [h.normalized_score for h in group.hypotheses] == [normalized]
+    advance(group, [before], [((5, -1.0),)], frozenset((7,)), lambda item: False, lambda item: None)
+    assert not group.improvable
 
 
 @pytest.mark.parametrize(("min_tokens", "reason"), [(2, "length"), (1, "stop")])

@@ -125,7 +125,7 @@ class FakeEngine:
         self.seen: list[tuple[str, Prompt, SamplingParams]] = []
         self.aborted: list[str] = []
         self.dead = self.hung = False
-        self.num_steps = self.generated = self.finished = 0
+        self.num_steps = self.generated = self.finished = self.num_resets = 0
         self.info = EngineInfo(
             model="demo",
             served_names=("demo",),
@@ -346,7 +346,7 @@ class FakeEngine:
             raise EngineHungError("no life for 30 s")
 
     async def reset_prefix_cache(self) -> None:
-        pass
+        self.num_resets += 1
 
     async def shutdown(self, drain_seconds: float) -> None:
         self._stop_by = min(self._stop_by, time.monotonic() + drain_seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -470,6 +471,33 @@ def test_request_ids(tokenizer: Tokenizer) -> None:
         for given, kept in (("abc-1", True), ("a b", False), ("x" * 129, False)):
             answer = served.http.get("/version", headers={"x-request-id": given})
             assert (answer.headers["x-request-id"] == given) == kept
+
+
+def test_the_clients_header_names_the_answer(tokenizer: Tokenizer) -> None:
+    """Several requests may carry one header at the same time, as those of one trace."""
+    engine = FakeEngine(tokenizer)
+    engine.unpaused.clear()
+    headers = {"x-request-id": "trace-1"}
+    with serving(engine) as served, ThreadPoolExecutor(3) as pool:
+        bodies = [
+            (COMPLETIONS, {"prompt": "a"}),
+            (CHAT, {"messages": USER}),
+            (COMPLETIONS, {"prompt": "b"}),
+        ]
+        sent = [
+            pool.submit(
+                served.post, path, body | {"max_tokens": 1, "request_id": "mine"}, headers=headers
+            )
+            for path, body in bodies
+        ]
+        served.wait(lambda: engine.num_live == 3)
+        served.call(engine.unpaused.set)
+        ids = [one.result().json()["id"] for one in sent]
+        assert ids == ["cmpl-trace-1", "chatcmpl-trace-1", "cmpl-trace-1"]
+        answer = served.post(
+            "/v1/responses", {"input": "a", "max_output_tokens": 1}, headers=headers
+        )
+        assert "trace-1" not in answer.json()["id"]
 
 
 def test_a_full_queue(tokenizer: Tokenizer) -> None:

@@ -76,7 +76,7 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def masked(text: str) -> str:
-    text = re.sub(r"(cmpl|chatcmpl)-[0-9a-f]{32}", r"\1-ID", text)
+    text = re.sub(r"(cmpl|chatcmpl)-golden:1\b", r"\1-ID", text)
     text = re.sub(r"(: keep-alive\n\n)+", ": keep-alive\n\n", text)
     return re.sub(r'"created":\d+', '"created":0', text)
 

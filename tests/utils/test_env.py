@@ -49,7 +49,8 @@ def test_variables_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.vllm_variables() == {} and env.other_vllm_variables() == []
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("VLLM_USE_V1", "1")
-    assert env.vllm_variables() == {"api_key": "secret"}
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    assert env.vllm_variables() == {"api_key": "secret", "server_dev_mode": "1"}
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert env.other_vllm_variables() == ["VLLM_USE_V1"]
     assert env.vllm_batch_invariant()

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from hetero_llm.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
-from hetero_llm.core.errors import ConfigError
+from hetero_llm.core.errors import ConfigError, ContextTooLongError
 from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
 from hetero_llm.engine.builders.build_adapters import (
@@ -106,7 +106,7 @@ def build_runner(inputs: RunnerInputs) -> BuiltRunner:
     config, device, fixed = inputs.config, inputs.device, inputs.config.cache.num_blocks
     scales = _kv_scales(config, inputs.model, inputs.model_config, inputs.shape.dtype)
     if fixed is not None:
-        _check_fixed_blocks(fixed, inputs.blocks_per_sequence, inputs.scheduler.max_model_len)
+        _check_fixed_blocks(fixed, inputs.scheduler)
     if device.type == "cuda":
         return _cuda_runner(inputs, scales)
     built = _cpu_runner(inputs)
@@ -149,7 +149,7 @@ def _blocks_in_host_memory(
         processes: ranks that divide this memory between them.
 
     Raises:
-        ConfigError: they do not hold one sequence of `max_model_len`.
+        ContextTooLongError: they do not hold one sequence of `max_model_len`.
     """
     from hetero_llm.utils.topology import usable_memory_bytes
 
@@ -158,12 +158,13 @@ def _blocks_in_host_memory(
     num_blocks = int(usable_memory_bytes() * share / processes) // shape.block_bytes
     num_blocks = min(num_blocks, needed * scheduler.max_num_seqs)
     if num_blocks < needed:
-        raise ConfigError(
+        raise ContextTooLongError(
             "gpu_memory_utilization",
             share,
             f"gives {num_blocks} KV blocks of the free host memory, one sequence of "
             f"max_model_len ({scheduler.max_model_len}) needs {needed}; lower "
             f"max_model_len or raise gpu_memory_utilization",
+            fits=num_blocks * cache.block_size,
         )
     return num_blocks
 
@@ -191,9 +192,8 @@ def check_context(
     if device.type == "cuda" and not config.batch_invariant:
         _check_fp8_weights(model_config, device)
     length = scheduler.max_model_len
-    needed = -(-length // cache.block_size)
     if cache.num_blocks is not None:
-        _check_fixed_blocks(cache.num_blocks, needed, length)
+        _check_fixed_blocks(cache.num_blocks, scheduler)
     elif device.type == "cpu":
         _blocks_in_host_memory(cache, scheduler, shape, config.parallel.num_ranks)
     else:
@@ -230,11 +230,12 @@ def _check_device_memory(
     total = torch.cuda.get_device_properties(device).total_memory
     needed = -(-length // cache.block_size) * shape.block_bytes
     if needed > total:
-        raise ConfigError(
+        raise ContextTooLongError(
             "max_model_len",
             length,
             f"the KV cache of one such sequence takes {needed / 2**30:.1f} GiB, the GPU has "
             f"{total / 2**30:.1f} GiB; lower max_model_len",
+            fits=total // shape.block_bytes * cache.block_size,
         )
 
 
@@ -471,13 +472,16 @@ def _kv_scales(
     return scales if scales is None or (scales != 1).any() else None
 
 
-def _check_fixed_blocks(fixed: int, needed: int, max_model_len: int) -> None:
+def _check_fixed_blocks(fixed: int, scheduler: SchedulerConfig) -> None:
+    """Raises ContextTooLongError: the configured blocks do not hold one sequence."""
+    needed = -(-scheduler.max_model_len // scheduler.block_size)
     if fixed < needed:
-        raise ConfigError(
+        raise ContextTooLongError(
             "num_gpu_blocks_override",
             fixed,
-            f"one sequence of max_model_len ({max_model_len}) needs {needed}; "
+            f"one sequence of max_model_len ({scheduler.max_model_len}) needs {needed}; "
             "lower max_model_len or raise num_gpu_blocks_override",
+            fits=fixed * scheduler.block_size,
         )
 
 

@@ -112,7 +112,7 @@ def _image_of_part(part: Mapping[str, Any], where: str, fetch: Fetch) -> Image:
 
 def _decoded(data: bytes, where: str, most_pixels: int) -> Image:
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
         raise PromptError(where, "an image", NO_PILLOW) from None
     try:
@@ -126,6 +126,9 @@ def _decoded(data: bytes, where: str, most_pixels: int) -> Image:
         return ImageOps.exif_transpose(picture)
     except PromptError:
         raise
+    except UnidentifiedImageError:  # whose text is an address in memory
+        reason = f"is no readable image ({', '.join(FORMATS)})"
+        raise PromptError(where, f"{len(data)} bytes", reason) from None
     except Exception as error:  # on damaged data the decoders raise exceptions of any type
         raise PromptError(
             where,

@@ -26,7 +26,7 @@ def pair_up(first: int, second: int, first_name: str, second_name: str) -> list[
     if first == 1:
         return [(0, other) for other in range(second)]
     if first != second:
-        reason = f"one text, or {first} as in {first_name}, can be compared"
+        reason = f"must be {first}, as many as {first_name} has, unless that is one text"
         raise PromptError(second_name, f"{second} texts", reason)
     return [(place, place) for place in range(first)]
 

@@ -13,7 +13,7 @@ from hetero_llm.core.errors import EngineDeadError, EngineHungError
 from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.chat_requests import conversation_prompt
 from hetero_llm.server.context import Context
-from hetero_llm.server.errors import required, wrong
+from hetero_llm.server.errors import ApiError, required, wrong
 from hetero_llm.server.metrics import CONTENT_TYPE
 from hetero_llm.server.protocol import DetokenizeRequest, TokenizeRequest
 from hetero_llm.server.request_parsing import read_json, refuse_unsupported
@@ -31,6 +31,11 @@ class Info:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+
+    async def no_files(self, request: Request) -> Response:
+        """/v1/files and /v1/batches, which keep users' files on the server: there are none here."""
+        reason = "the server keeps no files; `hetero-llm run-batch` answers a file of requests"
+        raise ApiError(404, "not_found", reason)  # clients try 501 again
 
     # -- models -------------------------------------------------------------------------------
 

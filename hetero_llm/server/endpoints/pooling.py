@@ -8,7 +8,6 @@ import time
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
-from uuid import uuid4
 
 import msgspec
 import numpy as np
@@ -36,8 +35,14 @@ from hetero_llm.server.errors import (
     wrong_value,
 )
 from hetero_llm.server.metrics import NEVER_BEGUN
-from hetero_llm.server.request_parsing import as_json, deadline_seconds, read_known, short_text
-from hetero_llm.server.responses import whole_response
+from hetero_llm.server.request_parsing import (
+    answer_ids,
+    as_json,
+    deadline_seconds,
+    read_known,
+    short_text,
+)
+from hetero_llm.server.responses import Handler, whole_response
 from hetero_llm.server.tokenization import plain_ids
 
 logger = logging.getLogger(__name__)
@@ -51,10 +56,17 @@ _SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"))
 
 
 class PoolingEndpoints:
-    """The handlers of one server."""
+    """The handlers of one server; `handlers`: by their routes."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self.handlers: dict[str, Handler] = {
+            "/v1/embeddings": self.embeddings,
+            "/v1/rerank": self.rerank,
+            "/v1/score": self.score,
+            "/classify": self.classify,
+            "/pooling": self.pooling,
+        }
 
     async def embeddings(self, request: Request) -> Response:
         body = await self._read(request, wire.EmbeddingRequest)
@@ -172,7 +184,7 @@ class _Call:
         self._http_id = request_id_of(request)
         self._seconds = deadline_seconds(request, context.settings.request_timeout)
         self.inputs: PoolingInputs = inputs
-        self.id = f"{prefix}-{body.request_id or uuid4().hex}"
+        self.id, self._engine_id = answer_ids(request, body.request_id, f"{prefix}-")
         self.created = int(time.time())
         self.model = context.model_name(body.model)
 
@@ -296,10 +308,10 @@ class _Call:
         if context.settings.log_requests:
             asyncio.get_running_loop().call_soon(self._log, inputs, task, tokens)
         metrics = context.metrics
-        with context.answering(self.id):
+        with context.answering(self._engine_id):
             try:
                 async with asyncio.timeout(self._seconds):
-                    result = await context.client.pool(self.id, inputs, finish)
+                    result = await context.client.pool(self._engine_id, inputs, finish)
             except TimeoutError:
                 metrics.aborted("timeout")
                 metrics.pooled(tokens, arrival, reason="abort")

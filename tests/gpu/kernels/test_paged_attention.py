@@ -37,6 +37,7 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     dim: int = 64
+    block: int = BLOCK
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None
     window: int | None = None
@@ -102,7 +103,7 @@ def block_tables(case: Case, slots: np.ndarray, blocks: list[int], order: np.nda
         used += n
     longest = tables[slots[int(np.argmax(blocks))]].copy()
     for slot, n in zip(slots, blocks):
-        for column in range(min(case.shared // BLOCK, n)):
+        for column in range(min(case.shared // case.block, n)):
             if column != case.differs:
                 tables[slot, column] = longest[column]
     return tables
@@ -117,15 +118,14 @@ def check(case: Case, device: torch.device, seed: int = 0) -> int:
 
 
 def run(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """What the kernel and the reference return, and how many rows have pieces of a tile of several
-    sequences."""
+    """What kernel and reference return, and how many rows have pieces of a tile of sequences."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     num = len(case.sequences)
     starts = np.array([s for s, _, _ in case.sequences], np.int32)
     counts = np.array([c for _, c, _ in case.sequences], np.int32)
     slots = rng.permutation(num + 2)[:num].astype(np.int32)
-    blocks = [-(-int(s + c) // BLOCK) for s, c in zip(starts, counts)]
+    blocks = [-(-int(s + c) // case.block) for s, c in zip(starts, counts)]
     num_blocks = sum(blocks) + 3
     tables = block_tables(case, slots, blocks, rng.permutation(num_blocks))
     rows = row_masks(case, device)
@@ -138,15 +138,19 @@ def run(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, 
         case.window,
         PlanLimits(case.tile_rows // group, case.keys, case.parallel, 64, case.keys),
         tables,
-        BLOCK,
+        case.block,
     )
     cache_dtype = case.cache_dtype or case.dtype
     layers = 2
     if case.block_first:
-        cache = torch.randn(num_blocks, layers, 2, BLOCK, case.kv_heads, case.dim, device=device)
+        cache = torch.randn(
+            num_blocks, layers, 2, case.block, case.kv_heads, case.dim, device=device
+        )
         k, v = (cache.to(cache_dtype)[:, 1, i] for i in range(2))
     else:  # one slab a layer, heads before tokens
-        cache = torch.randn(layers, 2, num_blocks, case.kv_heads, BLOCK, case.dim, device=device)
+        cache = torch.randn(
+            layers, 2, num_blocks, case.kv_heads, case.block, case.dim, device=device
+        )
         k, v = (cache.to(cache_dtype)[1, i].transpose(1, 2) for i in range(2))
     total = int(counts.sum())
     # q is a view of a wider projection, as in the model.
@@ -365,7 +369,9 @@ def test_random_steps(seed: int, device: torch.device) -> None:
         tree = random_tree(rng, count) if rng.random() < 0.3 else None
         sequences.append((int(rng.integers(0, 120)), count, tree))
     window = int(rng.integers(70, 100)) if rng.random() < 0.4 else None
-    check(Case(sequences, window=window, parallel=int(rng.integers(1, 12))), device, seed)
+    block = (16, 16, 64, 128)[seed]
+    parallel = int(rng.integers(1, 12))
+    check(Case(sequences, window=window, parallel=parallel, block=block), device, seed)
 
 
 @pytest.mark.parametrize("seed", range(4))

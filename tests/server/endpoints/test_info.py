@@ -218,3 +218,10 @@ def test_models_as_anthropics_clients_read_them(server: Served) -> None:
     assert datetime.fromisoformat(model["created_at"]).tzinfo is not None
     assert server.http.get("/v1/models/demo", headers=header).json() == model
     assert server.http.get("/v1/models/demo").json()["object"] == "model"
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1/content", "/v1/batches"])
+def test_files_are_refused_with_the_other_way(server: Served, path: str) -> None:
+    for method in ("GET", "POST"):
+        answer = server.http.request(method, path)
+        assert answer.status_code == 404 and "run-batch" in answer.json()["error"]["message"]

@@ -191,7 +191,7 @@ def test_the_openai_client(embedder: Served, folder: Path) -> None:
                                       "text_2; data_1 and data_2; queries and documents",
                                       "text_1")),
         ("/score", {"text_1": ["w0", "w1"], "text_2": ["w0"]},
-         ("text_2='1 texts': one text, or 2 as in text_1, can be compared", "text_2")),
+         ("text_2='1 texts': must be 2, as many as text_1 has, unless that is one text", "text_2")),
         ("/score", {"text_1": "w0", "text_2": ["w0", 3]}, ("text_2[1]: must be a text",
                                                            "text_2[1]")),
         ("/rerank", {"documents": ["w0"]}, ("query is required", "query")),
@@ -258,6 +258,20 @@ def test_a_cross_encoder(crosser: Served) -> None:
     assert (text, param) == ("task='embed': this model serves 'classify' and 'score'", "task")
 
 
+def test_invocations_go_where_the_body_belongs(embedder: Served, crosser: Served) -> None:
+    documents = {"query": "w1", "documents": ["w2", "w1 w3"]}
+    for served, body, key in (
+        (embedder, {"input": "w1"}, "embedding"),
+        (embedder, {"input": "w1", "task": "embed"}, "data"),
+        (embedder, {"text_1": "w1", "text_2": "w2"}, "score"),
+        (crosser, {"data_1": "w1", "data_2": "w2"}, "score"),
+        (crosser, {"input": "w1"}, "probs"),
+    ):
+        assert key in served.post("/invocations", body).json()["data"][0]
+    assert len(crosser.post("/invocations", documents).json()["results"]) == 2
+    assert "it needs query" in message(embedder.post("/invocations", {"prompt": "w1"}))[0]
+
+
 def test_deadlines_metrics_and_pages(embedder: Served) -> None:
     body = {"input": [TEXTS[4]] * 300}
     late = embedder.post(EMBEDDINGS, body, headers={"x-request-timeout-ms": "1"})
@@ -265,6 +279,7 @@ def test_deadlines_metrics_and_pages(embedder: Served) -> None:
     embedder.wait(lambda: embedder.engine.num_unfinished == 0)
     done = embedder.post(EMBEDDINGS, {"input": "w0"}, headers={"x-request-id": "mine"})
     assert done.status_code == 200 and done.headers["x-request-id"] == "mine"
+    assert done.json()["id"] == "embd-mine"
     metrics = embedder.http.get("/metrics").text
     for line in (
         'vllm:request_success_total{engine="0",finished_reason="abort",model_name="bge"} 1.0',

@@ -49,7 +49,7 @@ SHAPES = (
     Shape(heads=4, kv_heads=2, dim=64),
     Shape(heads=3, kv_heads=3, dim=8, block_size=8),
     Shape(heads=5, kv_heads=1, dim=40),
-    Shape(heads=7, kv_heads=1, dim=128, block_size=32),
+    Shape(heads=7, kv_heads=1, dim=128, block_size=128),
     Shape(heads=9, kv_heads=1, dim=96),
     Shape(heads=1, kv_heads=1, dim=256, block_size=1),
     Shape(heads=6, kv_heads=2, dim=80),
