@@ -116,8 +116,8 @@ def test_the_links_part_has_to_pay() -> None:
 
 
 def test_the_links_part_does_not_slow_steps_that_miss_few() -> None:
-    """Microseconds of a layer: those of random routes are an H200's, the others are made up. A third
-    of one missed expert is none, which costs two kernels."""
+    """Microseconds of a layer, with random routes an H200's, the others made up. A third of one
+    missed expert is none, which costs two kernels."""
     random = {"": 634.1, "512 rows": 551.2, "third": 550.7, "768 rows": 768.3}
     assert choose_linked(random, {}, "") == "third"
     one_miss = {"": 110.0, "512 rows": 100.0, "third": 113.3}
