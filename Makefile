@@ -50,9 +50,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/hetero-llm demo
 
-# Two workers, and threads of torch that sleep when they wait: 12 minutes on two cores.
+# Two workers, and threads of torch that sleep when they wait: 12 minutes on two cores. Bytecode is
+# kept even where the environment forbids it: many of the tests start interpreters.
 test: $(STAMP)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not faults" -n $(TEST_WORKERS) \
+	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not faults" -n $(TEST_WORKERS) \
 	  --dist loadfile --no-loadscope-reorder
 
 # On one GPU and 16 cores. Most of a first run is compiling kernels, so almost as many workers as cores.

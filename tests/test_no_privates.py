@@ -73,16 +73,21 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and name.strip("_") != ""
 
 
-def private_names(tree: ast.Module, *, of_module: bool) -> set[str]:
+def _nodes(source: str) -> tuple[ast.AST, ...]:
+    """All nodes of a file, the module first."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
+def private_names(source: str, *, of_module: bool) -> set[str]:
     """Private methods and attributes of a file's classes, those assigned to `self` included.
 
     Args:
         of_module: add functions and variables of the module itself.
     """
     names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) or (of_module and node is tree):
-            for part in node.body:  # type: ignore[attr-defined]
+    for node in _nodes(source):
+        if isinstance(node, ast.ClassDef) or (of_module and isinstance(node, ast.Module)):
+            for part in node.body:
                 if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                     names.add(part.name)
                 elif isinstance(part, ast.Assign | ast.AnnAssign):
@@ -95,16 +100,13 @@ def private_names(tree: ast.Module, *, of_module: bool) -> set[str]:
 
 def uses_in(source: str, defined: Defined) -> Iterator[Use]:
     """Every use in a file's source of a private name that is not the test's own."""
-    tree = ast.parse(source)
-    inside = _of_package_subclasses(tree)
+    nodes = _nodes(source)
+    inside = _of_package_subclasses(nodes)
     # A piece of an f-string is the end of another word: f"{name}_total".
     parts_of_names = {
-        id(part)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.JoinedStr)
-        for part in node.values
+        id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             own = node.attr in defined.tests
             if id(node) in inside:
@@ -149,10 +151,10 @@ def _private_parts(line: int, dotted: list[str]) -> Iterator[Use]:
         yield from (Use(line, part) for part in name.split(".") if is_private(part))
 
 
-def _of_package_subclasses(tree: ast.AST) -> set[int]:
+def _of_package_subclasses(nodes: tuple[ast.AST, ...]) -> set[int]:
     """Ids of all nodes inside classes that inherit from something imported from hetero_llm."""
     imported = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for one in node.names:
                 source = node.module if isinstance(node, ast.ImportFrom) else one.name
@@ -160,7 +162,7 @@ def _of_package_subclasses(tree: ast.AST) -> set[int]:
                     imported.add((one.asname or one.name).split(".")[0])
     return {
         id(inner)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ClassDef)
         and any(
             isinstance(part, ast.Name) and part.id in imported
@@ -183,8 +185,8 @@ def _uses_in_script(node: ast.Constant, defined: Defined) -> Iterator[Use]:
 @cache
 def _defined() -> Defined:
     def names(folder: str, of_module: bool) -> frozenset[str]:
-        trees = (ast.parse(path.read_text()) for path in (ROOT / folder).rglob("*.py"))
-        return frozenset().union(*(private_names(tree, of_module=of_module) for tree in trees))
+        sources = (path.read_text() for path in (ROOT / folder).rglob("*.py"))
+        return frozenset().union(*(private_names(one, of_module=of_module) for one in sources))
 
     return Defined(names("tests", False), names("hetero_llm", True))
 

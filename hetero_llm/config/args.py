@@ -31,7 +31,8 @@ from hetero_llm.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_LOG_SWITCH = "enable_log_requests"
+LOG_SWITCH = "enable_log_requests"
+"""vLLM's opposite of `disable_log_requests`."""
 
 ARGS: tuple[ArgSpec, ...] = ENGINE_ARGS + SERVER_ARGS
 
@@ -61,12 +62,12 @@ def resolve_engine_args(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def resolve_server_args(given: Mapping[str, Any]) -> dict[str, Any]:
     """Check the server's own arguments and fill in the defaults, as `resolve_engine_args` does.
-    vLLM's `enable_log_requests` becomes `disable_log_requests`, its opposite."""
-    turned = read_value(given.get(_LOG_SWITCH))
+    `LOG_SWITCH` becomes `disable_log_requests`."""
+    turned = read_value(given.get(LOG_SWITCH))
     if isinstance(turned, bool):
-        given = {name: value for name, value in given.items() if name != _LOG_SWITCH}
+        given = {name: value for name, value in given.items() if name != LOG_SWITCH}
         if given.setdefault("disable_log_requests", not turned) is turned:
-            raise ConfigError(_LOG_SWITCH, turned, "contradicts disable_log_requests")
+            raise ConfigError(LOG_SWITCH, turned, "contradicts disable_log_requests")
     return _resolve(Scope.SERVE, SERVER_ARGS, _SERVER_BY_NAME, given)
 
 

@@ -204,7 +204,8 @@ HOST_EXPERTS = grouped(
         False,
         "Let the GPU compute a part of the experts that steps of up to 16 tokens miss, reading it "
         "from host memory beside the CPU's threads, where measurements at start find that faster. "
-        "Off by default: steps that miss few experts may get slower by 3%. Not in TACO-LLM.",
+        "Off by default: steps that miss fewer experts than those measured may get slower by 3%. "
+        "Not in TACO-LLM.",
     ),
 )
 

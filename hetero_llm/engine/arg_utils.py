@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetero_llm.config.args import (
     ENGINE_ARGS,
+    LOG_SWITCH,
     SERVER_ARGS,
     ArgSpec,
     Status,
@@ -38,8 +39,6 @@ _FRONT_END = tuple(
     spec for spec in SERVER_ARGS if spec.name in ("served_model_name", "disable_log_requests")
 )
 """Arguments of vLLM's `EngineArgs` that concern who uses the engine, not the engine."""
-_LOG_SWITCH = "enable_log_requests"
-"""vLLM's opposite of `disable_log_requests`."""
 
 
 def _field(spec: ArgSpec) -> tuple[str, Any, Any]:
@@ -73,8 +72,8 @@ class EngineArgs(_Fields):
         given: dict[str, Any] = {"model": model, "tokenizer": tokenizer, **engine_args}
         given = {name: value for name, value in given.items() if not _is_default(name, value)}
         front_end = {spec.name: given.pop(spec.name) for spec in _FRONT_END if spec.name in given}
-        if _LOG_SWITCH in given:
-            front_end[_LOG_SWITCH] = given.pop(_LOG_SWITCH)
+        if LOG_SWITCH in given:
+            front_end[LOG_SWITCH] = given.pop(LOG_SWITCH)
         if "batch_invariant" not in engine_args and vllm_batch_invariant():
             logger.warning("batch_invariant is on: VLLM_BATCH_INVARIANT says so")
             given["batch_invariant"] = True
@@ -103,7 +102,7 @@ class EngineArgs(_Fields):
         """The arguments that a parser of `add_cli_args` found; other attributes are left alone."""
         given = engine_args_from_namespace(args)
         found = vars(args)
-        names = (*(spec.name for spec in _FRONT_END), _LOG_SWITCH)
+        names = (*(spec.name for spec in _FRONT_END), LOG_SWITCH)
         given |= {name: found[name] for name in names if name in found}
         return cls(**given)
 

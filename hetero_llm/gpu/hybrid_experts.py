@@ -27,6 +27,7 @@ from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.expert_moves import ExpertMoves
 from hetero_llm.gpu.expert_streams import ExpertStreams, Split
 from hetero_llm.gpu.kernels.expert_requests import (
+    ON_HOST,
     Exchange,
     Places,
     post,
@@ -39,14 +40,20 @@ from hetero_llm.gpu.kernels.quantized_experts import quantized_bank_experts
 from hetero_llm.models.config import Gate
 from hetero_llm.models.experts import Experts
 
+Routes = tuple[Tensor, Tensor, Tensor]
+"""x, ids and weights of tokens."""
+Timer = Callable[[Callable[[], None], Callable[[], None]], float]
+"""Seconds of a run; called with it, and with what wakes the threads ahead of it."""
+
 _READINGS = 4
 """Of the counters at once."""
 _PROMPT_BYTES = 1 << 30
 """That may be copied at once after a long prompt: some 20 ms of a link, beside the steps."""
 _NO_LIMIT = 1 << 30
 _TIMED = 3
-_TIMED_EXCHANGES = 8
-"""Of a captured step for measurements: together they read more than a processor caches."""
+_TIMED_EXCHANGES, _TIMED_MISSES = 8, 32
+"""Of a captured step for measurements, at least: together they read more than a processor caches,
+also where each token misses only one expert."""
 
 
 class NoHybridExperts:
@@ -150,6 +157,74 @@ class LaneTimes:
     link: float
     threads: dict[int, float]
     slowdown: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedTimes:
+    """What `HybridExperts.measure_linked` has measured for one number of tokens: seconds of a
+    layer's exchange, by what the GPU computes of missed experts.
+
+    Attributes:
+        random: of tokens that choose any experts.
+        one_miss: of tokens that miss one expert each, for `NO_PART` and the parts that pay with
+            random routes; empty: there are none, or the bank is.
+    """
+
+    random: dict[LinkPart, float]
+    one_miss: dict[LinkPart, float]
+
+
+def draw_experts(table: Tensor, rows: int, k: int, *, one_miss: bool = False) -> Tensor:
+    """Experts of tokens that choose at random.
+
+    Args:
+        table: [experts] int32 of the layer: slots, or `ON_HOST`.
+        rows: tokens.
+        k: experts of each, all different.
+        one_miss: one of them is on the host and the others are in the bank, as far as the table
+            allows; else they may be anywhere.
+
+    Returns:
+        [rows, k] int32 on the table's device.
+    """
+    likely = torch.rand(rows, len(table), device=table.device)
+    if one_miss:
+        on_host = table == ON_HOST
+        missed = torch.where(on_host, likely, -1.0).argmax(1, keepdim=True)
+        likely = (likely + (~on_host).float()).scatter(1, missed, 3.0)
+    return likely.topk(k, dim=1).indices.to(torch.int32).contiguous()
+
+
+def seconds_captured(run: Callable[[], None], wake: Callable[[], None]) -> float:
+    """The least seconds of a few replays of what `run` launches, on a CUDA device.
+
+    Args:
+        wake: called ahead of each replay.
+    """
+    wake()
+    run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+
+    def replay() -> None:
+        wake()
+        graph.replay()
+
+    return _seconds(replay)
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    """The least of a few runs, the device's work included."""
+    times = []
+    for _ in range(_TIMED + 1):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
 
 
 # large: layers, the runner and what is measured at start use the same parts.
@@ -380,8 +455,7 @@ class HybridExperts:
 
         def ask(rows: int) -> Callable[[], None]:
             self.wake()
-            routes = self._random_routes(rows)
-            return partial(self._run_alone, layer, routes)
+            return partial(self._run_alone, [(layer, self._routes(layer, rows))])
 
         link = _seconds(partial(self._streams.copy_alone, layer))
         threads: dict[int, float] = {}
@@ -397,63 +471,66 @@ class HybridExperts:
         self.measured = LaneTimes(link, threads, slowdown)
         return self.measured
 
-    def _random_routes(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, ids and weights of tokens that choose any experts."""
+    def _routes(self, layer: int, rows: int, *, one_miss: bool = False) -> Routes:
+        """Of tokens of a layer; see `draw_experts`."""
         box, device = self.exchange.mailbox, self.bank.device
         k = box.ids.shape[1]
         x = torch.randn(rows, self.bank.host.hidden, dtype=box.x.dtype, device=device)
-        likely = torch.rand(rows, self.bank.host.num_experts, device=device)
-        ids = likely.topk(k, dim=1).indices.to(torch.int32).contiguous()
+        ids = draw_experts(self.bank.table[layer], rows, k, one_miss=one_miss)
         return x, ids, torch.full((rows, k), 1 / k, device=device)
 
-    def _run_alone(self, layer: int, routes: tuple[Tensor, Tensor, Tensor]) -> None:
-        x, ids, weights = routes
-        self.finish(layer, x, weights, self.start(layer, x, ids, weights))
+    def _run_alone(self, exchanges: Sequence[tuple[int, Routes]]) -> None:
+        """Layers and their tokens, one after the other."""
+        for layer, (x, ids, weights) in exchanges:
+            self.finish(layer, x, weights, self.start(layer, x, ids, weights))
 
     @torch.inference_mode()
     def measure_linked(
-        self, sizes: Sequence[int], candidates: Sequence[LinkPart]
-    ) -> dict[int, dict[LinkPart, float]]:
-        """Seconds of a layer's exchange in captured steps, by tokens and by what the GPU computes
-        of missed experts. On a CUDA device, before the first step; `use_link` is not in
-        effect afterwards.
+        self,
+        sizes: Sequence[int],
+        candidates: Sequence[LinkPart],
+        paying: Callable[[Mapping[LinkPart, float], LinkPart], Sequence[LinkPart]],
+        *,
+        timer: Timer = seconds_captured,
+    ) -> dict[int, LinkedTimes]:
+        """Times a layer's exchange by tokens and by what the GPU computes of missed experts. Before
+        the first step; `use_link` is not in effect afterwards.
 
         Args:
             sizes: tokens, ascending; see `use_link`.
-            candidates: parts to be tried.
+            candidates: parts to be tried, `NO_PART` among them.
+            paying: chooses by the times of random routes, and `NO_PART`, the parts whose times with
+                one miss a token are wanted, too.
+            timer: the default one needs a CUDA device.
         """
-        bank, layers = self.bank, self.bank.host.num_layers
-        self.begin(torch.zeros(0, dtype=torch.int32, device=bank.device))
-        found: dict[int, dict[LinkPart, float]] = {}
+        self.begin(torch.zeros(0, dtype=torch.int32, device=self.bank.device))
+        has_bank = bool((self.moves.placement.table >= 0).any())
+        found: dict[int, LinkedTimes] = {}
         for rows in sizes:
-            routes = [(i % layers, self._random_routes(rows)) for i in range(_TIMED_EXCHANGES)]
-            found[rows] = {}
-            for part in candidates:
-                self.use_link({rows: part})
-                found[rows][part] = self._time_captured(routes) / len(routes)
+            random = self._time_parts(rows, candidates, timer)
+            parts = paying(random, NO_PART) if has_bank else ()
+            one_miss: dict[LinkPart, float] = {}
+            if parts:
+                one_miss = self._time_parts(rows, (NO_PART, *parts), timer, one_miss=True)
+            found[rows] = LinkedTimes(random, one_miss)
         self.use_link({})
-        bank.hits.zero_()
+        self.bank.hits.zero_()
         return found
 
-    def _time_captured(self, routes: Sequence[tuple[int, tuple[Tensor, Tensor, Tensor]]]) -> float:
-        """Seconds of exchanges that follow each other in one graph."""
-
-        def run() -> None:
-            for layer, tokens in routes:
-                self._run_alone(layer, tokens)
-
-        self.wake()
-        run()  # compiles
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            run()
-
-        def replay() -> None:
-            self.wake()
-            graph.replay()
-
-        return _seconds(replay)
+    def _time_parts(
+        self, rows: int, parts: Sequence[LinkPart], timer: Timer, *, one_miss: bool = False
+    ) -> dict[LinkPart, float]:
+        """Seconds of an exchange by parts, of the same tokens."""
+        layers, count = self.bank.host.num_layers, _TIMED_EXCHANGES
+        if one_miss:
+            count = max(count, -(-_TIMED_MISSES // rows))
+        order = [i % layers for i in range(count)]
+        exchanges = [(layer, self._routes(layer, rows, one_miss=one_miss)) for layer in order]
+        found = {}
+        for part in parts:
+            self.use_link({rows: part})
+            found[part] = timer(partial(self._run_alone, exchanges), self.wake) / count
+        return found
 
     def _time_beside(self, layer: int, run: Callable[[], None]) -> float:
         """The least seconds of a few runs while the link reads host memory, too."""
@@ -472,18 +549,6 @@ class HybridExperts:
         """From now on the threads compute experts of few tokens of long steps."""
         assert self._streams is not None
         self._streams.split = split
-
-
-def _seconds(run: Callable[[], None]) -> float:
-    """The least of a few runs, the device's work included."""
-    times = []
-    for _ in range(_TIMED + 1):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return min(times[1:])
 
 
 class HybridLayer:

@@ -4,7 +4,7 @@
   that continues a sequence is attended in two parts, its past without a mask and itself causally,
   joined by their log-sum-exp. cuDNN plans a shape when it first sees it, some 50 ms on an H200. So
   shapes are rounded up to few (`rounded_rows`), those of whole prompts are planned at start
-  (`plan_cudnn`), and other chunks go through cuDNN only if they are long.
+  (`plan_cudnn`), and others go through cuDNN where that is worth a plan (`cudnn_pays`).
 - All others: FlashAttention-2, which takes sequences of any lengths in one call, windows included,
   and plans nothing.
 
@@ -31,7 +31,11 @@ _FINE, _COARSE, _COARSE_FROM = 512, 1024, 4096
 _PAST = 1024
 """Keys of a past without a mask are multiples of this; the rest is attended with the chunk."""
 _WHOLE_TOKENS, _LONG_TOKENS = 1024, 4096
-"""Least tokens that go through cuDNN: of a whole prompt that is alone in its step, of any chunk."""
+"""Least tokens of a chunk without a past that go through cuDNN: alone in its step, and in any."""
+_NEW_SCORES, _REUSED_SCORES = 1 << 26, 1 << 24
+"""Least tokens x past of a chunk with a past: so many scores take FlashAttention 50 ms and 12 ms
+longer in 32 layers of 32 heads. The first is what planning a shape costs; full chunks of long
+prompts meet their shapes again."""
 _TRIED = 64  # tokens of a trial
 
 
@@ -94,19 +98,21 @@ def rounded_rows(count: int) -> int:
     return -(-count // step) * step
 
 
-def cudnn_pays(start: int, count: int, *, alone: bool) -> bool:
-    """Whether a chunk is faster through cuDNN than through FlashAttention, if `plan_cudnn` ran.
+def cudnn_pays(start: int, count: int, *, alone: bool, full: bool) -> bool:
+    """Whether a chunk is faster through cuDNN than through FlashAttention, plans included.
 
     Args:
         start, count: tokens before the chunk, and its own.
         alone: no other chunk of the step goes through a library.
+        full: it is about as long as a step may be.
     """
+    if start > 0:
+        return start * count >= (_REUSED_SCORES if full else _NEW_SCORES)
     if count >= _LONG_TOKENS:
         return True
     # FlashAttention has 0.77 of cuDNN's speed at 1,024 tokens, 0.56 at 4,096.
     share = 1.125 if count < 2048 else 1.25
-    is_whole = start == 0 and count >= _WHOLE_TOKENS
-    return alone and is_whole and rounded_rows(count) <= share * count
+    return alone and count >= _WHOLE_TOKENS and rounded_rows(count) <= share * count
 
 
 def _padded(values: torch.Tensor, before: int, rows: int) -> torch.Tensor:

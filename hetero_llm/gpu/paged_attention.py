@@ -282,7 +282,9 @@ class LibraryPlanner:
         long = np.zeros(len(counts), bool)
         if self._cudnn and not self._has_windows:
             for i in np.flatnonzero(chunks).tolist():
-                long[i] = cudnn_pays(int(num_computed_tokens[i]), int(counts[i]), alone=alone)
+                start, count = int(num_computed_tokens[i]), int(counts[i])
+                full = 4 * count >= 3 * self._most_tokens
+                long[i] = cudnn_pays(start, count, alone=alone, full=full)
             ragged &= ~long
         unsent = [
             self._long(

@@ -236,6 +236,7 @@ class Sampler:
         self._processed_logprobs = np.zeros(max_num_seqs, bool)
         self._history: dict[int, _History] = {}
         self._errors: dict[int, str] = {}  # why slots cannot be sampled any further
+        self._observed: set[int] = set()  # slots with history or a grammar
         self._special: set[int] = set()  # slots with history or log-probabilities
 
     def admit(self, state: AdmittedSequence) -> None:
@@ -261,6 +262,9 @@ class Sampler:
         self._special.discard(slot)
         if slot in self._history or wanted is not None:
             self._special.add(slot)
+        self._observed.discard(slot)
+        if slot in self._history or state.grammar is not None:
+            self._observed.add(slot)
 
     def observe(self, slot: int, position: int, token_id: int) -> None:
         """Appends the token at a position to the slot's history if the position is the next one.
@@ -296,7 +300,7 @@ class Sampler:
     @property
     def has_history(self) -> bool:
         """Whether any slot has a grammar or processors that look back."""
-        return bool(self._history or self.masks)
+        return bool(self._observed)
 
     @property
     def has_processors(self) -> bool:
@@ -340,7 +344,7 @@ class Sampler:
         logits = logits.float()
         raw = logits
         errors: dict[int, str] = {}
-        if self._history or self.masks:
+        if self._observed:
             logits = self._process(raw, slots, errors, masked_later=masked_later)
         indices = self._sample_index[slots]
         if samples.max() > 1:
@@ -424,7 +428,7 @@ class Sampler:
         """
         logits = raw.clone()
         for row, slot in enumerate(slots.tolist()):
-            if slot not in self._history and slot not in self.masks:
+            if slot not in self._observed:
                 continue
             if masked_later and self.is_masked_later(slot):
                 continue

@@ -119,7 +119,7 @@ class MessageParsers:
             ApiError: the grammar cannot be made, or the two cannot be one.
         """
         own = params.structured_outputs
-        if own is None and tools is NO_TOOLS:
+        if own is None and not tools.is_on:
             return params
         if own is not None and tools.is_on and tools.choice == "auto":
             return replace(params, structured_outputs=self._calls_or(own, tools, prompt))
@@ -239,7 +239,7 @@ class MessageParsers:
         return "reasoning" if reasoning.is_open_behind(text) else "content"
 
     def _parses(self, tools: ToolRequest) -> bool:
-        return self._reasons or (tools is not NO_TOOLS and tools.is_on)
+        return self._reasons or tools.is_on
 
     def _decode(self, token_ids: Any) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -10,6 +10,7 @@ import contextlib
 import pickle
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -22,8 +23,12 @@ from numpy.typing import NDArray
 from hetero_llm.core.errors import ConfigError, SamplingError
 from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.structured_outputs import StructuredOutputsParams, ToolOutputParams
-from hetero_llm.structured_output.grammar_text import ConstraintGrammar, constraint_grammar
-from hetero_llm.structured_output.json_schema import place_of
+from hetero_llm.structured_output.grammar_text import (
+    ConstraintGrammar,
+    constraint_grammar,
+    schema_text,
+)
+from hetero_llm.structured_output.json_schema import place_of, schemas_below, schemas_in
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -38,7 +43,13 @@ _FIRST_FUEL, _STEP_FUEL = 200_000, 50_000
 """Expressions that a lexer may make for the first mask and for a later one. llguidance's own limits
 are 1,000,000 and 200,000, with which `((a{100}){100}){100}` takes 5 s of a step (here 0.5), and
 grammars of 128 KB need no more than these."""
+_SHARED = ("$schema", "$defs", "definitions")
+"""Keywords of a root that its parts refer to."""
+_OWN = ("#/$defs/", "#/definitions/")
+_MOST_SECONDS = 0.05
+"""CPU time for compiling parts of a schema to find out which one is wrong."""
 _FEATURE = "structured_outputs"
+_ASIDE = re.compile(r"\n<|\n *while processing|\. Enable '")
 _CROWDED = re.compile(r"Current row has (\d+) items; max is (\d+)")
 
 
@@ -179,9 +190,29 @@ class GrammarCompiler:
             why = reason if one.text == written.text else self._made(one.text).why_useless
             if why:
                 schema = one.source.schema
-                path, value = place_of(why, schema) or ("", schema)
+                path, value = place_of(why, schema) or self._innermost(schema, why)
                 return SamplingError(one.source.at(path), value, _plain(why))
         return SamplingError(written.field, written.value, _plain(reason))
+
+    def _innermost(self, schema: Any, why: str) -> tuple[str, Any]:
+        """The path and value of the innermost schema that cannot be followed for this reason; the
+        whole schema if none of its parts tells, or takes too long. Parts that refer to others are
+        not tried alone, except for definitions."""
+        path, value = "", schema
+        if not isinstance(schema, dict):
+            return path, value
+        shared = {name: schema[name] for name in _SHARED if name in schema}
+        parts = list(schemas_below(schema))
+        end = time.thread_time() + _MOST_SECONDS
+        while parts and time.thread_time() < end:
+            place, part = parts.pop(0)
+            references = (one["$ref"] for _, one in schemas_in(part) if "$ref" in one)
+            if not all(str(one).startswith(_OWN) for one in references):
+                continue
+            reason = self._made(schema_text({**part, **shared})).why_useless
+            if _plain(reason) == _plain(why):
+                path, value, parts = path + place, part, list(schemas_below(part))
+        return path, value
 
     def knows(self, grammar: Grammar) -> bool:
         """Whether the grammar is compiled, so that `open` takes microseconds."""
@@ -413,8 +444,8 @@ class _Words:
 
 def _plain(text: str) -> str:
     """llguidance's message without the parser's state, and without its advice to those who write
-    grammars."""
-    plain = text.partition("\n<")[0].strip()
+    grammars or set its options."""
+    plain = _ASIDE.split(text, maxsplit=1)[0].strip()
     crowded = _CROWDED.search(plain)
     if crowded is None:
         return plain

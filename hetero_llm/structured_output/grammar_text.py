@@ -21,10 +21,10 @@ from hetero_llm.structured_output.endless_values import check_values_end
 from hetero_llm.structured_output.json_schema import (
     check_schema,
     close_objects,
-    mended,
     read_schema,
     schemas_in,
 )
+from hetero_llm.structured_output.mended_schema import mended
 from hetero_llm.structured_output.structural_tag import structural_tag_grammar
 
 _INLINE_START = re.compile(r"(?m)^\s*[?!]start\s*:(?!:=)")
@@ -138,6 +138,11 @@ def _tools(params: ToolOutputParams, special: Mapping[str, int]) -> ConstraintGr
             *parts,
         ]
     return ConstraintGrammar(json.dumps({"grammars": grammars}), *params.given, found, answer)
+
+
+def schema_text(schema: dict[str, Any]) -> str:
+    """The grammar of a schema in its plainest form, to see whether it can be followed."""
+    return _alone(mended(schema, schemas_in(schema)))
 
 
 def _alone(schema: dict[str, Any] | bool) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -70,68 +69,6 @@ def _close_named(schemas: Any) -> Any:
     return {name: close_objects(one) for name, one in schemas.items()}
 
 
-def mended(schema: Any, schemas: Schemas) -> Any:
-    """A copy in which formats and patterns say what llguidance would not make of them.
-
-    Args:
-        schemas: `schemas_in` of the schema.
-    """
-    if not any(_needs_mending(one) for _, one in schemas):
-        return schema
-    schema = copy.deepcopy(schema)
-    for _, one in schemas_in(schema):
-        if isinstance(one.get("pattern"), str):
-            one["pattern"] = _without_zero(one["pattern"])
-        if isinstance(one.get("patternProperties"), dict):
-            one["patternProperties"] = {
-                _without_zero(key): value for key, value in one["patternProperties"].items()
-            }
-        more = _BEYOND_FORM.get(_format_of(one))
-        if more and _is_list(one.get("allOf", [])):
-            one["allOf"] = [*one.get("allOf", []), *({"pattern": pattern} for pattern in more)]
-    return schema
-
-
-def _needs_mending(one: dict[str, Any]) -> bool:
-    if "format" in one and _format_of(one) in _BEYOND_FORM:
-        return True
-    return any("[^" in pattern for _, pattern in _patterns(one))
-
-
-def _without_zero(pattern: str) -> str:
-    """The pattern without U+0000 in its negated classes. llguidance 1.9 writes a class that has all
-    control characters with all escapes of JSON, a quote or a backslash that it excludes, too; and
-    no string has U+0000, see `grammar_text.py`."""
-    found, inside = [], False
-    for piece in re.findall(r"\\.|\[\^|.", pattern, re.DOTALL):
-        if piece == "[^" and not inside:
-            piece = r"[^\x00"
-        inside = piece[0] == "[" or (inside and piece != "]")
-        found.append(piece)
-    return "".join(found)
-
-
-def _format_of(one: dict[str, Any]) -> Any:
-    name = one.get("format")
-    return name if isinstance(name, str) else None
-
-
-_LEAP_DAY = (
-    "^(?:.{5}(?:0[13-9]|1)|.{8}(?:[01]|2[0-8])"
-    "|(?:..(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
-)
-_LABEL = "(?:[^.]{1,2}|[^.]{2}[^-.][^.]*|[^.]{2}-[^-.][^.]*)"
-# What llguidance's expressions for formats leave out: 29 February exists in leap years only; leap
-# seconds depend on the time zone, so there are none; labels with "--" in the third place are an
-# encoding (RFC 5890) that no expression can check.
-_BEYOND_FORM: dict[Any, tuple[str, ...]] = {
-    "date": (_LEAP_DAY,),
-    "time": ("^.{6}[0-5]",),
-    "date-time": (_LEAP_DAY, "^.{17}[0-5]"),
-    "hostname": (rf"^{_LABEL}(?:\.{_LABEL})*$", "^.{1,253}$"),
-}
-
-
 def check_schema(schemas: Schemas) -> None:
     """Refuses what llguidance 1.9 takes and follows wrongly.
 
@@ -147,7 +84,7 @@ def check_schema(schemas: Schemas) -> None:
             continue
         for keyword, reason in _misread(one):
             raise SamplingError(f"{path}.{keyword}", one[keyword], reason)
-        for place, pattern in _patterns(one):
+        for place, pattern in patterns_of(one):
             if _is_ambiguous(pattern):
                 reason = "a [ or a doubled &, - or ~ in a class of characters has to be escaped"
                 raise SamplingError(f"{path}.{place}", pattern, reason)
@@ -160,13 +97,13 @@ def check_schema(schemas: Schemas) -> None:
 
 # llguidance reads numbers as float64.
 _EXACT = 2**53
-_INT64 = 2**63
+INT64 = 2**63
 # llguidance's parser has 4 states for each property that may come next, and 2,000 at most. It would
 # say so at the first token, when the request is running.
-_MOST_OPTIONAL = 498
+MOST_OPTIONAL = 498
 # JSON has no short escape for these, and the long ones are not allowed: see `grammar_text.py`.
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
-_APPLICATORS = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+APPLICATORS = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 _EXCLUSIVE = (
     ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
     ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
@@ -175,7 +112,7 @@ _EXCLUSIVE = (
 _BOUNDS = frozenset({"exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 # Keywords that bound numbers, or hold schemas that may.
 _JOINED = frozenset({
-    *_APPLICATORS, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+    *APPLICATORS, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
     "properties", "patternProperties", "additionalProperties", "items", "prefixItems",
 })  # fmt: skip
 _WATCHED = frozenset({
@@ -189,38 +126,38 @@ def _misread(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Keywords of a schema that llguidance follows wrongly, and what of them is not supported."""
     for name in ("const", "enum"):
         for value in _leaves(one[name]) if name in one else ():
-            if _is_number(value) and abs(value) > _EXACT:
+            if is_number(value) and abs(value) > _EXACT:
                 yield name, f"numbers beyond 2**53, such as {value}, are not supported"
             if isinstance(value, str) and _CONTROL.search(value):
                 yield name, f"control characters, as in {value!r}, are not supported"
-    beside = ", ".join(sorted(_APPLICATORS & one.keys()))
+    beside = ", ".join(sorted(APPLICATORS & one.keys()))
     for exclusive, inclusive, _, sign in _EXCLUSIVE:
         if exclusive not in one and inclusive not in one:
             continue
         bound, limit = one.get(exclusive), one.get(inclusive)
-        if bound is True and _is_number(limit):
+        if bound is True and is_number(limit):
             bound = limit
             if beside:
                 yield exclusive, f"true beside {beside} is not supported"
-        if _is_number(bound) and abs(bound) >= _EXACT:
+        if is_number(bound) and abs(bound) >= _EXACT:
             yield exclusive, "an excluded number of 2**53 or beyond is not supported"
         # Those at the ends of int64 and uint64 limit nothing that llguidance allows.
-        if _is_number(limit) and abs(limit) > _EXACT and -sign * limit < _INT64 - 1:
+        if is_number(limit) and abs(limit) > _EXACT and -sign * limit < INT64 - 1:
             yield inclusive, "a limit beyond 2**53 is not supported"
-    if "additionalItems" in one and _is_list(one.get("items")) and beside:
+    if "additionalItems" in one and is_list(one.get("items")) and beside:
         yield "additionalItems", f"is not supported beside {beside}"
     least, required = one.get("minProperties"), one.get("required")
     if least is None and "properties" not in one:
         return
-    names = {name for name in required if isinstance(name, str)} if _is_list(required) else set()
+    names = {name for name in required if isinstance(name, str)} if is_list(required) else set()
     choices = _most_optional(one.get("properties"), names)
-    if choices > _MOST_OPTIONAL:
+    if choices > MOST_OPTIONAL:
         reason = (
             f"{choices} optional properties follow each other, any of which may come next; at most "
-            f"{_MOST_OPTIONAL} are supported, and required ones divide them"
+            f"{MOST_OPTIONAL} are supported, and required ones divide them"
         )
         yield "properties", reason
-    if _is_number(least) and least - len(names) > 1:
+    if is_number(least) and least - len(names) > 1:
         reason = (
             "more than one property beyond those in 'required' is not supported: one name could "
             "come twice"
@@ -240,11 +177,11 @@ def _most_optional(properties: Any, required: set[str]) -> int:
     return most
 
 
-def _is_number(value: Any) -> TypeGuard[int | float]:
+def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_list(value: Any) -> TypeGuard[list[Any]]:
+def is_list(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list)
 
 
@@ -282,7 +219,7 @@ def _any_joined(schemas: Schemas) -> bool:
     """Whether keywords of several of these schemas may apply to one value."""
     return any(
         "allOf" in one
-        or (_APPLICATORS & one.keys() and len(_JOINED & one.keys()) > 1)
+        or (APPLICATORS & one.keys() and len(_JOINED & one.keys()) > 1)
         or ("patternProperties" in one and "properties" in one)
         for _, one in schemas
     )
@@ -293,11 +230,11 @@ def _check_excluded(group: Schemas) -> None:
     llguidance would allow the integer itself."""
     numbers = [(path, one) for path, one in group if one.get("type") != "integer"]
     for exclusive, inclusive, others, sign in _EXCLUSIVE:
-        ends = [one[other] for _, one in numbers for other in others if _is_number(one.get(other))]
+        ends = [one[other] for _, one in numbers for other in others if is_number(one.get(other))]
         for path, one in numbers:
             bound = one.get(exclusive)
             bound = one.get(inclusive) if bound is True else bound
-            if not _is_number(bound) or bound != int(bound):
+            if not is_number(bound) or bound != int(bound):
                 continue
             if any(0 <= sign * (end - bound) < 1 for end in ends):
                 reason = (
@@ -312,7 +249,7 @@ def _check_multiples(group: Schemas) -> None:
     found = {
         Fraction(str(one["multipleOf"])): f"{path}.multipleOf"
         for path, one in group
-        if _is_number(one.get("multipleOf"))
+        if is_number(one.get("multipleOf"))
     }
     if len(found) > 1:
         unit = math.lcm(*(value.denominator for value in found))
@@ -357,11 +294,11 @@ def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
     for path, one in schemas_in(schema):
         for name, value in one.items():
             yield f"{path}.{name}", name, value
-        for place, pattern in _patterns(one):
+        for place, pattern in patterns_of(one):
             yield f"{path}.{place}", "pattern", pattern
 
 
-def _patterns(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def patterns_of(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The regular expressions of a schema, each with its place."""
     if isinstance(one.get("pattern"), str):
         yield "pattern", one["pattern"]
@@ -375,20 +312,39 @@ def schemas_in(schema: Any) -> Schemas:
     stack = [("", schema)]
     while stack:
         at, one = stack.pop()
-        if isinstance(one, list):
-            stack += [
-                (f"{at}[{index}]", item)
-                for index, item in enumerate(one)
-                if isinstance(item, (dict, list))
-            ]
-        if not isinstance(one, dict):
-            continue
-        found.append((at, one))
-        for name, value in one.items():
-            if not isinstance(value, (dict, list)):
-                continue
-            if name in _NAMED and isinstance(value, dict):
-                stack += [(f"{at}.{name}.{key}", item) for key, item in value.items()]
-            elif name not in _DATA:
-                stack.append((f"{at}.{name}", value))
+        if isinstance(one, dict):
+            found.append((at, one))
+        stack += [(at + place, part) for place, part in _parts(one)]
     return found
+
+
+def schemas_below(schema: dict[str, Any]) -> Schemas:
+    """The schemas that stand directly in a schema, definitions first."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    stack = list(_parts(schema))
+    while stack:
+        at, one = stack.pop()
+        if isinstance(one, dict):
+            found.append((at, one))
+        else:
+            stack += [(at + place, part) for place, part in _parts(one)]
+    return sorted(found, key=lambda pair: not pair[0].startswith((".$defs.", ".definitions.")))
+
+
+def _parts(one: Any) -> Iterator[tuple[str, Any]]:
+    """The schemas, and lists of schemas, in a schema or a list of them, each with what it adds to
+    the path."""
+    if isinstance(one, list):
+        for index, item in enumerate(one):
+            if isinstance(item, (dict, list)):
+                yield f"[{index}]", item
+    if not isinstance(one, dict):
+        return
+    for name, value in one.items():
+        if not isinstance(value, (dict, list)):
+            continue
+        if name in _NAMED and isinstance(value, dict):
+            for key, item in value.items():
+                yield f".{name}.{key}", item
+        elif name not in _DATA:
+            yield f".{name}", value

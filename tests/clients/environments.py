@@ -16,6 +16,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = ROOT / ".venv-clients"
 SECONDS = 1200.0  # for one client; only a hang comes near, even on a machine with other work
+IN_TIME = pytest.mark.timeout(SECONDS + 60)
+"""Of tests that wait for a client: longer than other tests may take."""
 NODE = "ai_sdk"
 """The environment of Node's packages; all others are virtual environments of Python's."""
 _DISCARD = "http://127.0.0.1:9"  # as a proxy it refuses everything that is not on this machine

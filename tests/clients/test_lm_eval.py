@@ -9,9 +9,11 @@ import pytest
 
 from hetero_llm import LLM, SamplingParams
 from tests.clients.conftest import scores
-from tests.clients.environments import HERE, needs, run_script
+from tests.clients.environments import HERE, IN_TIME, needs, run_script
 from tests.clients.matrix import Table
 from tests.clients.servers import KEY, MODEL, samples
+
+pytestmark = IN_TIME
 
 pytestmark = needs("lm_eval")
 TASKS = ("code_choice", "code_word", "code_line")

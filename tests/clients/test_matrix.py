@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.clients.environments import needs
+from tests.clients.environments import IN_TIME, needs
 from tests.clients.matrix import CELLS, CLIENTS
+
+pytestmark = IN_TIME
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.clients.environments import needs, run
+from tests.clients.environments import IN_TIME, needs, run
 from tests.clients.matrix import Table
 from tests.clients.servers import KEY, samples
+
+pytestmark = IN_TIME
 
 SEED = 20261122
 CASES = 2000

@@ -55,5 +55,6 @@ def check_within(rank: Rank, device: torch.device) -> None:
 if __name__ == "__main__":
     number, size, descriptor = map(int, sys.argv[1:4])
     rank, cpu = Rank(number, size), torch.device("cpu")
+    torch.set_num_threads(1)
     with process_group(rank, descriptor, cpu, timeout=500.0):
         check_joined(rank, cpu)

@@ -13,11 +13,12 @@ from hetero_llm.distributed.agreement import ALONE
 from hetero_llm.distributed.process_group import close_group, create_store, open_group
 from hetero_llm.models.collectives import Rank
 from tests.distributed.group_members import check_exchanges
+from tests.helpers.forks import Forks
 
 
-def test_exchanges_of_all_sizes() -> None:
+def test_exchanges_of_all_sizes(engine_forks: Forks) -> None:
     """Of four processes, and of two and two of them."""
-    check_exchanges(4)
+    check_exchanges(4, engine_forks)
 
 
 def test_a_process_with_a_group_of_its_own_is_refused() -> None:

@@ -32,6 +32,8 @@ from hetero_llm.engine.inputs.input_processor import Prompt
 from hetero_llm.engine.processes import output_stream
 from tests.helpers.async_tools import idle_metrics, read, until
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 ARGS = {
     "model": "demo",
     "device": "cpu",

@@ -26,6 +26,8 @@ from hetero_llm.engine.async_engine import AsyncLLMEngine
 from tests.helpers.adapters import TinyAdapter, change_config, write_adapter
 from tests.helpers.prompt_adapters import write_prompt_adapter
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = "def add(a, b):"
 ARGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "enable_lora": True, "max_loras": 2}

@@ -23,6 +23,8 @@ from hetero_llm import (
 from hetero_llm.core.pooling import Finish, PoolingInput
 from tests.pooling.tiny_pooling import make_pooling_checkpoint, reference, text_of
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 TEXTS = [text_of(length, length) for length in (1, 40, 7)]
 MANY = [PoolingInput(np.arange(6, 90, dtype=np.int32))] * 2000
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from hetero_llm.expert_offload.step_costs import (
     fit_lane_costs,
     linked_rows,
     linked_wholes,
+    paying_parts,
     with_host_experts,
 )
 from hetero_llm.spec_decode.budget import choose, verify_times
@@ -107,8 +110,45 @@ def test_experts_too_small_to_be_cut_have_no_parts() -> None:
 
 
 def test_the_links_part_has_to_pay() -> None:
-    assert choose_linked({0: 1.0, 512: 0.9, 640: 0.88, 768: 0.95}, 0) == 640
-    assert choose_linked({"": 1.0, "some": 0.98, "more": 1.2}, "") == ""
+    """With random routes alone: an empty bank, or nothing that pays."""
+    assert choose_linked({0: 1.0, 512: 0.9, 640: 0.88, 768: 0.95}, {}, 0) == 640
+    assert choose_linked({"": 1.0, "some": 0.98, "more": 1.2}, {}, "") == ""
+
+
+def test_the_links_part_does_not_slow_steps_that_miss_few() -> None:
+    """Microseconds of a layer, with random routes an H200's, the others made up. A third of one
+    missed expert is none, which costs two kernels."""
+    random = {"": 634.1, "512 rows": 551.2, "third": 550.7, "768 rows": 768.3}
+    assert choose_linked(random, {}, "") == "third"
+    one_miss = {"": 110.0, "512 rows": 100.0, "third": 113.3}
+    assert choose_linked(random, one_miss, "") == "512 rows"
+    assert choose_linked(random, {**one_miss, "512 rows": 110.1}, "") == ""
+    # The smaller gain decides, whichever routes it is of.
+    assert choose_linked({0: 100, 1: 80, 2: 90}, {0: 50, 1: 49, 2: 46}, 0) == 2
+    assert choose_linked({0: 100, 1: 96, 2: 90}, {0: 50, 1: 30, 2: 46}, 0) == 2
+
+
+SECONDS = st.lists(st.integers(60, 130), min_size=1, max_size=6)
+
+
+@given(SECONDS, st.lists(st.integers(60, 130), min_size=6, max_size=6), st.booleans())
+def test_no_other_part_has_a_larger_least_gain(
+    random: list[int], one_miss: list[int], has_bank: bool
+) -> None:
+    """Part 0 is none."""
+    times = dict(enumerate(random))
+    pays = [part for part in times if 100 * random[part] <= 97 * random[0]]
+    assert paying_parts(times, 0) == pays
+    few = {part: one_miss[part] for part in (0, *pays)} if has_bank and pays else {}
+    chosen = choose_linked(times, few, 0)
+
+    def least(part: int) -> Fraction:
+        kinds = (times, few) if few else (times,)
+        return min(1 - Fraction(kind[part], kind[0]) for kind in kinds)
+
+    allowed = [part for part in pays if least(part) >= 0]
+    assert chosen in allowed if allowed else chosen == 0
+    assert all(least(part) <= least(chosen) for part in allowed)
 
 
 def test_whole_experts_of_the_link() -> None:

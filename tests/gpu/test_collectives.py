@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from hetero_llm.distributed.process_group import create_store, process_group
@@ -25,6 +24,7 @@ from hetero_llm.models.collectives import Rank, same
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
 from tests.helpers import fast_interpreter
+from tests.helpers.fork_server import run_processes
 from tests.models.tiny import DenseAttend, make_tiny_checkpoint
 
 SIZE = 2
@@ -45,15 +45,15 @@ class SharedMemory:
         pass
 
 
-def run(rank: int, store: int, memories: tuple[Tensor, ...], models: list[Path]) -> None:
+def run(rank: int, store: Path, memories: tuple[Tensor, ...], models: list[Path]) -> None:
     """A rank. What fails here fails the test.
 
     Args:
-        store: Descriptor of `create_store` in the parent.
+        store: of `create_store`.
     """
     torch.set_num_threads(1)
     fast_interpreter.install()
-    own = os.open(f"/proc/{os.getppid()}/fd/{store}", os.O_RDWR)
+    own = os.open(store, os.O_RDWR)
     with process_group(Rank(rank, SIZE), own, CPU) as group:
         check(rank, GroupExchange(group), memories, models)
 
@@ -151,6 +151,6 @@ def test_two_processes(tmp_path: Path) -> None:
     memories = tuple(torch.empty(64 << 20, dtype=torch.int16).share_memory_() for _ in range(SIZE))
     store = create_store()
     try:
-        mp.spawn(run, args=(store, memories, models), nprocs=SIZE)
+        run_processes(run, (Path(f"/proc/{os.getpid()}/fd/{store}"), memories, models), SIZE)
     finally:
         os.close(store)

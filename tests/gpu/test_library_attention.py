@@ -72,16 +72,20 @@ def joined(
     return (first.float() + (second.float() - first.float()) * share).to(first.dtype)
 
 
+def pays(start: int, count: int, *, alone: bool = True, full: bool = False) -> bool:
+    return cudnn_pays(start, count, alone=alone, full=full)
+
+
 def test_prompts_of_any_length_have_few_shapes() -> None:
-    shapes = {rounded_rows(n) for n in range(1, 16385) if cudnn_pays(0, n, alone=True)}
+    shapes = {rounded_rows(n) for n in range(1, 16385) if pays(0, n)}
     assert len(shapes) == 19 and max(shapes) == 16384
     for count in range(1024, 16385):
-        if cudnn_pays(0, count, alone=True):
+        if pays(0, count):
             assert count <= rounded_rows(count) <= 1.25 * count
 
 
 def test_what_goes_through_cudnn() -> None:
-    assert cudnn_pays(0, 1024, alone=True) and not cudnn_pays(0, 1025, alone=True)
-    assert not cudnn_pays(0, 1024, alone=False) and not cudnn_pays(0, 1023, alone=True)
-    assert cudnn_pays(0, 3000, alone=True) and not cudnn_pays(16, 3000, alone=True)
-    assert cudnn_pays(16, 4096, alone=False)
+    assert pays(0, 1024) and not pays(0, 1025) and not pays(0, 1023) and pays(0, 3000)
+    assert not pays(0, 1024, alone=False) and pays(0, 4096, alone=False)
+    assert not pays(30_000, 1000) and not pays(4096, 4096) and pays(8192, 8192)
+    assert pays(8192, 2048, full=True) and not pays(4096, 2048, full=True)

@@ -43,7 +43,7 @@ def planner(
         block_tables=torch.zeros(2048, device="cuda" if torch.cuda.is_available() else "cpu"),
         windows=windows,
     )
-    return LibraryPlanner(context, torch.bfloat16, 16384)
+    return LibraryPlanner(context, torch.bfloat16, 6000)
 
 
 def plan(made: LibraryPlanner, *work: tuple[int, int, int]) -> tuple[list[Any], list[bool]]:
@@ -55,12 +55,12 @@ def plan(made: LibraryPlanner, *work: tuple[int, int, int]) -> tuple[list[Any], 
 
 def test_long_chunks_ragged_ones_and_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     made = planner(monkeypatch)
-    parts, left = plan(made, (3, 5, 1), (1, 0, 40), (8, 100, 33), (2, 7, 5000))
+    parts, left = plan(made, (3, 5, 1), (1, 0, 40), (8, 100, 33), (2, 4000, 5000))
     assert left == [True, False, False, False]
     long, ragged = parts
     assert isinstance(long.keys, ChunkKeys) and long.rows == slice(74, 5074)
-    assert (long.keys.start, long.keys.count) == (7, 5000)
-    assert long.keys.blocks.tolist() == list(range(1200, 1200 + 313))
+    assert (long.keys.start, long.keys.count) == (4000, 5000)
+    assert long.keys.blocks.tolist() == list(range(1200, 1200 + 563))
     keys = ragged.keys
     assert isinstance(keys, RaggedKeys) and ragged.rows == slice(1, 74)
     assert keys.blocks.tolist() == [600, 601, 602, *range(4800, 4809)]

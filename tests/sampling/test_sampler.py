@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence
 from hetero_llm.sampling import processors
@@ -201,3 +202,17 @@ def test_equal_tokens_share_a_rank() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 0.0]])
     ranks = [token_logprobs(logits, torch.tensor([t]), [0]).rank.item() for t in range(6)]
     assert ranks == [5, 1, 3, 1, 3, 6]
+
+
+def test_what_a_slot_observes_ends_with_its_sequence() -> None:
+    sampler = Sampler(2, VOCAB, torch.device("cpu"))
+    plain = SamplingParams()
+    sampler.admit(state(plain, slot=0))
+    assert not sampler.has_history and sampler.all_plain
+    sampler.admit(state(plain, slot=0, grammar=Grammar("x", ())))
+    assert sampler.has_history and sampler.all_plain and not sampler.has_processors
+    sampler.admit(state(SamplingParams(repetition_penalty=2.0), slot=1))
+    sampler.admit(state(plain, slot=0))
+    assert sampler.has_history and not sampler.all_plain and sampler.has_processors
+    sampler.admit(state(plain, slot=1))
+    assert not sampler.has_history and sampler.all_plain

@@ -17,6 +17,8 @@ from hetero_llm.server.settings import ServerSettings
 from tests.server.serving import Served, serving
 from tests.server.test_app_tools import TEMPLATE
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 PARAMETERS = {
     "type": "object",
     "properties": {

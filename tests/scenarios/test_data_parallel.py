@@ -30,6 +30,8 @@ from tests.helpers.adapters import write_adapter
 from tests.helpers.async_tools import idle_metrics, read, until
 from tests.server.serving import serving
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 ARGS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "num_gpu_blocks_override": 512, "max_num_seqs": 8,
     "cpu_threads": 1, "enable_lora": True, "use_lookahead": True,
@@ -207,11 +209,10 @@ def _engines() -> list[Any]:
     """The engine processes of this one, in the order of their start."""
     import psutil
 
-    name = "hetero_llm.engine.processes.engine_process"
     found = [
         one
         for one in psutil.Process().children(recursive=True)
-        if one.status() != psutil.STATUS_ZOMBIE and name in one.cmdline()
+        if one.status() != psutil.STATUS_ZOMBIE and one.name() == "engine_process"
     ]
     return sorted(found, key=lambda one: one.create_time())
 

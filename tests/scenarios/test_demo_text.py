@@ -14,7 +14,7 @@ from hetero_llm import LLM, RequestOutput, SamplingParams
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 
 COUNT = 18
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
 
 

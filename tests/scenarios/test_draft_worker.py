@@ -46,6 +46,8 @@ from tests.helpers.draft_traffic import (
 from tests.models.tiny import make_tiny_checkpoint, rewrite_config
 from tests.spec_decode.draft_model.local_worker import LocalWorker, Setting, as_any, load_model
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 CONFIG = DraftModelConfig(
     model="draft", revision=None, num_tokens=5, max_model_len=None, threads=1,
     weight_dtype="float32", overlap="auto", timeout=None, optional=False,

@@ -46,9 +46,9 @@ import ctypes
 header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 assert ctypes.CDLL(None).capset(header, nothing) == 0
 
-with LLM("demo", max_model_len=256, use_lookahead=LOOKAHEAD) as llm:
-    params = SamplingParams(temperature=0, max_tokens=4)
-    print(llm.backend, len(llm.generate("def f(", params, use_tqdm=False)[0].outputs[0].token_ids))
+with LLM("demo", max_model_len=256, use_lookahead=FULL, skip_tokenizer_init=not FULL) as llm:
+    params, prompt = SamplingParams(temperature=0, max_tokens=4), "def f(" if FULL else [5, 6, 7]
+    print(llm.backend, len(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids))
 """
 
 
@@ -91,7 +91,7 @@ def test_a_cache_that_can_only_be_read_needs_neither_home_nor_compiler(
     held.chmod(0o555)
     private.mkdir()
     lines, errors = run(
-        ONE.replace("LOOKAHEAD", str(has_functions)), tmp_path, HETERO_LLM_CACHE_DIR=str(held),
+        ONE.replace("FULL", str(has_functions)), tmp_path, HETERO_LLM_CACHE_DIR=str(held),
         HOME="/dev/null", XDG_CACHE_HOME="", PATH="/nowhere", TMPDIR=str(private),
     )  # fmt: skip
     assert lines == ["native 4"]

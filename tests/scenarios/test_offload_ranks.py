@@ -23,6 +23,8 @@ from tests.bridge.kv_offload.conftest import FakeCuda, fake, fake_cuda_library  
 from tests.helpers import offload_traffic as traffic
 from tests.helpers.polled_gates import PolledGates
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 TIGHT: dict[str, Any] = {
     "device": "cpu", "cpu_backend": "torch", "dtype": "float32", "skip_tokenizer_init": True,
     "max_num_seqs": 4, "block_size": 16, "max_model_len": 400, "max_num_batched_tokens": 96,

@@ -22,7 +22,7 @@ from hetero_llm.runner.split_step import SplitStep
 from tests.helpers.adapters import write_adapter
 from tests.models.tiny import make_tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("free_drafts")
+pytestmark = pytest.mark.usefixtures("forked_engines", "free_drafts")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, top_p=0.95, seed=3)

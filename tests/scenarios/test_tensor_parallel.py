@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,13 +32,14 @@ from hetero_llm import (
     SamplingParams,
 )
 from hetero_llm.core.errors import RankDeadError
+from hetero_llm.distributed import rank_processes
 from hetero_llm.engine.builders import build_ranks
 from hetero_llm.models.read_config import load_model_config
 from tests.helpers.adapters import write_adapter
 from tests.helpers.prompt_adapters import write_prompt_adapter
 from tests.models.tiny import make_tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("free_drafts")
+pytestmark = pytest.mark.usefixtures("forked_engines", "free_drafts")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, top_p=0.95, seed=3)
@@ -226,9 +228,11 @@ def test_the_death_of_a_rank_that_joins(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_repeated_kv_head_step_by_step_with_an_abort(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both ranks have the only KV head. (Four ranks run in `test_pipeline_parallel.py`.)"""
+    """Both ranks have the only KV head. (Four ranks run in `test_pipeline_parallel.py`.) The rank
+    is a fresh interpreter, as users have it."""
+    monkeypatch.setattr(rank_processes, "subprocess", subprocess)
     folder = make_model(tmp_path / "llama", 1)
     with LLM(str(folder), **TIGHT) as llm:
         expected = run(llm)

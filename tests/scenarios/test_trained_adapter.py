@@ -26,6 +26,8 @@ from tests.helpers.trained_adapter import (
 )
 from tests.server.serving import Served, events, serving
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 PROMPTS = [
     "def open_window(size):",
     "def parse_header(line, sep):",

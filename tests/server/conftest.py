@@ -8,7 +8,7 @@ import pytest
 
 from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server import templates
-from tests.helpers.template_forks import Forks
+from tests.helpers.forks import Forks, chat_templates
 from tests.server.fake_engine import FakeEngine, demo_tokenizer
 from tests.server.serving import Served, serving
 
@@ -16,7 +16,7 @@ from tests.server.serving import Served, serving
 @pytest.fixture(scope="session", autouse=True)
 def forked_templates() -> Iterator[None]:
     """Servers here start the workers of their chat templates in no time."""
-    with Forks() as forks, pytest.MonkeyPatch.context() as patch:
+    with Forks(chat_templates) as forks, pytest.MonkeyPatch.context() as patch:
         patch.setattr(templates, "subprocess", forks)
         yield
 

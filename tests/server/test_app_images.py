@@ -26,6 +26,8 @@ from hetero_llm.server.settings import Limits, ServerSettings
 from tests.models.tiny_images import IMAGE_TOKEN_ID, make_tiny_vision, picture
 from tests.server.serving import Served, serving
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 CHAT = "/v1/chat/completions"
 ARGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "limit_mm_per_prompt": "image=2"}
 SETTINGS = ServerSettings(limits=Limits(image_bytes=20_000, image_pixels=10_000))

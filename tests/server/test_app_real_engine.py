@@ -16,6 +16,8 @@ from hetero_llm.engine.async_engine import AsyncLLMEngine
 from tests.helpers.time_limits import growing_limits
 from tests.server.serving import Served, events, serving
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ARGS: dict[str, Any] = {"model": "demo", "device": "cpu", "dtype": "float32"}
 PROMPTS = ["def add(a, b):\n    return", "import os\n", "class Node:\n    def __init__(self"]

@@ -21,6 +21,8 @@ from tests.helpers.time_limits import growing_limits
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import Served, raw_post, received, serving
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 COMPLETIONS = "/v1/completions"
 LABELS = {"model_name": "demo", "engine": "0"}
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -39,12 +39,10 @@ SHORT = Limits(template_seconds=0.5)
 LATE = "it did not end within 0.5 s"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def processes_of_their_own() -> Iterator[None]:
-    """Workers start here as they do in service."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(templates, "subprocess", subprocess)
-        yield
+@pytest.fixture
+def fresh_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers start as they do in service; those of other tests are forked."""
+    monkeypatch.setattr(templates, "subprocess", subprocess)
 
 
 def conversation(word: str) -> dict[str, Any]:
@@ -95,6 +93,7 @@ def test_a_template_out_of_bounds(
     assert served.engine.seen[-1][1].text == "<fine>"
 
 
+@pytest.mark.usefixtures("fresh_workers")
 def test_others_go_on_while_a_template_loops(tokenizer: Tokenizer) -> None:
     settings = ServerSettings(chat_template=MOODY, limits=WAITING)
     with serving(FakeEngine(tokenizer), settings) as served:
@@ -118,6 +117,7 @@ def test_others_go_on_while_a_template_loops(tokenizer: Tokenizer) -> None:
         assert served.post(CHAT, conversation("fine")).status_code == 200
 
 
+@pytest.mark.usefixtures("fresh_workers")
 def test_an_idle_worker_that_was_killed_is_replaced(tokenizer: Tokenizer) -> None:
     with serving(FakeEngine(tokenizer)) as served:
         template = served.context.tokenizer.chat_template
@@ -152,6 +152,7 @@ def test_many_conversations_share_one_worker() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("fresh_workers")
 def test_conversations_wait_for_a_worker_that_starts() -> None:
     """However long that takes, and without starting one for each."""
 
@@ -195,6 +196,7 @@ def test_all_workers_busy_is_a_503() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("fresh_workers")
 def test_a_worker_that_cannot_start_is_our_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero_llm.server.templates.MODULE", "hetero_llm.no_such_module")
 

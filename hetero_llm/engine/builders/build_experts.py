@@ -54,6 +54,7 @@ from hetero_llm.expert_offload.step_costs import (
     fit_lane_costs,
     linked_rows,
     linked_wholes,
+    paying_parts,
 )
 from hetero_llm.models.config_reader import read_config
 from hetero_llm.utils import topology
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from hetero_llm.cpu.expert_team import ExpertTeam
     from hetero_llm.gpu.expert_bank import ExpertBank
     from hetero_llm.gpu.expert_moves import Placement
-    from hetero_llm.gpu.hybrid_experts import HybridExperts
+    from hetero_llm.gpu.hybrid_experts import HybridExperts, LinkedTimes
     from hetero_llm.models.config import ModelConfig
     from hetero_llm.models.experts import Experts
     from hetero_llm.models.layers import CausalLM
@@ -350,17 +351,27 @@ def share_link(experts: HybridExperts, k: int) -> None:
         logger.info("experts: the link is no lane of small steps: %s", reason)
         return
     sizes = [size for size in LINKED_SIZES if size <= experts.most_rows]
-    found = experts.measure_linked(sizes, link_parts(host.inner))
-    chosen = {size: choose_linked(times, NO_PART) for size, times in found.items()}
+    found = experts.measure_linked(sizes, link_parts(host.inner), paying_parts)
+    chosen = {
+        size: choose_linked(times.random, times.one_miss, NO_PART) for size, times in found.items()
+    }
     experts.use_link(chosen)
     logger.info(
         "experts: what the GPU reads over the link of those on the host, while the threads compute "
         "the others, and ms a layer over those without, by tokens: %s",
-        ", ".join(
-            f"{size}: {_describe(chosen[size], host.inner)}, {1e3 * times[chosen[size]]:.3f} over "
-            f"{1e3 * times[NO_PART]:.3f}"
+        "; ".join(
+            f"{size}: {_describe(chosen[size], host.inner)}, {_describe_times(times, chosen[size])}"
             for size, times in found.items()
         ),
+    )
+
+
+def _describe_times(times: LinkedTimes, part: LinkPart) -> str:
+    kinds = (("random experts", times.random), ("one miss a token", times.one_miss))
+    return ", ".join(
+        f"{1e3 * seconds[part]:.3f} over {1e3 * seconds[NO_PART]:.3f} ({name})"
+        for name, seconds in kinds
+        if seconds
     )
 
 

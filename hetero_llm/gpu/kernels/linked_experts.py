@@ -19,6 +19,7 @@ Reference `linked_experts_reference`; timed by `bench.kernels.linked_experts`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -55,6 +56,7 @@ _PER_ROW = 0
 """In place of a group: one scale for all columns of a row."""
 
 _MOST_PAIRS = 256
+_TENSORS = ("data", "scale", "zero", "offset", "row_scale")
 _NUMBERS = (torch.float32, torch.float16, torch.bfloat16)
 
 _ON_HOST, _NOWHERE = tl.constexpr(ON_HOST), tl.constexpr(NOWHERE)
@@ -403,7 +405,7 @@ def linked_outputs_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How a matrix is read: constants of a kernel, and its tensors in the kernels' order."""
+    """How a matrix is read: constants of a kernel, and its `_TENSORS`."""
 
     kind: int
     group: int
@@ -419,9 +421,12 @@ class _Form:
         assert data is not None
         return int(data.shape[2])
 
-    def options(self) -> dict[str, int]:
-        return {"KIND": self.kind, "GROUP": self.group, "SCALE_ROWS": self.scale_rows,
-                "TILE": self.tile, "FEATURES": _FEATURES}  # fmt: skip
+    def arguments(self) -> dict[str, Any]:
+        """Those of both kernels, by name."""
+        tensors = dict(zip(_TENSORS, self.tensors, strict=True))
+        return {**tensors, "width": self.width, "groups": self.groups, "KIND": self.kind,
+                "GROUP": self.group, "SCALE_ROWS": self.scale_rows, "TILE": self.tile,
+                "FEATURES": _FEATURES}  # fmt: skip
 
 
 def _form_of(matrices: HostMatrices) -> _Form:
@@ -468,7 +473,6 @@ def why_not_linked(layer: HostLayer, k: int, activation: Gate) -> str | None:
     return None
 
 
-# large: what it checks and what kernels take is most of it.
 def linked_experts(
     x: Tensor,
     ids: Tensor,
@@ -515,6 +519,15 @@ def linked_experts(
     gate_up, down = _form_of(layer.gate_up), _form_of(layer.down)
     few = rows * k <= 16
     shared = {
+        "middle": middle,
+        "ids": ids,
+        "slots": slots,
+        "places": places,
+        "num_rows": rows,
+        "hidden": hidden,
+        "inner": inner,
+        "first": first,
+        "whole": whole,
         "K": k,
         "K_LANES": triton.next_power_of_2(k),
         # Two sizes, so that few kernels are compiled.
@@ -525,42 +538,18 @@ def linked_experts(
     }
     grid = (num_multiprocessors(x.device),)
     linked_gates_kernel[grid](
-        x,
-        ids,
-        slots,
-        places,
-        *gate_up.tensors,
-        layer.gate_up.bias,
-        middle,
-        rows,
-        hidden,
-        inner,
-        first,
-        gate_up.width,
-        gate_up.groups,
-        x.stride(0),
-        whole,
+        x=x,
+        x_stride=x.stride(0),
+        bias=layer.gate_up.bias,
         GATE=gate_form(activation),
-        **gate_up.options(),
+        **gate_up.arguments(),
         **shared,
     )
     linked_outputs_kernel[grid](
-        middle,
-        ids,
-        slots,
-        places,
-        *down.tensors,
-        None if part.rows else layer.down.bias,
-        weights,
-        y,
-        rows,
-        hidden,
-        inner,
-        first,
-        down.width,
-        down.groups,
-        whole,
-        **down.options(),
+        weights=weights,
+        y=y,
+        bias=None if part.rows else layer.down.bias,
+        **down.arguments(),
         **shared,
     )
     return y

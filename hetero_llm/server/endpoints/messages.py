@@ -143,9 +143,10 @@ class _Builder(EventBuilder):
         return self._envelope.write(text)
 
     def _last_events(self, one: CompletionOutput) -> Sequence[wire.Event]:
+        closed = self._writer.close()
         stopped = self._stopped(one)
         return [
-            *self._writer.close(),
+            *closed,
             wire.MessageDelta(stopped, self._message.usage),
             wire.MessageStop(),
         ]
@@ -164,7 +165,7 @@ class _Builder(EventBuilder):
         elif isinstance(one.stop_reason, str):
             message.stop_reason, message.stop_sequence = "stop_sequence", one.stop_reason
         else:
-            message.stop_reason = "tool_use" if self._reader.has_calls else "end_turn"
+            message.stop_reason = "tool_use" if self._writer.has_calls else "end_turn"
         message.usage = self._usage()
         return wire.Stopped(message.stop_reason, message.stop_sequence, message.timeout)
 

@@ -69,6 +69,11 @@ class BlockWriter:
         self._open.pieces.append(text)
         return self._index
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call is complete."""
+        return any(type(block) is wire.ToolUseBlock for block in self.blocks)
+
     def close(self) -> list[wire.Event]:
         """Ends the open block, if there is one."""
         if self._open is None:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hetero_llm.server.regions.argument_types import STRING, types_in
 from hetero_llm.server.regions.formats import (
     HeadedCalls,
     JsonCalls,
@@ -155,6 +156,7 @@ class CallReader:
         yield from expect(source, "{")
         name = call_id = None
         held: list[str] = []
+        has_arguments = False
         while (yield from skip_space(source, ",")) != "}":
             key = yield from string(source)
             yield from skip_space(source)
@@ -165,10 +167,10 @@ class CallReader:
                 self._begin(name, call_id)
                 for piece in held:
                     writer.arguments(piece)
-            elif key in body.argument_keys:
+            elif key in body.argument_keys and not has_arguments:
                 write = held.append if name is None else writer.arguments
                 yield from self._arguments(char, write)
-                self._is_closed = True
+                self._is_closed = has_arguments = True
             elif key == "id" and char == '"':
                 call_id = yield from string(source)
             else:
@@ -257,8 +259,7 @@ class CallReader:
                 raise NotACall
             self._begin(name)
             writer.arguments("{")
-            schema = self.schemas.get(name, {}).get("properties")
-            types = schema if isinstance(schema, Mapping) else {}
+            types = types_in(self.schemas.get(name, {}))
             first = True
             while True:
                 yield from skip_space(source)
@@ -281,7 +282,7 @@ class CallReader:
                 return
 
     def _parameter(
-        self, body: TaggedCalls, types: Mapping[str, Any], *, first: bool
+        self, body: TaggedCalls, types: Mapping[str, frozenset[str]], *, first: bool
     ) -> Reading[None]:
         source, writer = self.source, self.writer
         key = (yield from until(source, body.key_ends)).strip()
@@ -291,8 +292,8 @@ class CallReader:
         writer.arguments(f"{'' if first else ', '}{json.dumps(key, ensure_ascii=False)}: ")
         if body.trims:
             yield from comes(source, "\n")
-        wanted = _types_of(types.get(key))
-        if wanted == {"string"}:
+        wanted = types.get(key, STRING)
+        if wanted == STRING:
             writer.arguments('"')
             yield from self._until_value_ends(
                 body, lambda text: writer.arguments(text.translate(_QUOTED_ESCAPES))
@@ -407,29 +408,7 @@ def _ignore(text: str) -> None:
     """For values of keys that have no meaning."""
 
 
-def _types_of(schema: Any) -> set[str]:
-    """The JSON types that a schema allows; a parameter without a type is a string."""
-    if not isinstance(schema, Mapping):
-        return {"string"}
-    found = schema.get("type")
-    if isinstance(found, str):
-        return {found}
-    if isinstance(found, list):
-        return {str(one) for one in found}
-    if "enum" in schema:
-        return {_json_type(one) for one in schema["enum"]}
-    for word in ("anyOf", "oneOf", "allOf"):
-        if isinstance(schema.get(word), list):
-            return set().union(*(_types_of(one) for one in schema[word]))
-    return {"string"} if not schema.keys() & {"properties", "items", "$ref"} else {"object"}
-
-
-def _json_type(constant: Any) -> str:
-    names = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
-    return names.get(type(constant), "object")
-
-
-def _as_json(text: str, wanted: set[str]) -> str:
+def _as_json(text: str, wanted: frozenset[str]) -> str:
     """The JSON of a value that stands in a tag, which is none or a string if it is no JSON."""
     bare = text.strip()
     scanner = JsonScanner(PYTHON)
@@ -438,13 +417,14 @@ def _as_json(text: str, wanted: set[str]) -> str:
     if scanner.done and end == len(bare):
         written = scanner.take()
         is_string = written.startswith('"')
-        if not ("string" in wanted and (is_string or _type_of(written) not in wanted)):
+        if not ("string" in wanted and (is_string or wanted.isdisjoint(_types_of(written)))):
             return written
     return json.dumps(text, ensure_ascii=False)
 
 
-def _type_of(written: str) -> str:
-    """The type of a JSON value. An integer is also a number; "integer" says less."""
-    return {"{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}.get(
-        written[0], "number"
-    )
+def _types_of(written: str) -> set[str]:
+    """The types that a JSON value has: an integer is a number, too."""
+    if re.fullmatch("-?[0-9]+", written):
+        return {"integer", "number"}
+    kinds = {"{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
+    return {kinds.get(written[0], "number")}

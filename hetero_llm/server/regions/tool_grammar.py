@@ -21,6 +21,12 @@ from hetero_llm.core.structured_outputs import (
     StructuredOutputsParams,
     ToolOutputParams,
 )
+from hetero_llm.server.regions.argument_types import (
+    alone,
+    alternatives,
+    constants,
+    types_of,
+)
 from hetero_llm.server.regions.formats import (
     Channels,
     HeadedCalls,
@@ -264,7 +270,8 @@ class _Writer:
     def _value(self, name: str, function: GrammarFunction, key: str, schema: Any) -> str:
         """The term of one argument as JSON."""
         field = f"{function.field}.properties.{key}"
-        self.schemas[f"{name}_value"] = EmbeddedSchema(schema, field, shared=function.field)
+        whole = alone(schema, _schema(function))
+        self.schemas[f"{name}_value"] = EmbeddedSchema(whole, field, shared=function.field)
         return f"@{name}_value"
 
     def _tagged(self, body: TaggedCalls, name: str, function: GrammarFunction) -> str:
@@ -275,23 +282,54 @@ class _Writer:
             rule = f"{name}_{index}"
             opens = self._literal(f"{body.parameter}{key}{body.key_end_written}")
             closes = self._literal(f"{line}{body.value_ends}\n")
-            texts = _string_choices(schema)
-            if texts is not None:
-                choice = " | ".join(map(json.dumps, texts))
-                self.rules[rule] = f"{opens} ({choice}) {closes}"
-            elif _may_be_text(schema):
-                if function.strict:
-                    _refuse_limits(f"{function.field}.properties.{key}", schema)
+            texts, values, is_free = self._choices(rule, function, key, schema)
+            if is_free:
                 ends = line + body.value_ends
                 if body.value_ends in self._token_ids:
                     ends = body.value_ends
                 after = self._literal("\n")
                 self.rules[rule] = f"{opens} {self._until(ends)} {after}"
             else:
-                value = self._value(rule, function, key, schema)
-                self.rules[rule] = f"{opens} {value} {closes}"
+                choice = " | ".join([*map(json.dumps, texts), *values])
+                self.rules[rule] = f"{opens} ({choice}) {closes}"
             terms.append(rule if needed else f"{rule}?")
         return " ".join([*terms, self._literal(body.closes)])
+
+    def _choices(
+        self, rule: str, function: GrammarFunction, key: str, schema: Any
+    ) -> tuple[list[str], list[str], bool]:
+        """How an argument may stand in a tag, where strings have no quotes: the texts of constants,
+        the terms of other values, and whether it may be any text.
+
+        Raises:
+            SchemaError: a strict function limits what may be any text.
+        """
+        root = _schema(function)
+        texts: list[str] = []
+        others: list[Mapping[str, Any]] = []
+        free: list[Mapping[str, Any]] = []
+        for one in alternatives(schema, root):
+            one = one if isinstance(one, Mapping) else {}
+            values = constants(one)
+            if values is not None:
+                texts += [each if isinstance(each, str) else json.dumps(each) for each in values]
+            elif "string" in types_of(one, root):
+                free.append(one)
+            else:
+                others.append(one)
+        if function.strict and free:
+            field = f"{function.field}.properties.{key}"
+            for one in free:
+                _refuse_limits(field, one)
+            if any(one.keys() - {"type", "title", "description"} for one in others):
+                raise SchemaError(field, "a string or another value is not available in this "
+                                         "model's format")  # fmt: skip
+        if free:
+            return [], [], True
+        found = [
+            self._value(f"{rule}_{index}", function, key, one) for index, one in enumerate(others)
+        ]
+        return list(dict.fromkeys(texts)), found, False
 
     def _python(self, name: str, function: GrammarFunction) -> str:
         parameters = list(_parameters(function))
@@ -375,29 +413,10 @@ def _parameters(function: GrammarFunction) -> list[tuple[str, Mapping[str, Any],
                     f"{word} is not available here in this model's format",
                 )
     needed = set(schema.get("required", ()))
-    whole: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return [
-        (key, {**({} if isinstance(one, bool) else one), **whole}, key in needed)
+        (key, {} if isinstance(one, bool) else one, key in needed)
         for key, one in properties.items()
     ]
-
-
-def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
-    """The texts of a schema that allows only these."""
-    texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(texts, list) and texts and all(isinstance(one, str) for one in texts):
-        return texts
-    return None
-
-
-def _may_be_text(schema: Mapping[str, Any]) -> bool:
-    """Whether a value may be a string, which formats with tags write without quotes."""
-    if schema.get("type") is not None:
-        return "string" in _kinds(schema)
-    for word in ("anyOf", "oneOf"):
-        if isinstance(schema.get(word), list):
-            return any(_may_be_text(one) for one in schema[word] if isinstance(one, Mapping))
-    return not schema.keys() & {"enum", "const", "$ref", "allOf", "properties", "items"}
 
 
 def _kinds(schema: Mapping[str, Any]) -> list[Any]:

@@ -5,27 +5,30 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
+
+import pytest
 
 from bench.server.api_routes import ROUTES, Sample, cpu_seconds, row_of
 from hetero_llm.bench_client.wire_format import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
 
+def samples(*rows: tuple[float, float, float, float]) -> list[Sample]:
+    """Loads of these tokens/s, ms to the first token, ms a later one and API's CPU time."""
+    return [Sample(800, speed, first, token, api, 5.0, 1.0) for speed, first, token, api in rows]
+
+
 def test_rounds_are_compared_with_themselves() -> None:
-    base = [
-        Sample(100.0, 10.0, 5.0, 1.0),
-        Sample(10.0, 20.0, 5.0, 1.0),
-        Sample(50.0, 5.0, 5.0, 1.0),
-    ]
-    other = [
-        Sample(90.0, 15.0, 6.0, 2.0),
-        Sample(11.0, 20.0, 6.0, 2.0),
-        Sample(50.0, 5.5, 6.0, 3.0),
-    ]
+    base = samples((100.0, 10.0, 4.0, 10.0), (10.0, 40.0, 5.0, 20.0), (50.0, 20.0, 8.0, 5.0))
+    other = samples((90.0, 11.0, 4.0, 15.0), (11.0, 40.0, 6.0, 20.0), (50.0, 30.0, 9.0, 5.5))
     row = row_of("chat", 8, other, base)
     assert (row["least"], row["of completions"], row["most"]) == (0.9, 1.0, 1.1)
-    assert (row["tok/s"], row["api"], row["engine"], row["client"]) == (50.0, 15.0, 6.0, 2.0)
-    assert row["api over"] == 1.1
+    assert (row["tok/s"], row["first ms"], row["token ms"], row["api"]) == (50.0, 30.0, 6.0, 15.0)
+    assert (row["first over"], row["token over"], row["api over"]) == (1.1, 1.125, 1.1)
     assert row_of("completions", 8, base, base)["of completions"] == 1.0
+    other[0] = replace(other[0], prompts=801)
+    with pytest.raises(AssertionError, match="not the same prompts"):
+        row_of("chat", 8, other, base)
 
 
 def test_cpu_time_of_a_process_and_its_children() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -40,6 +39,7 @@ from hetero_llm.gpu.kernels.collectives import (
 )
 from hetero_llm.gpu.kernels.launch import INTERPRETED
 from hetero_llm.gpu.kernels.norm import add_gemma_rms_norm, add_rms_norm
+from tests.helpers.fork_server import run_processes
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LOOKS = 3
@@ -324,7 +324,7 @@ def test_processes_wait_for_each_other() -> None:
     for buffer in made:
         for memory in buffer.memories:
             memory.share_memory_()
-    mp.spawn(run_rank, args=(*made, results), nprocs=size)
+    run_processes(run_rank, (*made, results), size)
     assert results.tolist() == [[1] * 7] * size
 
 

@@ -179,8 +179,11 @@ def test_the_link_as_a_third_lane_of_the_engine(
     found = []
     for wanted in ("", "rows", "whole"):
 
-        def choose(times: dict[LinkPart, float], none: LinkPart, wanted: str = wanted) -> LinkPart:
-            return max(times, key=lambda part: getattr(part, wanted)) if wanted else none
+        def choose(
+            random: dict[LinkPart, float], one_miss: dict[LinkPart, float], none: LinkPart,
+            wanted: str = wanted,
+        ) -> LinkPart:  # fmt: skip
+            return max(random, key=lambda part: getattr(part, wanted)) if wanted else none
 
         monkeypatch.setattr(build_experts, "choose_linked", choose)
         llm = start(wide_cut, **settings)

@@ -164,6 +164,16 @@ def test_a_call_that_was_cut_off_is_left_out(
     assert found["content"] == [{"type": "text", "text": "a"}]
 
 
+def test_a_message_without_a_complete_call_does_not_wait_for_its_result(
+    moody: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moody.engine.script = lambda prompt, sequence, position: EOS if position == 3 else prompt[0]
+    use_script(monkeypatch, CUT)
+    found = ask(moody, max_tokens=20)
+    assert found["stop_reason"] == "end_turn"
+    assert found["content"] == [{"type": "text", "text": "a"}]
+
+
 # streams
 
 STREAMS: dict[str, tuple[dict[str, Any], Any]] = {

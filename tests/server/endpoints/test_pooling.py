@@ -18,6 +18,8 @@ from tests.pooling.tiny_pooling import make_pooling_checkpoint, reference, text_
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import Served, serving
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 TEXTS = [text_of(length, length) for length in (1, 3, 40, 17, 100, 5)]
 CLOSE = 2e-6
 EMBEDDINGS = "/v1/embeddings"

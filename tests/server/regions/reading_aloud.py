@@ -30,7 +30,11 @@ SCHEMAS: dict[str, Any] = {
             "tags": {"type": "array"},
             "exact": {"type": "boolean"},
             "note": {"type": ["string", "null"]},
+            "unit": {"$ref": "#/$defs/Unit"},
+            "step": {"anyOf": [{"$ref": "#/$defs/Step"}, {"type": "null"}]},
+            "rank": {"const": 1},
         },
+        "$defs": {"Unit": {"enum": ["1", "2"]}, "Step": {"$ref": "#/$defs/Unit"}},
     },
     "now": {},
 }

@@ -17,6 +17,7 @@ import pytest
 from tokenizers import AddedToken
 
 from hetero_llm.engine.text.tokenizer import Tokenizer
+from hetero_llm.server.message_events import CallArguments
 from hetero_llm.server.regions.formats import HARMONY, TOOL_FORMATS, named_format
 from hetero_llm.server.regions.region_parser import RegionParser
 from hetero_llm.server.regions.tool_grammar import (
@@ -196,6 +197,63 @@ def test_what_a_grammar_lets_through_is_read_back(tokenizer: Tokenizer, name: st
                     in_channels = name == HARMONY.name and kind == "Reasoning"
                     assert in_channels or not matcher.is_accepting(), (event, text)
     assert closed
+
+
+REFERRED = {
+    "$defs": {
+        "Color": {"type": "string", "enum": ["red", "2", 3]},
+        "Node": {
+            "type": "object",
+            "properties": {"all": {"$ref": "#"}, "color": {"$ref": "#/$defs/Color"}},
+            "additionalProperties": False,
+        },
+    },
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["x"],
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "pythonic"])
+@pytest.mark.parametrize(
+    "one",
+    [
+        {"$ref": "#/$defs/Color", "description": "its color"},
+        {"allOf": [{"$ref": "#/$defs/Color"}], "default": "red"},
+        {"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}]},
+        {"anyOf": [{"const": "a"}, {"const": 1.5}]},
+        {"enum": ["a", 1, None, True]},
+        {"$ref": "#/$defs/Node"},
+        {"type": "array", "items": {"$ref": "#"}, "maxItems": 1},
+        {"type": "array", "items": {"$ref": "#/properties/n"}, "maxItems": 2},
+    ],
+)
+def test_arguments_by_reference_or_choice(
+    tokenizer: Tokenizer, name: str, one: dict[str, Any]
+) -> None:
+    properties = {"n": {"type": "integer", "minimum": 0, "maximum": 9}, "x": one}
+    schema = {**REFERRED, "properties": properties}
+    model = Model(tokenizer, name, marked=False)
+    matcher = model.matcher(functions=[GrammarFunction("f", schema, "w", True)], parallel=False)
+    read = 0
+    for seed in range(4):
+        text = walk(model, after := matcher.deep_copy(), random.Random(seed))
+        if after.is_accepting():
+            parser = RegionParser(model.format, schemas={"f": schema})
+            events = parser.feed(text, []) + parser.finish()
+            arguments = "".join(event.text for event in events if isinstance(event, CallArguments))
+            jsonschema.validate(json.loads(arguments), schema)
+            read += 1
+    assert read
+
+
+def test_a_strict_argument_of_text_or_limited_values_is_refused() -> None:
+    schema = {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "array", "items": {}}]}}}
+    function = GrammarFunction("f", schema, "tools[1]", True)
+    options: dict[str, Any] = {"required": True, "parallel": True}
+    with pytest.raises(SchemaError) as caught:
+        tool_grammar(named_format("glm45", None), [function], {}, "content", **options)
+    assert caught.value.field == "tools[1].properties.a"
 
 
 def walk(model: Model, matcher: llguidance.LLMatcher, draw: random.Random) -> str:
