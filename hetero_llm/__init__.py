@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hetero_llm.core.errors import AdapterError as AdapterError
     from hetero_llm.core.errors import ConfigError as ConfigError
+    from hetero_llm.core.errors import ContextTooLongError as ContextTooLongError
     from hetero_llm.core.errors import DuplicateRequestError as DuplicateRequestError
     from hetero_llm.core.errors import EngineDeadError as EngineDeadError
     from hetero_llm.core.errors import EngineHungError as EngineHungError
@@ -99,6 +100,7 @@ _HOMES = {
     "HeteroLLMError": "hetero_llm.core.errors",
     "AdapterError": "hetero_llm.core.errors",
     "ConfigError": "hetero_llm.core.errors",
+    "ContextTooLongError": "hetero_llm.core.errors",
     "ModelLoadError": "hetero_llm.core.errors",
     "RequestError": "hetero_llm.core.errors",
     "PoolingError": "hetero_llm.core.errors",

@@ -161,7 +161,7 @@ def test_an_empty_list_of_prompts_gives_no_outputs(tiny: LLM) -> None:
         ("seed", 2**64),
         ("repetition_penalty", 0.0),
         ("truncate_prompt_tokens", 0),
-        ("skip_special_tokens", 1),
+        ("skip_special_tokens", 2),
     ],
 )
 def test_a_bad_value_is_refused_where_the_parameters_are_made(field: str, value: Any) -> None:

@@ -377,9 +377,11 @@ class _Shown(str):
 
 
 def error_to_wire(error: BaseException) -> Error:
-    """Keeps the error's class, field and reason; its value if plain and short, else as text."""
+    """Keeps the error's class (of those with a field the nearest one that travels), field and
+    reason; its value if plain and short, else as text."""
     kind = type(error).__name__
     if isinstance(error, (RequestError, ConfigError)):
+        kind = next((of.__name__ for of in type(error).__mro__ if of.__name__ in _WITH_FIELD), kind)
         value = error.value
         plain = value is None or isinstance(value, (bool, float))
         plain |= isinstance(value, int) and -(_MOST >> 1) <= value <= _MOST
