@@ -275,7 +275,8 @@ class GpuModelRunner:
                 adapter_loads=self._adapters.overlaps_loads,
             )
             if dry:
-                self.bodies = [*steps.bodies, self._device_step.run_large_mixture]
+                others = (self._device_step.run_large_mixture, self._sample_padding)
+                self.bodies = [*steps.bodies, *others]
             else:
                 self.graphs = steps
         if not dry:
@@ -287,17 +288,19 @@ class GpuModelRunner:
         none, no_ints = np.zeros(0, np.int64), np.zeros(0, np.int32)
         _read_verified(none, 0, no_ints, no_ints, none, none)  # compiles, as the next one
         _drafted_sizes(no_ints, no_ints, no_ints, no_ints)
-        if self._is_last:
-            # Processors leave logits in float32, for which no captured step compiles the kernels.
-            logits = torch.zeros(
-                (1, self._context.config.vocab_size), device=self.cache.data.device
-            )
-            padding = torch.zeros((ROW_FIELDS, 1), dtype=torch.int32, device=logits.device)
-            padding[POSITION] = -1
-            self._device_step.sample_processed(logits, SampleRows(padding))
+        self._sample_padding()
         if self.graphs is not None:
             self.graphs.capture()
             self._device_step.run_large_mixture()
+
+    def _sample_padding(self) -> None:
+        """Processors leave logits in float32, for which no captured step compiles the kernels."""
+        if self._is_last:
+            device = self.cache.data.device
+            logits = torch.zeros((1, self._context.config.vocab_size), device=device)
+            padding = torch.zeros((ROW_FIELDS, 1), dtype=torch.int32, device=device)
+            padding[POSITION] = -1
+            self._device_step.sample_processed(logits, SampleRows(padding))
 
     @property
     def profile(self) -> list[tuple[int, float]]:

@@ -148,10 +148,10 @@ def test_a_dry_runner_has_the_bodies_of_all_graphs(
     assert runner.graphs is None and runner.profile == []
     buckets = step_buckets(SLOTS, 16, most_drafted_tokens=16)
     decoding, others = len(buckets.decode), len(buckets.tokens) + 2 * len(buckets.verify)
-    # Of decoding: also short, and head alone; and the mixtures of larger steps.
-    assert len(runner.bodies) == 3 * decoding + others + 1
+    # Of decoding: also short, and head alone; then mixtures of larger steps, processed logits.
+    assert len(runner.bodies) == 3 * decoding + others + 2
     with torch.inference_mode():
-        for body in (runner.bodies[0], runner.bodies[-1]):
+        for body in (runner.bodies[0], *runner.bodies[-2:]):
             body()
 
 
