@@ -50,7 +50,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/hetero-llm demo
 
-# Two workers, and threads of torch that sleep when they wait: 12 minutes on two cores. Bytecode is
+# Two workers, and threads of torch that sleep when they wait: 11 minutes on two cores. Bytecode is
 # kept even where the environment forbids it: many of the tests start interpreters.
 test: $(STAMP)
 	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not faults" -n $(TEST_WORKERS) \
