@@ -75,33 +75,33 @@ def _mend_names(one: dict[str, Any]) -> None:
         names = {}
     if not isinstance(names, dict) or names.get("type", "string") != "string":
         return
-    told = names.keys() - _ANNOTATIONS
-    listed = [names["const"]] if told == {"const"} else names.get("enum")
-    if told in ({"enum"}, {"const"}) and "patternProperties" not in one:
+    given = names.keys() - _ANNOTATIONS
+    listed = [names["const"]] if given == {"const"} else names.get("enum")
+    if given in ({"enum"}, {"const"}) and "patternProperties" not in one:
         known = one.get("properties", {})
         if not (is_list(listed) and len(listed) <= MOST_OPTIONAL and isinstance(known, dict)):
             return
         texts = [name for name in listed if isinstance(name, str)]
         one["properties"] = {name: known.get(name, others) for name in texts}
         one["additionalProperties"] = False
-    elif told and one.keys().isdisjoint({"properties", "patternProperties"}):
-        pattern = _pattern_of_names(names, told)
+    elif given and one.keys().isdisjoint({"properties", "patternProperties"}):
+        pattern = _pattern_of_names(names, given)
         if pattern is None:
             return
         one["patternProperties"] = {pattern: others}
         one["additionalProperties"] = False
-    elif told:
+    elif given:
         return
     del one["propertyNames"]
 
 
-def _pattern_of_names(names: dict[str, Any], told: set[str]) -> str | None:
+def _pattern_of_names(names: dict[str, Any], given: set[str]) -> str | None:
     """What names have to match; None if one pattern cannot say it."""
-    if told == {"pattern"}:
+    if given == {"pattern"}:
         return names["pattern"] if isinstance(names["pattern"], str) else None
     limits = [names.get("minLength", 0), names.get("maxLength", 0)]
-    if told <= {"minLength", "maxLength"} and all(type(limit) is int for limit in limits):
-        return rf"^[\s\S]{{{limits[0]},{limits[1] if 'maxLength' in told else ''}}}$"
+    if given <= {"minLength", "maxLength"} and all(type(limit) is int for limit in limits):
+        return rf"^[\s\S]{{{limits[0]},{limits[1] if 'maxLength' in given else ''}}}$"
     return None
 
 

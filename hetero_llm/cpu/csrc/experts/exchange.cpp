@@ -213,8 +213,8 @@ void Exchange::plan_tasks() {
 }
 
 // Calls compute(task, ahead) for this thread's share of the tasks; `ahead`: its next one, whose first
-// rows may be prefetched, or one past all. The first two of a thread are its own, so that no thread
-// waits for a counter that all others want at the same time; those behind go to whoever is first.
+// rows may be prefetched, or one past all. The first two of a thread are its own, so that threads do
+// not wait for each other at the counter; later tasks go to the thread that claims them first.
 template <typename F>
 void Exchange::share(Counter& counter, int64_t tasks, int thread, F compute) {
     for (int64_t task = thread, ahead = thread + threads_; task < tasks;) {
