@@ -77,11 +77,11 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     for _ in range(8):
         if not isinstance(schema, Mapping):
             break
-        given = schema.keys() - _ANNOTATIONS
+        keywords = schema.keys() - _ANNOTATIONS
         both = schema.get("allOf")
-        if given == {"allOf"} and isinstance(both, list) and len(both) == 1:
+        if keywords == {"allOf"} and isinstance(both, list) and len(both) == 1:
             schema = both[0]
-        elif given == {"$ref"} and isinstance(schema["$ref"], str) and schema["$ref"][:1] == "#":
+        elif keywords == {"$ref"} and isinstance(schema["$ref"], str) and schema["$ref"][:1] == "#":
             found: Any = root
             for name in schema["$ref"].split("/")[1:]:
                 plain = name.replace("~1", "/").replace("~0", "~")
