@@ -3,9 +3,6 @@ part of a launch for each of them, then the next part; two processes run whole l
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +36,7 @@ from hetero_llm.gpu.kernels.collectives import (
 )
 from hetero_llm.gpu.kernels.launch import INTERPRETED
 from hetero_llm.gpu.kernels.norm import add_gemma_rms_norm, add_rms_norm
+from tests.helpers.compiled import printed_kernels
 from tests.helpers.fork_server import run_processes
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -331,15 +329,7 @@ def test_processes_wait_for_each_other() -> None:
 def test_what_the_compiler_makes_of_it() -> None:
     """Reads of what peers write go past the first-level cache at the scope of the system, writes to
     peers too, both 16 bytes wide."""
-    code = "from tests.gpu.kernels.test_collectives import print_ptx; print_ptx()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    kernels = done.stdout.split(".visible .entry")[1:]
+    kernels = printed_kernels(__name__)
     assert len(kernels) == 3
     for ptx in kernels:
         assert "ld.volatile.global.v4.b32" in ptx and "st.global.wt.v4.b32" in ptx

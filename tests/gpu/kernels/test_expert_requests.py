@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -48,6 +45,7 @@ from hetero_llm.gpu.kernels.expert_requests import (
     wait_add_kernel,
     wait_add_reference,
 )
+from tests.helpers.compiled import printed_kernels
 from tests.helpers.expert_team import PythonTeam
 
 EXPERTS = 6
@@ -384,15 +382,7 @@ def test_a_sum_that_does_not_come_is_an_error(device: torch.device, add: Any, ot
 def test_words_of_the_host_are_read_at_once_and_from_its_memory() -> None:
     """As compiled for Hopper: sums and numbers in loads of 8 bytes that no cache answers, and no
     fence but that of `post`."""
-    code = "from tests.gpu.kernels.test_expert_requests import print_ptx; print_ptx()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    asks, adds = done.stdout.split(".visible .entry")[1:]
+    asks, adds = printed_kernels(__name__)
     assert len(re.findall(r"fence\.acq_rel\.sys", asks)) == 1 and "st.relaxed.sys" in asks
     assert "fence" not in adds and "acquire" not in adds
     volatile = re.findall(r"ld\.volatile\.global\.(\S+)", adds)

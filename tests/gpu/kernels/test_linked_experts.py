@@ -3,10 +3,7 @@ weights; and what the compiler makes of the kernels."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +26,7 @@ from hetero_llm.gpu.kernels.linked_experts import (
 )
 from hetero_llm.models.config import ClampedSwish, Gate
 from tests.cpu.expert_cases import KINDS, Kind, make_mixture
+from tests.helpers.compiled import printed_kernels
 
 EXPERTS, HIDDEN, INNER = 6, 272, 320
 
@@ -170,15 +168,7 @@ def test_what_is_not_read_over_the_link() -> None:
 
 def test_what_the_compiler_makes_of_it() -> None:
     """Weights go to shared memory two tiles ahead, by at least 8 bytes a thread."""
-    code = "from tests.gpu.kernels.test_linked_experts import print_ptx; print_ptx()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    kernels = done.stdout.split(".visible .entry")[1:]
+    kernels = printed_kernels(__name__)
     assert len(kernels) == 2
     for ptx in kernels:
         sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?, (0x\w+)[,;]", ptx)
