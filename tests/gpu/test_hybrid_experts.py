@@ -76,6 +76,8 @@ def measure(
             del team.requests[:]
             hits.zero_()
             run()
+            if hits.is_cuda:
+                torch.cuda.synchronize()
             tokens = team.requests[0][1]
             assert {number for _, number in team.requests} == {tokens}
             pairs = int(hits.sum())

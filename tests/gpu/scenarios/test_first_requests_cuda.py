@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+# A KV cache of a given size: other tests need the GPU's memory at the same time.
 ARMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "cache": {"use_lookahead": True},
+    "plain": {"num_gpu_blocks_override": 4000},
+    "cache": {"num_gpu_blocks_override": 4000, "use_lookahead": True},
     "few blocks": {"num_gpu_blocks_override": 150},
 }
 

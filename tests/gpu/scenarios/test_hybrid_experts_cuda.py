@@ -159,6 +159,12 @@ def test_a_gguf_file_through_the_engine(tmp_path: Path, kind: str) -> None:
     assert same >= 0.7 * len(found[0])
 
 
+def the_paying_part(
+    random: dict[LinkPart, float], one_miss: dict[LinkPart, float], none: LinkPart
+) -> LinkPart:
+    return next((part for part in one_miss if part != none), none)
+
+
 @pytest.mark.parametrize(
     ("quantization", "exclusive"), [(None, True), ("fp8_block", False), ("int4", True)]
 )
@@ -179,13 +185,13 @@ def test_the_link_as_a_third_lane_of_the_engine(
     found = []
     for wanted in ("", "rows", "whole"):
 
-        def choose(
-            random: dict[LinkPart, float], one_miss: dict[LinkPart, float], none: LinkPart,
-            wanted: str = wanted,
-        ) -> LinkPart:  # fmt: skip
-            return max(random, key=lambda part: getattr(part, wanted)) if wanted else none
+        def pays(
+            random: dict[LinkPart, float], none: LinkPart, wanted: str = wanted
+        ) -> list[LinkPart]:
+            return [max(random, key=lambda part: getattr(part, wanted))] if wanted else []
 
-        monkeypatch.setattr(build_experts, "choose_linked", choose)
+        monkeypatch.setattr(build_experts, "paying_parts", pays)
+        monkeypatch.setattr(build_experts, "choose_linked", the_paying_part)
         llm = start(wide_cut, **settings)
         try:
             experts = llm.engine.runner.experts
