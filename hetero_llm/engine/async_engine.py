@@ -19,12 +19,14 @@ from collections.abc import (
     AsyncGenerator,
     Awaitable,
     Callable,
+    Collection,
     Generator,
     Iterable,
     Mapping,
     Sequence,
 )
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -306,11 +308,11 @@ class AsyncLLMEngine:
 
         If the reader is slower than the engine, outputs beyond 256 are merged. All outputs but the
         last have the `metrics` of the first. `lora_request` and `prompt_adapter_request` name the
-        adapters of the request. `trace_headers`, another priority than 0 and a replica of one's
-        own choice are not available yet; `tokenization_kwargs` must be empty.
+        adapters of the request. `data_parallel_rank` is the number of the replica that serves it,
+        from 0; None: the one that knows most of the prompt. `trace_headers` and another priority
+        than 0 are not available yet; `tokenization_kwargs` must be empty.
         """
         refuse_options(tokenization_kwargs)
-        refuse_later("data_parallel_rank", data_parallel_rank, "a chosen replica")
         outputs = await self.add_request(
             request_id,
             prompt,
@@ -319,6 +321,7 @@ class AsyncLLMEngine:
             trace_headers=trace_headers,
             prompt_adapter_request=prompt_adapter_request,
             priority=priority,
+            data_parallel_rank=data_parallel_rank,
         )
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -334,6 +337,8 @@ class AsyncLLMEngine:
         trace_headers: None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
         priority: int = 0,
+        *,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Starts a request at once and returns the outputs that `generate` yields. Read them to
         their end, or abort the request: it keeps its id until then.
@@ -343,6 +348,7 @@ class AsyncLLMEngine:
             lora_request: its adapter, which the engine reads if it is new; needs `enable_lora`.
             prompt_adapter_request: its prompt adapter, which a thread of this process reads if it
                 is not in memory; needs `enable_prompt_adapter`.
+            data_parallel_rank: see `generate`.
 
         Raises:
             RequestError, OverloadedError, DuplicateRequestError, EngineDeadError: see
@@ -350,6 +356,7 @@ class AsyncLLMEngine:
         """
         refuse_later("trace_headers", trace_headers, "tracing of requests without a server")
         refuse_later("priority", priority or None, "priority scheduling")
+        usable = self._usable(data_parallel_rank)
         self._attach_loop()
         if self.info.pooling is not None:
             name = self.info.pooling.class_name
@@ -364,7 +371,7 @@ class AsyncLLMEngine:
             request = await self._checked_request(
                 parse_prompt(prompt), params, adapter, prompt_adapter_request
             )
-            self._submit(stream, request)
+            self._submit(stream, request, usable)
             if request.grammar is not None:
                 # The engine compiles it, too, and computes the prompt meanwhile.
                 check = partial(self._inputs.check_grammar, request)
@@ -434,15 +441,21 @@ class AsyncLLMEngine:
         yield PoolingRequestOutput(request_id, output, one.token_ids.tolist())
 
     async def pool(
-        self, request_id: str, inputs: Sequence[PoolingInput], finish: Finish
+        self,
+        request_id: str,
+        inputs: Sequence[PoolingInput],
+        finish: Finish,
+        *,
+        data_parallel_rank: int | None = None,
     ) -> PoolingResult:
         """See `EngineClient`."""
+        usable = self._usable(data_parallel_rank)
         self._attach_loop()
         stream = self._open_stream(request_id)
         try:
             request = PoolingRequest(stream.key, inputs, finish)
             num_pieces = request.num_tokens * _TOKEN_BYTES / PIECE_BYTES
-            stream.assignment = self._chooser.choose((), num_pieces=num_pieces)
+            stream.assignment = self._chooser.choose((), usable=usable, num_pieces=num_pieces)
             self._send(stream, messages.AddPooling(request))
             stream.sent = True
             result: PoolingResult = await stream.get()
@@ -543,14 +556,30 @@ class AsyncLLMEngine:
             size += _CONSTRAINT_CHARACTERS
         return await self.threads.run(make, size=size)
 
-    def _submit(self, stream: OutputStream, request: Request) -> None:
+    def _usable(self, rank: int | None) -> Collection[int] | None:
+        """The replicas that may serve a request, from a caller's choice; None: all.
+
+        Raises:
+            RequestError: no replica has this number.
+        """
+        if rank is None:
+            return None
+        most = len(self._replicas) - 1
+        if isinstance(rank, bool) or not isinstance(rank, Integral) or not 0 <= rank <= most:
+            reason = f"must be an integer from 0 to {most} (data_parallel_size={most + 1})"
+            raise RequestError("data_parallel_rank", rank, reason)
+        return (int(rank),)
+
+    def _submit(
+        self, stream: OutputStream, request: Request, usable: Collection[int] | None
+    ) -> None:
         message = messages.request_to_wire(stream.key, request)
         if self._failure is not None:
             raise EngineDeadError(self._failure)
         pieces = []
         if self._several:
             pieces = piece_hashes(request.packed_prompt, request.root_hash)
-        stream.assignment = self._chooser.choose(pieces)
+        stream.assignment = self._chooser.choose(pieces, usable=usable)
         self._send(stream, message)
         stream.sent = True
         if stream.abort_wanted:

@@ -158,11 +158,13 @@ class EngineClient(Protocol):
         lora_request: LoRARequest | None = None,
         *,
         prompt_adapter_request: PromptAdapterRequest | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the outputs of one request, as `sampling_params.output_kind` says, until it is
         finished.
 
         `lora_request` and `prompt_adapter_request` name its adapters; None: the base model.
+        `data_parallel_rank` is the number of the replica that serves it; None: the engine chooses.
 
         Closing the generator aborts the request.
 
@@ -198,13 +200,19 @@ class EngineClient(Protocol):
         """
 
     async def pool(
-        self, request_id: str, inputs: Sequence[PoolingInput], finish: Finish
+        self,
+        request_id: str,
+        inputs: Sequence[PoolingInput],
+        finish: Finish,
+        *,
+        data_parallel_rank: int | None = None,
     ) -> PoolingResult:
         """The pooled values of inputs that `pooling_inputs` has made.
 
-        Cancelling the call aborts the request.
+        Cancelling the call aborts the request. `data_parallel_rank`: as `generate`.
 
         Raises:
+            RequestError: no replica has this number.
             HeteroLLMError: a value is no finite number, or the request was aborted.
             OverloadedError, DuplicateRequestError, EngineDeadError: as `generate`.
         """

@@ -39,7 +39,8 @@ included."""
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _ONCE = frozenset(
     (b"authorization", b"proxy-authorization", b"x-api-key", b"api-key", b"host", b"content-type",
-     b"content-length", b"content-encoding", b"x-request-timeout-ms")
+     b"content-length", b"content-encoding", b"x-request-timeout-ms",
+     b"x-data-parallel-rank")
 )  # fmt: skip
 """Headers that have one value."""
 _FULL_RETRY_SECONDS = 1.0

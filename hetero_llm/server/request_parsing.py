@@ -91,6 +91,8 @@ _TYPE_WORDS = {
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
 _TIMEOUT_HEADER = "x-request-timeout-ms"
+_RANK_HEADER = "x-data-parallel-rank"
+_MOST_RANK_DIGITS = 8
 _LEAST_SEED = -(1 << 63)
 _NOT_PASSED = {"max_tokens", "truncation_side", "structured_outputs"} | UNAVAILABLE.keys()
 _SAMPLING_FIELDS = [
@@ -117,6 +119,7 @@ class CheckedRequest:
         seconds: until the deadline, None without one.
         constraint_names: what the request calls the fields of its constraint.
         adapter, prompt_adapter: that it names as the model; both None: the base model.
+        data_parallel_rank: of the replica that it asks for; None: the engine chooses.
     """
 
     id: str
@@ -130,6 +133,7 @@ class CheckedRequest:
     constraint_names: FieldNames
     adapter: LoRARequest | None = None
     prompt_adapter: PromptAdapterRequest | None = None
+    data_parallel_rank: int | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -259,6 +263,7 @@ def checked_request(
         constraint_names=constraint_names(body) if params.constrains else NO_NAMES,
         adapter=adapter,
         prompt_adapter=prompt_adapter,
+        data_parallel_rank=wanted_rank(request, context.client.info.num_replicas),
     )
 
 
@@ -297,6 +302,25 @@ def deadline_seconds(request: Request, default: float | None) -> float | None:
         )
     seconds = int(text) / 1000
     return seconds if default is None else min(seconds, default)
+
+
+def wanted_rank(request: Request, num_replicas: int) -> int | None:
+    """The replica that a request asks for, as vLLM's clients do; None: it does not say.
+
+    Raises:
+        ApiError: the header is not the number of a replica.
+    """
+    text = request.headers.get(_RANK_HEADER)
+    if text is None:
+        return None
+    plain = text.isascii() and text.isdecimal() and len(text) <= _MOST_RANK_DIGITS
+    if not (plain and int(text) < num_replicas):
+        raise invalid(
+            _RANK_HEADER,
+            f"{_RANK_HEADER}={text[:32]!r}: must be 0 to {num_replicas - 1} "
+            f"(data_parallel_size={num_replicas})",
+        )
+    return int(text)
 
 
 def as_json(value: Any) -> str:

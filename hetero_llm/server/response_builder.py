@@ -429,6 +429,7 @@ class EngineRequests:
             prompt, params, request_id,
             lora_request=self._request.adapter,
             prompt_adapter_request=self._request.prompt_adapter,
+            data_parallel_rank=self._request.data_parallel_rank,
         )  # fmt: skip
         names = self._request.constraint_names
         named = nullcontext() if names is NO_NAMES else names.in_errors()

@@ -450,7 +450,6 @@ def test_several_requests_are_aborted_at_once(engine: AsyncLLMEngine) -> None:
         ({"priority": 1}, "priority"),
         ({"trace_headers": {"a": "b"}}, "trace_headers"),
         ({"tokenization_kwargs": {"a": 1}}, "tokenization_kwargs"),
-        ({"data_parallel_rank": 0}, "data_parallel_rank"),
     ],
 )
 def test_what_vllm_takes_and_this_engine_not_yet(
@@ -459,6 +458,20 @@ def test_what_vllm_takes_and_this_engine_not_yet(
     async def run() -> None:
         with pytest.raises(ConfigError, match=f"^{field}=.*not available yet"):
             await anext(engine.generate(CODE, GREEDY, "later", **fields))
+        assert engine.stats().queue == 0
+
+    asyncio.run(run())
+
+
+def test_the_one_replica_may_be_chosen(engine: AsyncLLMEngine) -> None:
+    async def run() -> None:
+        async for output in engine.generate(CODE, GREEDY, "chosen", data_parallel_rank=0):
+            last = output
+        assert last.finished
+        for wrong in (1, -1, True, "0", 0.0):
+            rank: Any = wrong
+            with pytest.raises(RequestError, match=r"^data_parallel_rank=.*from 0 to 0 \("):
+                await anext(engine.generate(CODE, GREEDY, "none", data_parallel_rank=rank))
         assert engine.stats().queue == 0
 
     asyncio.run(run())

@@ -21,6 +21,7 @@ from hetero_llm import (
     EngineDeadError,
     LLMEngine,
     LoRARequest,
+    RequestError,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -113,6 +114,29 @@ def test_a_prefix_returns_to_its_replica(engine: AsyncLLMEngine) -> None:
         metrics = await engine.metrics()
         queried = metrics["prefix_cache_queries"] - before["prefix_cache_queries"]
         assert metrics["prefix_cache_hits"] - before["prefix_cache_hits"] > 0.9 * queried
+
+    asyncio.run(run())
+
+
+def test_a_request_may_choose_its_replica(engine: AsyncLLMEngine) -> None:
+    async def run() -> None:
+        for rank, counts in ((1, [0, 3]), (0, [3, 0])):
+            names = [f"chosen {rank} {number}" for number in range(3)]
+            streams = [
+                await engine.add_request(name, "x", ENDLESS, data_parallel_rank=rank)
+                for name in names
+            ]
+            await until(
+                lambda counts=counts: (
+                    [one.get("num_requests_running") for one in engine.stats().replicas] == counts
+                )
+            )
+            await engine.abort(names)
+            for stream in streams:
+                assert [one async for one in stream][-1].finished
+            await idle_metrics(engine)
+        with pytest.raises(RequestError, match="from 0 to 1"):
+            await anext(engine.generate("x", GREEDY, "none", data_parallel_rank=2))
 
     asyncio.run(run())
 

@@ -141,6 +141,7 @@ class FakeEngine:
         self.adapters: list[LoRARequest | None] = []  # of `generate`, in order
         self.loras: dict[int, LoRARequest] = {}  # that were added and not removed
         self.prompt_adapters: list[PromptAdapterRequest | None] = []  # of `generate`, in order
+        self.ranks: list[int | None] = []  # of `generate`, in order
         self.opened: list[PromptAdapterRequest] = []
         self._live: dict[str, asyncio.Event] = {}
         self._stop_by = math.inf
@@ -161,10 +162,12 @@ class FakeEngine:
         lora_request: LoRARequest | None = None,
         *,
         prompt_adapter_request: PromptAdapterRequest | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.check_health()
         self.adapters.append(lora_request)
         self.prompt_adapters.append(prompt_adapter_request)
+        self.ranks.append(data_parallel_rank)
         if request_id in self._live:
             raise DuplicateRequestError(request_id)
         if self.max_queue is not None and len(self._live) >= self.max_queue:

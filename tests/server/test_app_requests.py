@@ -603,6 +603,17 @@ def test_a_deadline_that_is_not_reached(server: Served) -> None:
     assert answer.status_code == 200 and "timeout" not in answer.json()["choices"][0]
 
 
+def test_a_header_names_the_replica(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(tokenizer)
+    engine.info = dataclasses.replace(engine.info, num_replicas=3)
+    with serving(engine) as served:
+        for path, body in ((COMPLETIONS, {"prompt": ["a", "b"]}), (CHAT, {"messages": USER})):
+            answer = served.post(path, body, headers={"X-data-parallel-rank": "2"})
+            assert answer.status_code == 200
+        assert served.post(COMPLETIONS, {"prompt": "a"}).status_code == 200
+    assert engine.ranks == [2, 2, 2, None]
+
+
 # bodies
 
 

@@ -41,6 +41,7 @@ from hetero_llm.server.request_parsing import (
     deadline_seconds,
     read_known,
     short_text,
+    wanted_rank,
 )
 from hetero_llm.server.responses import Handler, whole_response
 from hetero_llm.server.tokenization import plain_ids
@@ -183,6 +184,7 @@ class _Call:
         self._body = body
         self._http_id = request_id_of(request)
         self._seconds = deadline_seconds(request, context.settings.request_timeout)
+        self._rank = wanted_rank(request, context.client.info.num_replicas)
         self.inputs: PoolingInputs = inputs
         self.id, self._engine_id = answer_ids(request, body.request_id, f"{prefix}-")
         self.created = int(time.time())
@@ -311,7 +313,9 @@ class _Call:
         with context.answering(self._engine_id):
             try:
                 async with asyncio.timeout(self._seconds):
-                    result = await context.client.pool(self._engine_id, inputs, finish)
+                    result = await context.client.pool(
+                        self._engine_id, inputs, finish, data_parallel_rank=self._rank
+                    )
             except TimeoutError:
                 metrics.aborted("timeout")
                 metrics.pooled(tokens, arrival, reason="abort")
