@@ -41,7 +41,7 @@ from hetero_llm.engine.builders.build_pooling import BuiltPooling
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.engine_client import ModelInfo
 from hetero_llm.engine.factory import BuiltEngine, build, free_unreachable
-from hetero_llm.engine.inputs.chat_messages import for_template
+from hetero_llm.engine.inputs.chat_messages import check_place_for_tools, for_template
 from hetero_llm.engine.inputs.input_processor import (
     BothAdapters,
     GuidedOptions,
@@ -207,7 +207,8 @@ class LLM:
         Args:
             messages: dicts with "role" and "content", a text or a list of parts: {"type": "text",
                 "text": ...}, and for a model that takes images {"type": "image", "image": ...} and
-                {"type": "image_url", "image_url": {"url": "data:image/..."}}.
+                {"type": "image_url", "image_url": {"url": "data:image/..."}}. Messages of an
+                assistant may have "tool_calls" in OpenAI's form.
             lora_request: as of `generate`.
             chat_template: a Jinja template instead of the tokenizer's own.
             add_generation_prompt: open the assistant's turn.
@@ -221,7 +222,8 @@ class LLM:
             prompt_adapter_request: as of `generate`.
 
         Raises:
-            RequestError: no tokenizer, no template, or a conversation it refuses.
+            RequestError: no tokenizer, no template, a conversation it refuses, or tools that it has
+                no place for.
         """
         refuse_options(tokenization_kwargs, images=mm_processor_kwargs)
         tokenizer = self._engine_parts().tokenizer
@@ -236,11 +238,13 @@ class LLM:
         options = {**(chat_template_kwargs or {}), "continue_final_message": continue_final_message}
         if tools is not None:
             options["tools"] = list(tools)
+        template = tokenizer.template_text(chat_template, options.get("tools"))
+        check_place_for_tools(options.get("tools"), template)
         prompts = []
         for index, conversation in enumerate(conversations):
             try:
                 conversation, images = for_template(
-                    conversation, chat_template_content_format, fetch=fetch
+                    conversation, chat_template_content_format, fetch, template=template
                 )
                 token_ids = tokenizer.apply_chat_template(
                     conversation,

@@ -339,7 +339,17 @@ def test_chat_options_reach_the_template(tiny: LLM) -> None:
     )  # fmt: skip
     assert answer.prompt == "[user]héllo\n[assistant]so"
     with pytest.raises(RequestError, match="chat_template_content_format='html'"):
-        tiny.chat(FIRST, GREEDY, chat_template_content_format="html")
+        tiny.chat(FIRST, GREEDY, chat_template=TEMPLATE, chat_template_content_format="html")
+    with pytest.raises(RequestError, match="^tools=.*no place for tools"):
+        tiny.chat(FIRST, GREEDY, chat_template=TEMPLATE, tools=[{"name": "add"}])
+
+
+def test_calls_of_tools_reach_the_template_as_objects(tiny: LLM) -> None:
+    template = "{{ messages[1].tool_calls[0].function.arguments | tojson }}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    talk = [*FIRST, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    (answer,) = tiny.chat(talk, GREEDY, use_tqdm=False, chat_template=template)
+    assert answer.prompt == '{"a": 1}'
 
 
 def test_chat_uses_the_tokenizers_template_unless_one_is_given(chatty: LLM) -> None:

@@ -80,6 +80,8 @@ def chat_images(
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
+        elif content is None and message.get("tool_calls"):
+            content = [{"type": "text", "text": ""}]  # such a message says nothing else
         if not isinstance(content, (list, tuple)):
             raise RequestError(f"messages[{index}]", message, "needs a content of text or of parts")
         parts: list[dict[str, Any]] = []

@@ -123,6 +123,21 @@ class Tokenizer:
         text = self.decode_token(token_id)
         return exact if exact is not None or REPLACEMENT in text else text.encode()
 
+    def template_text(self, chat_template: str | None, tools: Sequence[Any] | None) -> str:
+        """The template of a conversation: the given one, that of the given name, or the
+        tokenizer's own, which may have one for conversations with tools.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if chat_template is None and not getattr(self.hf, "chat_template", None):
+            raise RequestError("chat_template", None, "the tokenizer has none; pass chat_template=")
+        try:
+            found: str = self.hf.get_chat_template(chat_template, list(tools) if tools else None)
+        except ValueError as error:
+            raise RequestError("chat_template", chat_template, str(error)) from None
+        return found
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -139,8 +154,7 @@ class Tokenizer:
         Raises:
             RequestError: there is no template, or it refuses the conversation.
         """
-        if chat_template is None and not getattr(self.hf, "chat_template", None):
-            raise RequestError("chat_template", None, "the tokenizer has none; pass chat_template=")
+        self.template_text(chat_template, (options or {}).get("tools"))
         try:
             text = self.hf.apply_chat_template(
                 list(messages),
