@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -36,12 +36,14 @@ _COUNTED_AT_ONCE = 8
 @dataclass(frozen=True, slots=True)
 class Server:
     """The server of the requests. `url` has no final slash and no `/v1`; `timeout`: maximum seconds
-    without a received byte; `max_answer_bytes`: of an answer that is no stream."""
+    without a received byte; `max_answer_bytes`: of an answer that is no stream; `headers`: of every
+    request, besides the key's."""
 
     url: str
     api_key: str | None = None
     timeout: float = 300.0
     max_answer_bytes: int = 64 * 2**20
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,8 @@ async def open_session(server: Server) -> AsyncIterator[aiohttp.ClientSession]:
         raise HeteroLLMError(
             "module 'aiohttp' is not installed; pip install 'hetero-llm[bench]' brings it"
         ) from None
-    headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+    key = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+    headers = {**key, **server.headers}
     async with aiohttp.ClientSession(
         headers=headers,
         connector=aiohttp.TCPConnector(limit=0),

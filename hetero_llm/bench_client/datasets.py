@@ -6,7 +6,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero_llm.bench_client.wire_format import Sample
@@ -30,6 +30,7 @@ _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assis
 _SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "te", "vi", "zo")
 
 _MOST_DATASET = 4096 * MIB
+_WARMUP_WORDS = 16
 
 CountTokens = Callable[[str], int]
 
@@ -42,7 +43,8 @@ class DatasetOptions:
         input_len: length of random and held-out prompts.
         output_len: None: the number in the data set, else `DEFAULT_OUTPUT_LEN`.
         range_ratio: r: random lengths are uniform in (1 - r) to (1 + r) times the given one.
-        prefix_len: length of a common prefix of all random prompts.
+        prefix_len: length of the common prefixes of random prompts.
+        num_prefixes: random prompts begin with one of this many prefixes, in turns.
     """
 
     name: str = "random"
@@ -52,27 +54,33 @@ class DatasetOptions:
     output_len: int | None = None
     range_ratio: float = 0.0
     prefix_len: int = 0
+    num_prefixes: int = 1
     vocab_size: int = DEFAULT_VOCAB_SIZE
     seed: int = 0
 
 
 def load_samples(
-    options: DatasetOptions, count: int, count_tokens: CountTokens | None = None
+    options: DatasetOptions,
+    count: int,
+    count_tokens: CountTokens | None = None,
+    *,
+    warmups: int = 0,
 ) -> list[Sample]:
-    """`count` different samples.
+    """`warmups` samples and, behind them, `count` others, all different.
 
     Args:
         count_tokens: returns the number of tokens of a text; ShareGPT needs it if no output
             length is given.
+        warmups: those that a file has no prompts left for are random.
 
     Raises:
         ConfigError: a file cannot be read, is damaged, or holds too few prompts.
     """
     rng = random.Random(options.seed)
-    if options.name == "random":
-        return _random(options, count, rng)
+    if options.name in ("random", "prefix_repetition"):
+        return _random(options, warmups + count, rng)
     if options.name == "heldout":
-        return _heldout(options, count, rng)
+        return _heldout(options, warmups + count, rng)
     if options.path is None:
         raise ConfigError("dataset_path", None, f"the data set {options.name!r} is a file")
     if options.name == "jsonl":
@@ -84,20 +92,24 @@ def load_samples(
         raise ConfigError(
             "dataset_path",
             options.path,
-            f"{count} prompts are needed (of all runs and the warm-up), it has {len(samples)}",
+            f"{count} prompts are needed (of all runs), it has {len(samples)}",
         )
-    return samples[:count]
+    missing = max(warmups + count - len(samples), 0)
+    others = replace(options, name="random", prompt_as="text", input_len=_WARMUP_WORDS)
+    return [*_random(others, missing, rng), *samples[: warmups + count - missing]]
 
 
 def _random(options: DatasetOptions, count: int, rng: random.Random) -> list[Sample]:
     draw = _draw_ids if options.prompt_as == "ids" else _draw_words
-    prefix = draw(rng, options.prefix_len, options.vocab_size)
+    prefixes = [
+        draw(rng, options.prefix_len, options.vocab_size) for _ in range(options.num_prefixes)
+    ]
     samples = []
-    for _ in range(count):
+    for number in range(count):
         length = _spread_length(rng, options.input_len, options.range_ratio)
         wanted = options.output_len or DEFAULT_OUTPUT_LEN
         output_len = _spread_length(rng, wanted, options.range_ratio)
-        parts = prefix + draw(rng, length, options.vocab_size)
+        parts = prefixes[number % len(prefixes)] + draw(rng, length, options.vocab_size)
         prompt: str | tuple[int, ...]
         prompt = tuple(map(int, parts)) if options.prompt_as == "ids" else " ".join(map(str, parts))
         samples.append(Sample(prompt, output_len))
@@ -148,8 +160,8 @@ def _demo_decoder() -> Callable[[Sequence[int]], str]:
 
 
 def _jsonl(options: DatasetOptions) -> Iterator[Sample]:
-    """Reads objects with `prompt` (text or ids) or `messages`, and optionally `output_len`; other
-    keys are ignored."""
+    """Reads objects with `prompt` (text or ids) or `messages`, and optionally `output_len` or
+    `output_tokens`; other keys are ignored."""
     assert options.path is not None
     for number, line in enumerate(_text(options.path).split("\n"), start=1):
         if not line.strip():
@@ -158,7 +170,7 @@ def _jsonl(options: DatasetOptions) -> Iterator[Sample]:
         row = _parsed(where, line)
         if not isinstance(row, dict):
             raise ConfigError("dataset_path", where, "is not a JSON object")
-        output_len = options.output_len or row.get("output_len")
+        output_len = options.output_len or row.get("output_len", row.get("output_tokens"))
         output_len = DEFAULT_OUTPUT_LEN if output_len is None else output_len
         if type(output_len) is not int or output_len < 1:
             raise ConfigError("dataset_path", where, f"output_len={shown(output_len)} is no length")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from hetero_llm.bench_client.client import RequestResult
 
@@ -51,6 +52,7 @@ class Metrics:
     Attributes:
         uncounted: complete answers of unknown token count, which the totals do not include.
         retokenized: output tokens if the text is tokenized again; None without a tokenizer.
+        good: complete answers within all limits of the goodput; None: there are no limits.
     """
 
     completed: int
@@ -63,6 +65,12 @@ class Metrics:
     sources: dict[str, int]
     errors: dict[str, int]
     latencies: dict[str, Spread] = field(repr=False)
+    good: int | None = None
+
+    @property
+    def goodput(self) -> float | None:
+        """Requests within the limits a second."""
+        return None if self.good is None else self.good / self.duration
 
     @property
     def request_throughput(self) -> float:
@@ -107,6 +115,7 @@ def summarise(
     duration: float,
     retokenized: int | None,
     percentiles: Sequence[float] = (99.0,),
+    goodput: Mapping[str, float] = MappingProxyType({}),
 ) -> Metrics:
     """All figures of one load.
 
@@ -115,6 +124,7 @@ def summarise(
         duration: seconds, greater than 0.
         retokenized: sum over the complete answers.
         percentiles: percentiles to compute, 0 to 100.
+        goodput: the most milliseconds of "ttft", "tpot" and "e2el" with which an answer is good.
     """
     done = [(r, c) for r, c in zip(results, counts, strict=True) if r.ok]
     values = {
@@ -132,6 +142,19 @@ def summarise(
         sources=dict(Counter(c.source for _, c in done)),
         errors=dict(Counter(r.error for r in results if r.error is not None).most_common()),
         latencies={name: spread(found, percentiles) for name, found in values.items()},
+        good=sum(_is_good(r, c.output_tokens, goodput) for r, c in done) if goodput else None,
+    )
+
+
+def _is_good(result: RequestResult, output_tokens: int | None, limits: Mapping[str, float]) -> bool:
+    """Whether an answer is within all limits. As in vLLM, one token has no time per token, which is
+    within every limit."""
+    if result.last is None:
+        return False
+    return all(
+        value <= limit
+        for name, limit in limits.items()
+        for value in _latencies(name, result, output_tokens)
     )
 
 

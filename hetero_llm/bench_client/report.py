@@ -100,6 +100,8 @@ def remarks(metrics: Metrics, health: ClientHealth, *, max_concurrency: int | No
         lines += [f"  {count} x {error}" for error, count in metrics.errors.items()]
     if max_concurrency is not None:
         lines.append(_row(("Maximum request concurrency:", str(max_concurrency))))
+    if metrics.goodput is not None:
+        lines.append(_row(("Request goodput (req/s):", f"{metrics.goodput:.2f}")))
     lines.append(_row(("Total token throughput (tok/s):", f"{metrics.total_throughput:.2f}")))
     sources = ", ".join(f"{name} {count}" for name, count in sorted(metrics.sources.items()))
     lines.append(_row(("Token counts from:", sources or _MISSING)))
@@ -201,6 +203,8 @@ def _scalars(metrics: Metrics) -> dict[str, Any]:
         "output_throughput": metrics.output_throughput,
         "total_token_throughput": metrics.total_throughput,
     }
+    if metrics.goodput is not None:
+        found["request_goodput"] = metrics.goodput
     for name in METRICS:
         spread: Spread = metrics.latencies[name]
         found[f"mean_{name}_ms"] = spread.mean

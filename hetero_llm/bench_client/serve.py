@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.bench_client.client import (
@@ -24,6 +25,7 @@ from hetero_llm.bench_client.load import Load, LoadResult, arrival_times, run_lo
 from hetero_llm.bench_client.metrics import Metrics, count_request, summarise
 from hetero_llm.bench_client.report import Point, Run
 from hetero_llm.bench_client.wire_format import Sample, api_of, request_body
+from hetero_llm.core.errors import HeteroLLMError
 
 if TYPE_CHECKING:
     import aiohttp
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 _SHORTEST_SECONDS = 1e-9
 
 
+# large: one attribute for each choice of a user's.
 @dataclass(frozen=True, slots=True)
 class ServeBench:
     """Settings of a bench: server, requests and loads.
@@ -48,6 +51,7 @@ class ServeBench:
         reuse_prompts: every run of every load sends the same prompts, which a server's prefix
             cache will know; else each prompt is sent once.
         percentiles: percentiles to compute; must include the 99th.
+        goodput: see `summarise`.
     """
 
     server: Server
@@ -64,6 +68,7 @@ class ServeBench:
     extra: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: str | None = None
     percentiles: tuple[float, ...] = (99.0,)
+    goodput: Mapping[str, float] = field(default_factory=dict)
     show_progress: bool = False
 
 
@@ -78,7 +83,7 @@ async def run_bench(bench: ServeBench, report: Callable[[str, Point], None]) -> 
         ConfigError: the prompts cannot be loaded, or cannot be sent to this endpoint.
     """
     tokenizer = None if bench.tokenizer is None else local_tokenizer(bench.tokenizer)
-    samples = _samples(bench, tokenizer)
+    samples = _samples(bench, tokenizer or _tokenizer_of_answers(bench))
     async with open_session(bench.server) as session:
         model = bench.model or await first_model(session, bench.server)
         sender = _Sender(bench, session, model, tokenizer)
@@ -100,7 +105,19 @@ def _samples(bench: ServeBench, tokenizer: Tokenizer | None) -> list[Sample]:
     loads = 1 if bench.reuse_prompts else len(bench.loads) * bench.num_runs
     options = bench.dataset
     count = None if tokenizer is None else (lambda text: len(_encoded(tokenizer, text)))
-    return load_samples(options, bench.num_warmups + loads * bench.num_prompts, count)
+    return load_samples(options, loads * bench.num_prompts, count, warmups=bench.num_warmups)
+
+
+def _tokenizer_of_answers(bench: ServeBench) -> Tokenizer | None:
+    """The tokenizer of the model's name, as vLLM's bench takes it, if the data set has answers
+    whose lengths count; None if it needs none or there is none here."""
+    options = bench.dataset
+    if options.name != "sharegpt" or options.output_len is not None or bench.model is None:
+        return None
+    try:
+        return local_tokenizer(bench.model)
+    except HeteroLLMError:
+        return None
 
 
 def local_tokenizer(name: str) -> Tokenizer:
@@ -201,6 +218,7 @@ class _Sender:
             duration=max(outcome.duration, _SHORTEST_SECONDS),
             retokenized=None if retokenized is None else sum(retokenized),
             percentiles=self._bench.percentiles,
+            goodput=self._bench.goodput,
         )
         return Run(metrics, results, counts, outcome.health)
 
@@ -227,12 +245,16 @@ def _point(bench: ServeBench, load: Load, runs: Sequence[Run]) -> Point:
         backend=bench.backend,
         rate=load.rate,
         max_concurrency=load.max_concurrency,
-        pooled=pooled(runs, bench.percentiles),
+        pooled=pooled(runs, bench.percentiles, bench.goodput),
         runs=tuple(runs),
     )
 
 
-def pooled(runs: Sequence[Run], percentiles: Sequence[float]) -> Metrics:
+def pooled(
+    runs: Sequence[Run],
+    percentiles: Sequence[float],
+    goodput: Mapping[str, float] = MappingProxyType({}),
+) -> Metrics:
     """Figures of the requests of all runs, as of one run with the sum of their durations."""
     if len(runs) == 1:
         return runs[0].metrics
@@ -244,6 +266,7 @@ def pooled(runs: Sequence[Run], percentiles: Sequence[float]) -> Metrics:
             duration=sum(run.metrics.duration for run in runs),
             retokenized=None,
             percentiles=percentiles,
+            goodput=goodput,
         ),
         retokenized=None if None in known else sum(count or 0 for count in known),
     )

@@ -8,7 +8,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +40,15 @@ CHAT_BACKENDS = {
 }
 """Kinds of endpoints that take conversations, and their usual paths."""
 METRIC_NAMES = ("ttft", "tpot", "itl", "e2el")
+GOODPUT_NAMES = ("ttft", "tpot", "e2el")
 FEWEST_RUNS = 3
 EXIT_FAILED_REQUESTS = 1
 _P99 = 99.0
+
+_SAMPLING_FIELDS = {
+    "top_p": Kind.FLOAT, "top_k": Kind.INT, "min_p": Kind.FLOAT, "frequency_penalty": Kind.FLOAT,
+    "presence_penalty": Kind.FLOAT, "repetition_penalty": Kind.FLOAT,
+}  # fmt: skip
 
 _LOAD_FLAGS: tuple[ArgSpec, ...] = grouped(
     "Load",
@@ -96,6 +102,10 @@ _REQUEST_FLAGS: tuple[ArgSpec, ...] = grouped(
     effective("ignore_eos", Kind.BOOL, False, "Generate the whole length: ignore end of sequence."),
     effective("stream", Kind.BOOL, True, "Stream; without it only end-to-end times mean much."),
     effective("temperature", Kind.FLOAT, None, "Temperature (default: the server's).", minimum=0),
+    *(effective(name, kind, None, f"The field {name} of every request (default: the server's).")
+      for name, kind in _SAMPLING_FIELDS.items()),
+    effective("header", Kind.LIST, None, "KEY=VALUE: a header of every request; several may "
+              "follow, and the flag is repeatable.", many_words=True),
     effective("extra_body", Kind.JSON, None, "More fields of every request, as a JSON object."),
 )  # fmt: skip
 
@@ -104,6 +114,8 @@ _RESULT_FLAGS: tuple[ArgSpec, ...] = grouped(
     effective("percentile_metrics", Kind.STR, "ttft,tpot,itl",
               f"Metrics to show percentiles of: any of {', '.join(METRIC_NAMES)}."),
     effective("metric_percentiles", Kind.STR, "99", "Percentiles to show, with commas between."),
+    effective("goodput", Kind.LIST, None, "METRIC:MILLISECONDS of ttft, tpot and e2el: count the "
+              "answers a second within all of them; several may follow.", many_words=True),
     effective("save_result", Kind.BOOL, False, "Write JSON, CSV and PNG files."),
     effective("save_detailed", Kind.BOOL, False, "Also put every request into the JSON file."),
     effective("result_dir", Kind.PATH, ".", "Folder of the files; made if it is not there."),
@@ -184,10 +196,12 @@ def _bench_of(values: Mapping[str, Any], output: _Output) -> ServeBench:
     extra: dict[str, Any] = {}
     if values["ignore_eos"]:
         extra["ignore_eos"] = True
-    if values["temperature"] is not None:
-        extra["temperature"] = values["temperature"]
+    for name in ("temperature", *_SAMPLING_FIELDS):
+        if values[name] is not None:
+            extra[name] = values[name]
+    headers = _pairs("header", values["header"] or ())
     return ServeBench(
-        server=server_of(dict(values)),
+        server=replace(server_of(dict(values)), headers=headers),
         path=path,
         backend=values["backend"],
         model=values["model"],
@@ -201,6 +215,7 @@ def _bench_of(values: Mapping[str, Any], output: _Output) -> ServeBench:
         extra=extra | (values["extra_body"] or {}),
         tokenizer=values["tokenizer"],
         percentiles=tuple(sorted({*output.percentiles, _P99})),
+        goodput=_goodput(values["goodput"] or ()),
         show_progress=sys.stderr.isatty() and not values["disable_tqdm"],
     )
 
@@ -237,7 +252,7 @@ def _output_of(values: Mapping[str, Any]) -> _Output:
         percentile_metrics=chosen,
         percentiles=percentiles,
         label=values["label"] or values["backend"],
-        metadata=_metadata(values["metadata"] or ()),
+        metadata=_pairs("metadata", values["metadata"] or ()),
         save=values["save_result"],
         detailed=values["save_detailed"],
         folder=Path(values["result_dir"]),
@@ -245,13 +260,25 @@ def _output_of(values: Mapping[str, Any]) -> _Output:
     )
 
 
-def _metadata(words: Sequence[str]) -> dict[str, str]:
+def _pairs(field: str, words: Sequence[str]) -> dict[str, str]:
     found = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not key or not equals:
-            raise ConfigError("metadata", word, "must be KEY=VALUE")
+            raise ConfigError(field, word, "must be KEY=VALUE")
         found[key] = value
+    return found
+
+
+def _goodput(words: Sequence[str]) -> dict[str, float]:
+    """The most milliseconds by metric."""
+    found = {}
+    for word in words:
+        name, _, text = word.partition(":")
+        if name not in GOODPUT_NAMES:
+            reason = f"must be METRIC:MILLISECONDS, with one of {', '.join(GOODPUT_NAMES)}"
+            raise ConfigError("goodput", word, reason)
+        (found[name],) = numbers("goodput", text, least=0)
     return found
 
 

@@ -19,6 +19,7 @@ from hetero_llm.utils.files import as_config_errors
 
 _REQUEST_FLAGS: tuple[ArgSpec, ...] = grouped(
     "Requests",
+    effective("n", Kind.INT, 1, "Samples of each prompt.", minimum=1),
     effective("temperature", Kind.FLOAT, 0.0, "Temperature.", minimum=0),
     effective(
         "ignore_eos",
@@ -28,6 +29,14 @@ _REQUEST_FLAGS: tuple[ArgSpec, ...] = grouped(
     ),
     effective("output_json", Kind.PATH, None, "File for the figures."),
 )
+
+_BACKEND_FLAGS: tuple[ArgSpec, ...] = grouped(
+    "Engine of the bench",
+    effective(
+        "backend", Kind.STR, "hetero_llm", "This engine alone, by either name.",
+        choices=("hetero_llm", "vllm"),
+    ),
+)  # fmt: skip
 
 _LATENCY_FLAGS: tuple[ArgSpec, ...] = grouped(
     "Batch",
@@ -42,7 +51,7 @@ _LATENCY_FLAGS: tuple[ArgSpec, ...] = grouped(
 
 def add_throughput(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `bench throughput`."""
-    _add_flags(parser, (*DATASET_FLAGS, *_REQUEST_FLAGS))
+    _add_flags(parser, (*DATASET_FLAGS, *_REQUEST_FLAGS, *_BACKEND_FLAGS))
     finish(parser, run_throughput)
 
 
@@ -57,7 +66,7 @@ def run_throughput(options: argparse.Namespace) -> int:
     from hetero_llm.bench_client import offline
     from hetero_llm.bench_client.datasets import load_samples
 
-    values = values_of((*DATASET_FLAGS, *_REQUEST_FLAGS), options)
+    values = values_of((*DATASET_FLAGS, *_REQUEST_FLAGS, *_BACKEND_FLAGS), options)
     engine_args = _engine_args(options)
     dataset = dataset_of(values, chat=False, seed=engine_args.get("seed", 0))
     params = _params(values)
@@ -119,7 +128,10 @@ def _counter(llm: Any) -> Callable[[str], int] | None:
 
 def _params(values: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(
-        temperature=values["temperature"], ignore_eos=values["ignore_eos"], max_tokens=None
+        n=values["n"],
+        temperature=values["temperature"],
+        ignore_eos=values["ignore_eos"],
+        max_tokens=None,
     )
 
 

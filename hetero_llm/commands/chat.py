@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,6 +28,7 @@ from hetero_llm.commands.options import (
 from hetero_llm.config.args import add_engine_arguments, add_flags, engine_args_from_namespace
 from hetero_llm.config.args_sampling import SAMPLING_ARGS
 from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped
+from hetero_llm.config.args_table import ENGINE_ARGS
 from hetero_llm.core.errors import ConfigError, HeteroLLMError
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.utils.files import MIB, read_text
@@ -71,7 +72,7 @@ _CHAT_FLAGS: tuple[ArgSpec, ...] = grouped(
     "Conversation",
     effective("system", Kind.STR, None, "System prompt.", aliases=("system_prompt",)),
     effective("chat_template", Kind.PATH, None, "File with a chat template, for --model."),
-    effective("quick", Kind.STR, None, "Message to answer, and to end after."),
+    effective("quick", Kind.STR, None, "Message to answer, and to end after.", short=("-q",)),
 )
 _COMPLETE_FLAGS: tuple[ArgSpec, ...] = grouped(
     "Prompt",
@@ -81,8 +82,13 @@ _COMPLETE_FLAGS: tuple[ArgSpec, ...] = grouped(
         None,
         "The prompt (default: the argument, or standard input).",
         aliases=("quick",),
+        short=("-q",),
     ),
 )
+_ENGINE_ROWS = tuple(
+    replace(row, short=tuple(flag for flag in row.short if flag != "-q")) for row in ENGINE_ARGS
+)
+"""The engine's, but -q is --quick here, as in vLLM's `chat` and `complete`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +166,7 @@ def _add_common(parser: argparse.ArgumentParser, sampling_note: str) -> None:
     sampling = parser.add_argument_group("Sampling", note)
     for row in _SAMPLING_ROWS:
         add_flags(sampling, row)
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, _ENGINE_ROWS)
 
 
 def run_chat(options: argparse.Namespace) -> int:

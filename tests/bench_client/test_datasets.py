@@ -55,6 +55,15 @@ def test_random_prompts_share_their_prefix() -> None:
     assert {len(ids_of(sample)) for sample in samples} == {12}
 
 
+def test_random_prompts_take_prefixes_in_turns() -> None:
+    options = DatasetOptions("prefix_repetition", input_len=3, prefix_len=5, num_prefixes=2)
+    samples = load_samples(options, 7)
+    assert {len(sample.prompt or ()) for sample in samples} == {8}
+    beginnings = [tuple((sample.prompt or ())[:5]) for sample in samples]
+    assert beginnings == [beginnings[0], beginnings[1]] * 3 + [beginnings[0]]
+    assert len(set(beginnings)) == 2 and len({sample.prompt for sample in samples}) == 7
+
+
 def test_random_text() -> None:
     samples = load_samples(DatasetOptions(prompt_as="text", input_len=20, prefix_len=2), 5)
     assert all(isinstance(sample.prompt, str) for sample in samples)
@@ -109,6 +118,19 @@ def test_jsonl(tmp_path: Path) -> None:
     ]
     shorter = DatasetOptions("jsonl", path=options.path, output_len=2)
     assert [sample.output_len for sample in load_samples(shorter, 3)] == [2, 2, 2]
+
+
+def test_vllms_key_of_a_length(tmp_path: Path) -> None:
+    rows = ({"prompt": "a", "output_tokens": 5}, {"prompt": "b", "output_len": 4})
+    assert [one.output_len for one in load_samples(jsonl(tmp_path, *rows), 2)] == [5, 4]
+
+
+def test_a_file_of_as_many_prompts_as_requests(tmp_path: Path) -> None:
+    options = jsonl(tmp_path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
+    warm, *rest = load_samples(options, 3, warmups=1)
+    assert [one.prompt for one in rest] == ["a", "b", "c"]
+    assert isinstance(warm.prompt, str) and warm.prompt not in "abc"
+    assert [one.prompt for one in load_samples(options, 2, warmups=1)] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(

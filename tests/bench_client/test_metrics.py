@@ -74,6 +74,22 @@ def test_figures_of_a_load() -> None:
     assert metrics.latencies["itl"].percentiles == {50.0: 1000.0, 99.0: 1490.0}
 
 
+def test_goodput_counts_answers_within_all_limits() -> None:
+    one_token = replace(DONE, first=2.0, last=2.0, itls=(), usage=Usage(2, 1))
+    results = [DONE, FAILED, one_token]  # ttft 500 and 1000 ms, tpot 500 and none, e2el 2500, 1000
+    counts = [Counted(10, 5, "usage"), Counted(9, 9, "usage"), Counted(2, 1, "usage")]
+
+    def good(**limits: float) -> tuple[int | None, float | None]:
+        found = summarise(results, counts, duration=2.0, retokenized=None, goodput=limits)
+        return found.good, found.goodput
+
+    assert good() == (None, None)
+    assert good(ttft=1000.0) == (2, 1.0)
+    assert good(ttft=999.0) == (1, 0.5)
+    assert good(tpot=400.0) == (1, 0.5)
+    assert good(ttft=999.0, e2el=2000.0) == (0, 0.0)
+
+
 def test_nothing_came_back() -> None:
     metrics = summarise([FAILED], [Counted(1, 1, "usage")], duration=1.0, retokenized=None)
     assert (metrics.completed, metrics.failed, metrics.total_input) == (0, 1, 0)

@@ -274,6 +274,57 @@ def test_warm_up_comes_first_and_is_not_counted(capsys: pytest.CaptureFixture[st
     assert len(prompts) == len(set(prompts)) == 7
 
 
+def test_vllms_flags_of_requests(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with server() as (seen, command):
+        fields = ("--top-p", "0.9", "--top-k", "3", "--min-p", "0.1", "--repetition-penalty", "1.1")
+        more = ("--header", "X-A=b", "X-C=d=e", "--goodput", "ttft:60000", "e2el:0.001")
+        files = ("--save-result", "--result-dir", str(tmp_path), "--result-filename", "x.json")
+        assert cli.main([*command, *SHORT, *fields, *more, *files]) == 0
+    assert lines(capsys.readouterr().out)["Request goodput (req/s)"] == "0.00"
+    assert json.loads((tmp_path / "x.json").read_text())["request_goodput"] == 0.0
+    for request in generations(seen):
+        body, headers = request.body, request.headers
+        assert (body["top_p"], body["top_k"], body["min_p"]) == (0.9, 3, 0.1)
+        assert body["repetition_penalty"] == 1.1 and "presence_penalty" not in body
+        assert (headers["x-a"], headers["x-c"]) == ("b", "d=e")
+
+
+@pytest.mark.parametrize("named", [("--dataset-name", "custom"), ()])
+def test_a_file_of_ones_own(named: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n', encoding="utf-8")
+    with server() as (seen, command):
+        more = ("--custom-output-len", "4", "--custom-skip-chat-template", "--num-prompts", "2")
+        assert cli.main([*command, *named, "--dataset-path", str(path), *more]) == 0
+    warm, *sent = generations(seen)
+    assert warm.body["prompt"] not in ("a", "b")
+    assert [request.body["prompt"] for request in sent] == ["a", "b"]
+    assert {request.body["max_tokens"] for request in sent} == {4}
+
+
+def test_sharegpt_is_measured_with_the_models_tokenizer(tmp_path: Path) -> None:
+    path = tmp_path / "sharegpt.json"
+    turns = [{"from": "human", "value": "a = b + c\n"}, {"from": "gpt", "value": "d = e + f\n"}]
+    path.write_text(json.dumps([{"conversations": turns}]), encoding="utf-8")
+    with server() as (seen, command):
+        given = ("--model", "demo", "--dataset-path", str(path), "--num-prompts", "1")
+        assert cli.main([*command, *given]) == 0
+        assert cli.main([*command, *given[2:], "--model", "no/such"]) == 2
+    assert generations(seen)[-1].body["max_tokens"] >= 4
+
+
+def test_shared_beginnings() -> None:
+    with server() as (seen, command):
+        kind = ("--dataset-name", "prefix_repetition", "--num-prompts", "4", "--num-warmups", "0")
+        sizes = {"prefix-len": "6", "suffix-len": "2", "num-prefixes": "2", "output-len": "3"}
+        flags = [part for k, v in sizes.items() for part in (f"--prefix-repetition-{k}", v)]
+        assert cli.main([*command, *kind, *flags]) == 0
+    bodies = [request.body for request in generations(seen)]
+    assert {len(body["prompt"]) for body in bodies} == {8}
+    assert len({tuple(body["prompt"][:6]) for body in bodies}) == 2
+    assert {body["max_tokens"] for body in bodies} == {3}
+
+
 def test_a_failing_warm_up_ends_the_bench(capsys: pytest.CaptureFixture[str]) -> None:
     async def refuse(request: Request, reply: Reply) -> None:
         reply.json({"error": {"message": "no such model"}}, 404)
@@ -325,8 +376,14 @@ def test_a_late_client_warns(
         (("--base-url", "localhost"), "must be like http://127.0.0.1:8000"),
         (("--port", "70000"), "port=70000: must be at most 65535"),
         (("--dataset-name", "jsonl"), "dataset_path=None: the data set 'jsonl' is a file"),
-        (("--dataset-path", "x"), "dataset_path='x': random prompts are no file"),
-        (("--dataset-name", "c4"), "dataset_name='c4': must be 'random', 'sharegpt'"),
+        (("--dataset-path", "x"), "dataset_path='x': --dataset-name says what it is"),
+        (("--dataset-name", "random", "--dataset-path", "x"), "random prompts are no file"),
+        (("--no-custom-skip-chat-template",), "--backend openai-chat"),
+        (("--goodput", "itl:5"), "goodput='itl:5': must be METRIC:MILLISECONDS"),
+        (("--goodput", "ttft"), "goodput='': must be numbers"),
+        (("--goodput", "ttft:0"), "goodput='0': must be greater than 0"),
+        (("--header", "word"), "header='word': must be KEY=VALUE"),
+        (("--dataset-name", "c4"), "dataset_name='c4': must be 'random', 'prefix_repetition'"),
         (("--save-result", "--result-dir", "/dev/null/x"), "result_dir='/dev/null/x'"),
         (("--tokenizer", "/nowhere"), "no usable tokenizer"),
     ],
@@ -439,6 +496,8 @@ def test_throughput_command(
     assert all(p.ignore_eos and p.temperature == 0.0 for p in params)
     assert cli.main(["bench", "throughput", *arguments[:-2], "--no-ignore-eos"]) == 0
     assert not FakeLLM.last.calls[0][0][1].ignore_eos
+    assert cli.main(["bench", "throughput", *arguments[:-2], "--n", "2", "--backend", "vllm"]) == 0
+    assert {params.n for _, params in FakeLLM.last.calls[0]} == {2}
 
 
 def test_latency_command(fake_llm: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -460,6 +519,7 @@ def test_latency_command(fake_llm: None, capsys: pytest.CaptureFixture[str]) -> 
         (("throughput", "--dataset-name", "sharegpt", "--dataset-path", "/nowhere",
           "--output-len", "3"), "dataset_path='/nowhere': No such file"),
         (("throughput", "--temperature", "-1"), "temperature=-1.0: must be at least 0"),
+        (("throughput", "--backend", "hf"), "backend='hf': must be 'hetero_llm' or 'vllm'"),
     ],
 )  # fmt: skip
 def test_offline_mistakes(

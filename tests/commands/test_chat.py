@@ -159,6 +159,19 @@ def test_one_quick_message(
     assert cli.main(["chat", "--quick", " "]) == 2
 
 
+def test_the_short_flag_of_a_quick_message_is_vllms(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Request] = []
+    with serving_beside(model_script(words, seen=seen)) as url:
+        assert through_pipe(monkeypatch, ["chat", "--url", url, "-q", "hi"], "unread") == 0
+        assert through_pipe(monkeypatch, ["complete", "--url", url, "-q", "once"]) == 0
+    chat, complete = (request.body for request in seen if "completions" in request.path)
+    assert (roles(chat["messages"]), complete["prompt"]) == ("u:hi", "once")
+    assert cli.main(["chat", "--url", url, "--quantization", "int4"]) == 2
+    assert "quantization='int4': needs --model" in capsys.readouterr().err
+
+
 def test_complete_with_a_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
