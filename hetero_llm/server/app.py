@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import request_response
+from starlette.routing import Match, request_response
 
 from hetero_llm import __version__
 from hetero_llm.core.errors import HeteroLLMError
@@ -147,7 +147,7 @@ def _add_routes(app: FastAPI, context: Context) -> None:
         _add(app, path, caches.reset_nothing, "POST", shown=False)
     for path in ("/v1/files", "/v1/files/{rest:path}", "/v1/batches", "/v1/batches/{rest:path}"):
         _add(app, path, info.no_files, "GET", "POST", "DELETE", shown=False)
-    _add(app, "/v1/models/{model:path}", info.model, "GET", parameters=_MODEL)
+    _add_get(app, "/v1/models/{model:path}", info.model, parameters=_MODEL)
     for path, get in (
         ("/v1/models", info.models),
         ("/tokenizer_info", info.tokenizer_info),
@@ -221,6 +221,15 @@ def _add(
     )
 
 
+def _methods(request: Request) -> list[str]:
+    """The methods that a request's path takes; the router names those of one of its routes."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return sorted(found)
+
+
 async def _router_error(request: Request, error: Exception) -> Response:
     """Converts an error of the router into OpenAI's form."""
     assert isinstance(error, HTTPException)
@@ -228,7 +237,10 @@ async def _router_error(request: Request, error: Exception) -> Response:
         failure = ApiError(404, "not_found", "there is no such route; see /docs")
     elif error.status_code == 405:
         failure = ApiError(
-            405, "method_not_allowed", "the route does not take this method", headers=error.headers
+            405,
+            "method_not_allowed",
+            "the route does not take this method",
+            headers={"allow": ", ".join(_methods(request))},
         )
     else:
         failure = ApiError(error.status_code, "http_error", str(error.detail))

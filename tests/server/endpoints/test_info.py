@@ -34,6 +34,23 @@ COUNTERS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/models", "GET, HEAD"),
+        ("/v1/models/demo", "GET, HEAD"),
+        ("/ping", "GET, HEAD, POST"),
+        ("/v1/responses/resp_1", "DELETE, GET"),
+        ("/v1/completions", "POST"),
+    ],
+)
+def test_all_methods_of_a_path_are_named(server: Served, path: str, methods: str) -> None:
+    answer = server.http.request("PATCH", path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+    if "HEAD" in methods:
+        assert server.http.head(path).status_code == 200
+
+
 def test_a_model_card(server: Served) -> None:
     card = server.http.get("/v1/models/demo").json()
     assert card == server.http.get("/v1/models").json()["data"][0]
