@@ -122,6 +122,17 @@ class RequestOutput:
     num_cached_tokens: int = 0
     error: str | None = field(default=None, repr=False)
 
+    @property
+    def encoder_prompt(self) -> None:
+        """vLLM's name, as the next two: models with an encoder's prompt and KV transfer are not
+        available, so there is none."""
+
+    @property
+    def encoder_prompt_token_ids(self) -> None: ...
+
+    @property
+    def kv_transfer_params(self) -> None: ...
+
 
 @dataclass(slots=True)
 class BeamSearchSequence:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero_llm.core.outputs import RequestMetrics
+from hetero_llm.core.outputs import RequestMetrics, RequestOutput
 
 
 def test_times_by_vllms_names() -> None:
@@ -15,3 +15,9 @@ def test_times_by_vllms_names() -> None:
     assert (metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts) == (
         10.5, 12.0, 13.0,
     )  # fmt: skip
+
+
+def test_names_of_vllm_that_hold_nothing() -> None:
+    output = RequestOutput("a", "b", [1], None, [], True)
+    assert output.encoder_prompt is output.encoder_prompt_token_ids is None
+    assert output.kv_transfer_params is None
