@@ -609,7 +609,7 @@ class Stepwise:
         for row, size in zip(rows.tolist(), sizes.tolist()):
             self._lengths[row] = self._lengths.get(row, 0) + size
 
-    def propose(self, rows: Any, most: Any, *_: Any, may_wait: bool) -> Proposals:
+    def propose(self, rows: Any, most: Any, *_: Any, may_wait: bool) -> None:
         for index, row in enumerate(rows.tolist()):
             known = self._lengths[row]
             left = max(self._drafted.get(row, -_LEVELS) + _LEVELS - known, 0)
@@ -617,7 +617,6 @@ class Stepwise:
             self.drafts.parents[index, :left] = np.arange(left) - 1
             self.drafts.path_probs[index, :left], self.drafts.buckets[index, :left] = 0.9, -1
             self.drafts.counts[index] = left
-        return self.drafts.some(slice(len(rows)))
 
     def add_external_nodes(self, rows: Any, found: Proposals, kept: Any) -> None:
         pass
