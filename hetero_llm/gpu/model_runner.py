@@ -50,7 +50,7 @@ from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
 from hetero_llm.gpu.paged_attention import LibraryPlanner, LibraryRows, StepAttention
 from hetero_llm.gpu.sampled_rows import SampledRowsPlanner
 from hetero_llm.gpu.shared_kv import NoStepSharer, SharedKV, SharedRows, StepSharer
-from hetero_llm.gpu.step_buffer import LEAST_WRITES, StepBuffers
+from hetero_llm.gpu.step_buffer import LEAST_WRITES, DeviceStepBuffers
 from hetero_llm.gpu.token_masks import DeviceTokenMasks, StepMasks
 from hetero_llm.models.collectives import NO_LINK, StageLink
 from hetero_llm.models.config import ModelConfig
@@ -216,7 +216,7 @@ class GpuModelRunner:
         self._sharer: StepSharer | NoStepSharer = NoStepSharer()
         if isinstance(sequence, SequenceParallel):
             self._sharer = StepSharer(self._context, sequence, max_tokens=max_num_batched_tokens)
-        self._buffers = StepBuffers(
+        self._buffers = DeviceStepBuffers(
             self._context,
             max_num_seqs=max_num_seqs,
             max_tokens=max_num_batched_tokens,
