@@ -3,7 +3,7 @@
 Layers call `start` and `function` of their `HybridLayer`. A step of at most `most_rows` tokens asks
 CPU threads for the outputs of experts on the host (`kernels.expert_requests`); where the link is a
 third lane (`use_link`), the GPU computes a part of these experts meanwhile, reading them over the
-link (`kernels.linked_experts`). A longer step copies its layers' experts to the GPU, one layer ahead
+link (`kernels.linked_experts`). A longer step copies its layers' experts to the GPU, a layer ahead
 (`expert_streams`), and leaves those of few tokens to the threads. The runner calls `before_launch`,
 `begin` and `finished`. Counters of the tokens that chose each expert lead to promotions between
 steps (`expert_moves`).
