@@ -39,14 +39,14 @@ class WeightForm:
     row_bytes: int = 0
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
-        """Of one matrix with its scales."""
+        """Bytes of one matrix with its scales."""
         groups = -(-columns // self.group) if self.group else 1
         scales = -(-rows // self.scale_rows) * groups * self.scale_bytes
         return rows * -(-columns * self.bits // 8) + scales + rows * self.row_bytes
 
 
 def expert_bytes(hidden: int, inner: int, form: WeightForm) -> int:
-    """Of one expert: gate and up [2 * inner, hidden] and down [hidden, inner]."""
+    """Bytes of one expert: gate and up [2 * inner, hidden] and down [hidden, inner]."""
     return form.matrix_bytes(2 * inner, hidden) + form.matrix_bytes(hidden, inner)
 
 
@@ -96,7 +96,7 @@ class GpuMemory:
 
     @property
     def room(self) -> int:
-        """For experts; may be negative."""
+        """Bytes left for experts; negative if even the rest does not fit."""
         return self.usable - self.weights - self.step - self.kv
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ class HostMemory:
 
     @property
     def room(self) -> int:
-        """For experts; may be negative."""
+        """Bytes left for experts; negative if even the rest does not fit."""
         return self.usable - self.reserved
 
     def __str__(self) -> str:
@@ -167,7 +167,8 @@ def plan_experts(
     promotion then copies in one direction only.
 
     Raises:
-        ConfigError: the experts do not fit, or not so; with the argument to change.
+        ConfigError: the experts do not fit at all, or not as the arguments say; names the argument
+            to change.
     """
     room = gpu.room
     if room < 0:
