@@ -135,7 +135,8 @@ def test_what_it_cannot_be_combined_with(checkpoint: Path, monkeypatch: pytest.M
         ("batch_invariant", True),
         ("cpu_offload_gb", 1.0),
         ("enable_prompt_adapter", True),
-        ("tensor_parallel_size", 2),
+        ("pipeline_parallel_size", 2),
+        ("sequence_parallel_size", 2),
     ):
         more = {"max_prompt_adapter_token": 8} if name == "enable_prompt_adapter" else {}
         with pytest.raises(ConfigError, match="cannot be combined") as error:
