@@ -91,7 +91,6 @@ _GRAPHS_BYTES = 2 << 30  # of the GPU, for graphs and what libraries take
 _KV_SEQUENCES = 4  # of `max_model_len`, at most: room that the bank leaves to the KV cache
 _KV_SHARE = 0.25  # of the GPU's memory: maximum for several such sequences
 _HOST_SHARE = 0.95  # of free host memory
-_GIB = 1 << 30
 _CANDIDATES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
@@ -174,7 +173,8 @@ def choose_experts(
     if decides and (shape.total_bytes <= without.room or config.load.cpu_offload_gb):
         return None  # loading says what does not fit, if anything
     gpu = GpuMemory(usable, sizes.other_bytes + taken, step + staging, least)
-    plan = _plan(shape, wanted, without if wanted.cpu_experts == "off" else gpu, host, rank.size)
+    gpu = without if wanted.cpu_experts == "off" else gpu
+    plan = plan_experts(shape, wanted, gpu, host, ranks=rank.size)
     if plan.mode == "resident":
         return None
     _check_alone(config, model_config)
@@ -193,32 +193,6 @@ def _other_ranks(parallel: ParallelConfig) -> tuple[str, int] | None:
         if getattr(parallel, name) > 1:
             return name, getattr(parallel, name)
     return None
-
-
-def _plan(
-    shape: ExpertShape, wanted: ExpertConfig, gpu: GpuMemory, host: HostMemory, ranks: int
-) -> ExpertPlan:
-    """`plan_experts` of each of `ranks` ranks: all sizes are those of one of them.
-
-    Raises:
-        ConfigError: see there; or several ranks would have to exchange experts with the host.
-    """
-    if ranks == 1:
-        return plan_experts(shape, wanted, gpu, host)
-    try:
-        plan = plan_experts(shape, wanted, gpu, host)
-    except ConfigError as error:
-        reason = f"of each of {ranks} ranks: {error.reason}"
-        raise ConfigError(error.field, error.value, reason) from error
-    if plan.mode == "exclusive":
-        total, room = ranks * shape.total_bytes / _GIB, ranks * host.room / _GIB
-        reason = (
-            f"all experts have {total:.2f} GiB, and host memory has room for {room:.2f} GiB: "
-            "several ranks need all of them there; take a checkpoint of fewer bits, or one GPU, "
-            "which exchanges experts with the host"
-        )
-        raise ConfigError("tensor_parallel_size", ranks, reason)
-    return plan
 
 
 def _warn_if(asked: bool, reason: str) -> None:
