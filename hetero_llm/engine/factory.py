@@ -375,6 +375,7 @@ def _join(
             device=device,
             share=ranks.share,
         )
+        ranks.share_experts(experts)  # before the profile run, which may promote some
     device_draft = None if drafter is not None else _load_device_draft(config, inputs, backend)
     own_config = sharded_config(model_config, rank)
     shape = cache_shape(config, own_config, dtype, device)
@@ -413,7 +414,6 @@ def _join(
     on_torch = device.type == "cpu" or runs_on_torch(config, model_config)
     scheduler, hits = _scheduler(config, inputs, built, drafter, (tier, offload, times), adapters)
     ranks.share_adapters(adapters)
-    ranks.share_experts(experts)
     engine = Engine(
         InputProcessor(
             tokenizer,

@@ -161,9 +161,10 @@ class EngineRanks:
         if store is not None and not isinstance(self.processes, NoRanks):
             store.ranks = self.processes
 
-    def share_experts(self, experts: HybridExperts | None) -> None:
-        """Lets the other ranks promote what the bank of rank 0 promotes."""
-        if experts is not None and not isinstance(self.processes, NoRanks):
+    def share_experts(self, experts: HybridExperts) -> None:
+        """Lets the other ranks promote what the bank of rank 0 promotes, from its first step on;
+        they read it when they begin to serve."""
+        if not isinstance(self.processes, NoRanks):
             promote = self.processes.promote
             experts.moves.announce = lambda chosen: promote(promotions_to_rows(chosen))
 
