@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hetero_llm.bridge.expert_mailbox import LinkPart
 from hetero_llm.bridge.ipc.shared_memory import allocate_shared
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
@@ -42,6 +43,7 @@ from tests.engine.builders.test_build_experts import LIMITS
 from tests.helpers import fast_interpreter
 from tests.helpers.fork_server import run_processes
 from tests.helpers.hybrid import DelayedCopies, EveryStep, open_hybrid
+from tests.models.tiny import make_tiny_checkpoint
 from tests.scenarios.test_hybrid_experts import (
     ASKS,
     STREAMS,
@@ -57,6 +59,7 @@ from tests.scenarios.test_hybrid_experts import (
 SIZE = 2
 CPU = torch.device("cpu")
 GIB = 1 << 30
+HALF_OF_MISSED = LinkPart(whole=128)
 Tokens = list[list[int]]
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/two_gpus does this on devices")
@@ -83,7 +86,8 @@ def as_rank(index: int, store: Path, act: Callable[..., None], arguments: tuple[
 def check_places(
     collectives: GroupCollectives, wanted: dict[str, Tokens], folders: dict[str, Path]
 ) -> None:
-    """Banks of none, half and all of the experts, for steps that ask and steps that stream."""
+    """Banks of none, half and all of the experts, for steps that ask and steps that stream; of one
+    family the GPU computes half of what small steps miss."""
     cases = [
         ("qwen3_moe", 0.0, ASKS), ("qwen3_moe", 0.5, STREAMS), ("qwen3_moe", 1.0, ASKS),
         ("gpt_oss", 0.5, ASKS), ("glm4_moe", 0.5, STREAMS),
@@ -95,14 +99,21 @@ def check_places(
             if most_rows == STREAMS:
                 costs = LaneCosts(exchange=0.0, expert=1.0, row=0.1, link=1.0)
                 hybrid.experts.share_long_steps(costs)
+            if family == "qwen3_moe":
+                hybrid.experts.use_link({2: HALF_OF_MISSED})
             found = run_steps(hybrid.model, hybrid.config, hybrid.experts, CPU, 1)
             assert found == wanted[family], (family, residency, collectives.rank)
             assert bool(hybrid.team.requests) == (residency < 1.0)
+            linked = family == "qwen3_moe" and residency < 1.0
+            assert (HALF_OF_MISSED in hybrid.team.parts) == linked
 
 
 def test_tokens_do_not_depend_on_where_experts_are(tmp_path: Path) -> None:
-    families = ("qwen3_moe", "gpt_oss", "glm4_moe")
-    folders = {family: checkpoint_of(tmp_path / family, family) for family in families}
+    folders = {name: checkpoint_of(tmp_path / name, name) for name in ("gpt_oss", "glm4_moe")}
+    changes = {"moe_intermediate_size": 384}  # the kernels of the link need more than 128 a rank
+    folders["qwen3_moe"] = make_tiny_checkpoint(
+        tmp_path / "qwen3_moe", "qwen3_moe", "full", layers=2, changes=changes
+    )
     wanted = {family: plain_tokens(folder, CPU, 1) for family, folder in folders.items()}
     on_ranks(check_places, wanted, folders)
 
