@@ -400,20 +400,19 @@ def expert_sizes(
     """
     if isinstance(config, TransformersConfig):
         return ExpertSizes(0, 0, 0, 0)
-    model, weights = _without_memory(config, dtype)
-    own_model, own_weights = model, weights
-    if rank.size > 1:
-        own_model, own_weights = _without_memory(sharded_config(config, rank), dtype)
-    own = [weight.parameter for weight in own_weights]
-    layers = [module for module in own_model.modules() if isinstance(module, Experts)]
+    model, weights = _without_memory(sharded_config(config, rank), dtype)
+    own = [weight.parameter for weight in weights]
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
     sizes = [parameter.nbytes for parameter in own]
-    total = sum(tensor.nbytes for tensor in (*own_model.parameters(), *own_model.buffers()))
+    total = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     rest = total - sum(sizes)
     if not layers:
         return ExpertSizes(0, 0, 0, total)
     wanted, online = checkpoint_format(config, folder), config.online_quantization
     if load_format != "dummy" and wanted is not None:
         files = find_weight_files(folder, load_format, allow_pickle=allow_pickle, keep_blocks=True)
+        if rank.size > 1:  # files have whole weights
+            model, weights = _without_memory(config, dtype)
         for place, size in _planned_bytes(folder, model, weights, files, wanted).items():
             sizes[place] = size * own[place].numel() // weights[place].parameter.numel()
     elif online is not None:

@@ -40,6 +40,7 @@ HALF = LAYERS * EXPERTS / 2 * 3 * MODEL["hidden_size"] * INNER / 2 * 4 / (1 << 3
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes = {
         **MODEL, "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": INNER,
+        "mlp_only_layers": [], "decoder_sparse_step": 1,
     }  # fmt: skip
     path = tmp_path_factory.mktemp("hybrid_ranks") / "qwen3_moe"
     return make_tiny_checkpoint(
