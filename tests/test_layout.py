@@ -47,6 +47,20 @@ def test_the_engine_is_a_folder_that_a_newcomer_can_read() -> None:
     assert len(list((ROOT / "hetero_llm" / "engine").glob("*.py"))) <= 25
 
 
+def test_the_readme_is_read_in_one_go() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+
+
+def test_no_file_is_cut_out_of_another() -> None:
+    """A file is a subject of its own, not "part of x, which alone calls it"."""
+    cut = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "hetero_llm").rglob("*.py"))
+        if re.search(r"[Pp]art of .{0,80}which alone", path.read_text(encoding="utf-8"), re.DOTALL)
+    ]
+    assert cut == []
+
+
 def test_the_tests_that_the_outside_look_names_are_there() -> None:
     """A name without a file is of the file named before it; most files are below tests/."""
     missing = []

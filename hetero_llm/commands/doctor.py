@@ -521,7 +521,7 @@ def _predict(options: argparse.Namespace) -> int:
     for flag, name in _SIZES.items():
         value = getattr(options, flag)
         given[name] = None if value is None else int(value * _GIB)
-    rates = machine_rates.measure_rates(machine_rates.Given(**given))
+    rates = machine_rates.measure_rates(machine_rates.GivenRates(**given))
     found = predict.predict(sizes, rates)
     warnings = machine_rates.warnings_here(with_gpu=rates.gpu_bytes > 0)
     report = Report(_prediction_sections(options.model, sizes, rates, found, warnings), ())

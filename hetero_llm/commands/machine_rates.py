@@ -39,7 +39,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class GivenRates:
     """What the user says instead of what would be measured; None: measure."""
 
     gpu: float | None = None
@@ -54,7 +54,7 @@ class Given:
         return self.gpu is not None or self.gpu_bytes is not None
 
 
-def measure_rates(given: Given) -> Rates:
+def measure_rates(given: GivenRates) -> Rates:
     """Measures what was not given."""
     sources: dict[str, str] = {}
     found: dict[str, Any] = {}

@@ -3,21 +3,13 @@ sequence has. The products are phases of the executor (`csrc/step/adapters.h`)."
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 
-from hetero_llm.core.lora import NO_ADAPTER, AdapterRef
+from hetero_llm.core.lora import NO_ADAPTER
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.cpu.executor import Executor
-from hetero_llm.lora.adapter import Adapter
-
-
-class HeldAdapters(Protocol):
-    """Host memory with the adapters that slots are filled from."""
-
-    def held(self, adapter: AdapterRef) -> Adapter: ...
+from hetero_llm.runner.adapters import HeldAdapters
 
 
 class NoNativeAdapters:

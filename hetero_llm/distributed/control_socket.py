@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_llm.core.errors import ConfigError, HeteroLLMError, ModelLoadError, RankDeadError
-from hetero_llm.distributed.plain_form import PlainForm
+from hetero_llm.distributed.value_codec import ValueCodec
 from hetero_llm.utils.message_socket import MessageSocket
 
 
@@ -53,7 +53,7 @@ class RankFailed:
         return RankDeadError(f"rank {rank} has failed: {self.kind}: {self.reason}")
 
 
-_FORM = PlainForm(RankReached, RankFailed)
+_FORM = ValueCodec(RankReached, RankFailed)
 
 
 class ControlSocket:

@@ -16,7 +16,7 @@ and then in eight bytes each M KV slots to read and M to write. Promotions of ex
 promotions P, and then P rows of five numbers.
 
 A step of a batch that only decodes has no extras: nothing of it is looked at one by one. What else
-a step may have, admitted sequences above all, is in the extras in a plain form (`plain_form`).
+a step may have, admitted sequences above all, is in the extras in a plain form (`value_codec`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hetero_llm.core.lora import AdapterLoad, AdapterRef, LoRARequest
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.core.step import AdmittedSequence, PromptLogprobSpan, SchedulerOutput
 from hetero_llm.core.transfer_order import TransferOrder
-from hetero_llm.distributed.plain_form import PlainForm
+from hetero_llm.distributed.value_codec import ValueCodec
 
 
 class StepMessage(IntEnum):
@@ -70,7 +70,7 @@ _HEAD = struct.Struct("<8i")
 _HEAD_WORDS = 8
 _PROMOTION_WORDS = 5
 _TRANSFER = struct.Struct("<qqd")
-_FORM = PlainForm(
+_FORM = ValueCodec(
     AdmittedSequence, SamplingParams, RequestOutputKind, Grammar, PromptLogprobSpan, AdapterLoad,
     AdapterRef, LoRARequest, PromptImages, PromptImage,
 )  # fmt: skip

@@ -25,7 +25,7 @@ from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses
 from hetero_llm.engine.inputs.input_processor import InputProcessor, Prompt
-from hetero_llm.engine.kv_events import EventStream, NoEventStream
+from hetero_llm.engine.kv_events import KvEventPublisher, NoKvEventPublisher
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.speculation_log import SpeculationLog, speculation_metrics
 from hetero_llm.kv_cache.hit_log import HitLog
@@ -128,7 +128,7 @@ class Engine:
         grammars: GrammarCompiler | None = None,
         adapters: AdapterStore | None = None,
         ranks: RankProcesses | NoRanks | None = None,
-        kv_events: EventStream | None = None,
+        kv_events: KvEventPublisher | None = None,
     ) -> None:
         self.input_processor = input_processor
         self.scheduler = scheduler
@@ -140,7 +140,7 @@ class Engine:
         self._speculation_log = speculation_log
         self.background_drafter = background_drafter
         self._hit_log = hit_log
-        self._kv_events: EventStream = kv_events or NoEventStream()
+        self._kv_events: KvEventPublisher = kv_events or NoKvEventPublisher()
         self._compiling = CompileQueue(grammars)
         self._pending: deque[_Launched] = deque()  # not finished, oldest first
         self._clock = StepClock()

@@ -24,7 +24,7 @@ from hetero_llm.core.step_times import StepTimes
 from hetero_llm.distributed.rank_share import never
 from hetero_llm.engine.builders.build_device_draft import DeviceDraft, count_blocks, draft_limits
 from hetero_llm.engine.builders.build_draft_worker import (
-    DraftModel,
+    StartingDraftWorker,
     background_drafter_of,
     check_draft_length,
     find_draft_model,
@@ -39,8 +39,8 @@ from hetero_llm.engine.builders.build_experts import (
     own_cores,
 )
 from hetero_llm.engine.builders.build_host_tier import (
-    HostMemory,
     HostPlatform,
+    HostTierMemory,
     host_platform,
     offload_limits,
     open_host_memory,
@@ -74,7 +74,7 @@ from hetero_llm.engine.inputs.default_sampling import default_sampling
 from hetero_llm.engine.inputs.images import ImageInputs, open_images
 from hetero_llm.engine.inputs.input_processor import InputProcessor
 from hetero_llm.engine.inputs.prompt_adapters import open_prompt_adapters
-from hetero_llm.engine.kv_events import EventStream, open_event_stream
+from hetero_llm.engine.kv_events import KvEventPublisher, open_kv_events
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.resolve import (
     limit_steps,
@@ -263,7 +263,7 @@ def _build_engine(
         folder, model_config, max_model_len, tokenizer, dtype, device, steps, show_progress,
         platform or host_platform(config, device), images,
         open_grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids),
-        open_event_stream(
+        open_kv_events(
             config.kv_events, replica=config.replica, block_size=config.cache.block_size
         ),
     )  # fmt: skip
@@ -296,14 +296,14 @@ class _EngineInputs:
     platform: HostPlatform | None
     images: ImageInputs | None
     grammars: GrammarCompiler | None
-    events: EventStream
+    events: KvEventPublisher
 
 
 def _with_ranks(
     config: EngineConfig,
     inputs: _EngineInputs,
     drafter: Drafter | None,
-    draft_model: DraftModel | None,
+    draft_model: StartingDraftWorker | None,
 ) -> BuiltEngine:
     """Starts the other ranks, if there are to be any, and builds the engine with them."""
     processes = start_ranks(config, inputs.device)
@@ -335,7 +335,7 @@ def _join(
     config: EngineConfig,
     inputs: _EngineInputs,
     drafter: Drafter | None,
-    draft_model: DraftModel | None,
+    draft_model: StartingDraftWorker | None,
     ranks: EngineRanks,
 ) -> BuiltEngine:
     """Loads the weights, builds all parts and joins them."""
@@ -461,7 +461,7 @@ def _scheduler(
     inputs: _EngineInputs,
     built: BuiltRunner,
     drafter: Drafter | None,
-    memory: tuple[HostTier | None, HostMemory | None, StepTimes],
+    memory: tuple[HostTier | None, HostTierMemory | None, StepTimes],
     adapters: AdapterStore | None,
 ) -> tuple[Scheduler, HitCounter]:
     """Builds the scheduler and its block manager. Returns the scheduler and the block manager's hit

@@ -10,7 +10,7 @@ from hetero_llm.core.kv_events import KvEvents, NoKvEvents
 from hetero_llm.core.request import Request
 
 
-class EventStream(Protocol):
+class KvEventPublisher(Protocol):
     """See `kv_event_stream.KvEventStream`."""
 
     @property
@@ -23,7 +23,7 @@ class EventStream(Protocol):
     def close(self) -> None: ...
 
 
-class NoEventStream:
+class NoKvEventPublisher:
     """Stands in where no events are published."""
 
     log = NoKvEvents()
@@ -38,9 +38,9 @@ class NoEventStream:
         pass
 
 
-def open_event_stream(
+def open_kv_events(
     config: KvEventsConfig | None, *, replica: int, block_size: int
-) -> EventStream:
+) -> KvEventPublisher:
     """Opens the sockets of the configuration.
 
     Args:
@@ -52,7 +52,7 @@ def open_event_stream(
         ConfigError: an address cannot be used, or a package is missing.
     """
     if config is None:
-        return NoEventStream()
+        return NoKvEventPublisher()
     try:
         from hetero_llm.engine.kv_event_stream import KvEventStream
     except ImportError as error:

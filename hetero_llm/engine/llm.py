@@ -176,7 +176,9 @@ class LLM:
             prompts = inputs
         parsed = parse_prompts(prompts, prompt_token_ids)
         is_list = not is_one_prompt(prompts, prompt_token_ids)
-        params = pair_params(sampling_params, len(parsed), self.get_default_sampling_params())
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = pair_params(sampling_params, len(parsed))
         if guided_options_request is not None:
             params = with_guided_options(params, guided_options_request)
         adapters = pair_both_adapters(lora_request, prompt_adapter_request, len(parsed))
@@ -252,7 +254,9 @@ class LLM:
                 raise (error.at_prompt(index) if several else error) from None
             text = tokenizer.decode(token_ids, skip_special_tokens=False)
             prompts.append(Prompt(text, token_ids, images=images))
-        params = pair_params(sampling_params, len(prompts), self.get_default_sampling_params())
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = pair_params(sampling_params, len(prompts))
         adapters = pair_both_adapters(lora_request, prompt_adapter_request, len(prompts))
         requests = self._make_requests(prompts, params, several, adapters=adapters)
         return self._run(requests, use_tqdm)

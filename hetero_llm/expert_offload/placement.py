@@ -108,7 +108,7 @@ class PromotionBudget:
         self._bytes = 0.0
 
     def earn(self, seconds: float) -> None:
-        """Time has passed."""
+        """Adds what `seconds` that have passed earn."""
         self._bytes = min(self._most, self._bytes + self._rate * max(seconds, 0.0))
 
     def grant(self, num_bytes: float) -> None:
@@ -122,7 +122,7 @@ class PromotionBudget:
         return int(self._bytes // self._each)
 
     def spend(self, promotions: int) -> None:
-        """Pays; at most `promotions`."""
+        """Takes off what so many promotions copy; at most as many as can be paid now."""
         assert 0 <= promotions <= self.promotions
         self._bytes -= promotions * self._each
 

@@ -40,14 +40,14 @@ class WeightForm:
     row_bytes: int = 0
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
-        """Of one matrix with its scales."""
+        """Bytes of one matrix with its scales."""
         groups = -(-columns // self.group) if self.group else 1
         scales = -(-rows // self.scale_rows) * groups * self.scale_bytes
         return rows * -(-columns * self.bits // 8) + scales + rows * self.row_bytes
 
 
 def expert_bytes(hidden: int, inner: int, form: WeightForm) -> int:
-    """Of one expert: gate and up [2 * inner, hidden] and down [hidden, inner]."""
+    """Bytes of one expert: gate and up [2 * inner, hidden] and down [hidden, inner]."""
     return form.matrix_bytes(2 * inner, hidden) + form.matrix_bytes(hidden, inner)
 
 
@@ -97,7 +97,7 @@ class GpuMemory:
 
     @property
     def room(self) -> int:
-        """For experts; may be negative."""
+        """Bytes left for experts; negative if even the rest does not fit."""
         return self.usable - self.weights - self.step - self.kv
 
     def __str__(self) -> str:
@@ -122,7 +122,7 @@ class HostMemory:
 
     @property
     def room(self) -> int:
-        """For experts; may be negative."""
+        """Bytes left for experts; negative if even the rest does not fit."""
         return self.usable - self.reserved
 
     def __str__(self) -> str:
@@ -172,7 +172,8 @@ def plan_experts(
         ranks: how many there are. Several do not exchange experts with the host, which holds all.
 
     Raises:
-        ConfigError: the experts do not fit, or not so; with the argument to change.
+        ConfigError: the experts do not fit at all, or not as the arguments say; names the argument
+            to change.
     """
     if ranks > 1:
         return _plan_of_rank(shape, config, gpu, host, ranks)

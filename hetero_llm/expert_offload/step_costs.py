@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Part = TypeVar("Part")
-"""Of the experts on the host."""
+"""What the GPU computes of the experts on the host, a `bridge.expert_mailbox.LinkPart`."""
 
 
 def with_host_experts(

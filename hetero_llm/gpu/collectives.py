@@ -26,9 +26,9 @@ from hetero_llm.gpu.kernels.collectives import (
 )
 from hetero_llm.gpu.kernels.norm import MAX_NORM_SIZE
 from hetero_llm.gpu.peer_memory import (
-    Exchange,
     Maker,
     PeerMemory,
+    RankExchange,
     close_peer_memory,
     make_peer_memory,
 )
@@ -107,7 +107,7 @@ class PeerCollectives:
     def __init__(
         self,
         memory: PeerMemory,
-        exchange: Exchange,
+        exchange: RankExchange,
         device: torch.device,
         *,
         row_bytes: int,
@@ -236,7 +236,7 @@ class PeerCollectives:
 def open_peer_collectives(
     row_bytes: int,
     device: torch.device,
-    exchange: Exchange,
+    exchange: RankExchange,
     *,
     gathered_bytes: int = GATHERED_BYTES,
     makers: Sequence[tuple[str, Maker]] | None = None,

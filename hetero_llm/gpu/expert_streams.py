@@ -127,9 +127,9 @@ class ExpertStreams:
 
     Args:
         bank: with staging slots for all experts of a layer.
-        table: [layers, experts] int32 as the step finds it; the host's (`ExpertMoves.table`).
+        table: [layers, experts] int32 as the step finds it, in host memory: the placement's.
         lane: where copies run.
-        most_rows: that the threads take of one layer, tokens of all their experts together.
+        most_rows: tokens that the threads compute in one layer, of all their experts together.
 
     Attributes:
         split: shares a layer's experts; set once costs are known.

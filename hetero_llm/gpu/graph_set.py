@@ -46,7 +46,7 @@ from hetero_llm.gpu.device_step import DeviceStep
 from hetero_llm.gpu.fill_step import StepFiller
 from hetero_llm.gpu.kernels.launch import num_multiprocessors
 from hetero_llm.gpu.paged_attention import StepAttention
-from hetero_llm.gpu.step_buffer import StepBuffer, StepBuffers, StepLayout
+from hetero_llm.gpu.step_buffer import DeviceStepBuffers, StepBuffer, StepLayout
 from hetero_llm.models.layers import Attend
 from hetero_llm.runner.layer_ready import LayerReadyAttention, LayerReadyFlags
 
@@ -264,7 +264,7 @@ class StepGraphs:
         captured: GraphSet[GraphKey],
         device_step: DeviceStep,
         filler: StepFiller,
-        buffers: StepBuffers,
+        buffers: DeviceStepBuffers,
         context: AttentionContext,
         *,
         buckets: StepBuckets,

@@ -1,12 +1,12 @@
-"""A mixture whose experts are in the bank on the GPU, and on the host where the bank has no room.
+"""A mixture of which the GPU's bank holds some experts and host memory the others.
 
-Layers call `start` and `function` of their `HybridLayer`. Steps of at most `most_rows` tokens ask
-CPU threads for the experts on the host (`kernels.expert_requests`), and where the link is a third
-lane (`use_link`), the GPU computes a part of these experts meanwhile (`kernels.linked_experts`).
-Longer steps stream them through the GPU (`expert_streams`), but for those of few tokens, which the
-threads compute. The runner calls
-`before_launch`, `begin` and `finished`. Between steps,
-counters of visits lead to promotions (`expert_moves`).
+Layers call `start` and `function` of their `HybridLayer`. A step of at most `most_rows` tokens asks
+CPU threads for the outputs of experts on the host (`kernels.expert_requests`); where the link is a
+third lane (`use_link`), the GPU computes a part of these experts meanwhile, reading them over the
+link (`kernels.linked_experts`). A longer step copies its layers' experts to the GPU, a layer ahead
+(`expert_streams`), and leaves those of few tokens to the threads. The runner calls `before_launch`,
+`begin` and `finished`. Counters of the tokens that chose each expert lead to promotions between
+steps (`expert_moves`).
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ Agree = Callable[[float], float]
 """The seconds on which all ranks agree, given those that this one has measured."""
 
 _READINGS = 4
-"""Of the counters at once."""
+"""Readings of the counters that may be under way at once."""
 _PROMPT_BYTES = 1 << 30
-"""That may be copied at once after a long prompt: some 20 ms of a link, beside the steps."""
+"""What promotions may copy at once after a long prompt: some 20 ms of a link, beside the steps."""
 _NO_LIMIT = 1 << 30
 _TIMED = 3
 _TIMED_EXCHANGES, _TIMED_MISSES = 8, 32

@@ -35,6 +35,7 @@ from hetero_llm.gpu.adapters import AdapterUse, GpuAdapters, NoGpuAdapters
 from hetero_llm.gpu.attention_context import AttentionContext, check_supported
 from hetero_llm.gpu.device_step import DeviceStep
 from hetero_llm.gpu.fill_step import StepFiller
+from hetero_llm.gpu.gathered_kv import GatheredKV, NoStepSharer, SharedRows, StepSharer
 from hetero_llm.gpu.graph_set import DraftedSizes, GraphSet, StepGraphs, is_short, step_buckets
 from hetero_llm.gpu.hybrid_experts import HybridExperts, NoHybridExperts
 from hetero_llm.gpu.kernels.layer_ready import MOST_LOOKS
@@ -49,8 +50,7 @@ from hetero_llm.gpu.kernels.tree_verify import VerifiedTrees
 from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
 from hetero_llm.gpu.paged_attention import LibraryPlanner, LibraryRows, StepAttention
 from hetero_llm.gpu.sampled_rows import SampledRowsPlanner
-from hetero_llm.gpu.shared_kv import NoStepSharer, SharedKV, SharedRows, StepSharer
-from hetero_llm.gpu.step_buffer import LEAST_WRITES, StepBuffers
+from hetero_llm.gpu.step_buffer import LEAST_WRITES, DeviceStepBuffers
 from hetero_llm.gpu.token_masks import DeviceTokenMasks, StepMasks
 from hetero_llm.models.collectives import NO_LINK, StageLink
 from hetero_llm.models.config import ModelConfig
@@ -216,7 +216,7 @@ class GpuModelRunner:
         self._sharer: StepSharer | NoStepSharer = NoStepSharer()
         if isinstance(sequence, SequenceParallel):
             self._sharer = StepSharer(self._context, sequence, max_tokens=max_num_batched_tokens)
-        self._buffers = StepBuffers(
+        self._buffers = DeviceStepBuffers(
             self._context,
             max_num_seqs=max_num_seqs,
             max_tokens=max_num_batched_tokens,
@@ -667,7 +667,7 @@ class GpuModelRunner:
         *,
         plain: bool,
         adapted: AdapterUse,
-        kv: SharedKV | None = None,
+        kv: GatheredKV | None = None,
     ) -> torch.Tensor:
         """Issues the kernels of a step with drafts: [T, hidden]. If plain, it samples and writes
         `verified`, whose size is that of the step, too. `kv`: see `StepAttention`."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hetero_llm.gpu.attention_context import AttentionContext
+from hetero_llm.gpu.gathered_kv import CacheKV, GatheredKV
 from hetero_llm.gpu.kernels.paged_attention import (
     RowMasks,
     TileShape,
@@ -33,7 +34,6 @@ from hetero_llm.gpu.library_attention import (
     flash_works,
     plan_cudnn,
 )
-from hetero_llm.gpu.shared_kv import CacheKV, SharedKV
 from hetero_llm.gpu.step_buffer import StepInputs
 from hetero_llm.gpu.uploads import Uploads
 from hetero_llm.models.layers import RotaryHeads
@@ -98,7 +98,7 @@ class StepAttention:
         library: tuple[LibraryRows, ...] = (),
         planned: bool = True,
         sampled: SampledRows | None = None,
-        kv: SharedKV | None = None,
+        kv: GatheredKV | None = None,
     ) -> None:
         """
         Args:

@@ -58,7 +58,7 @@ class PeerMemory(Protocol):
         ...
 
 
-class Exchange(Protocol):
+class RankExchange(Protocol):
     """What the ranks tell each other at start and end."""
 
     rank: int
@@ -69,12 +69,12 @@ class Exchange(Protocol):
         ...
 
 
-Maker = Callable[[int, torch.device, Exchange], PeerMemory]
+Maker = Callable[[int, torch.device, RankExchange], PeerMemory]
 """(bytes, device, exchange) -> memory; any exception: it could not be made."""
 
 
 class GroupExchange:
-    """`Exchange` over a group of torch.distributed that serves host memory (gloo)."""
+    """`RankExchange` over a group of torch.distributed that serves host memory (gloo)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -89,7 +89,7 @@ class GroupExchange:
 def make_peer_memory(
     num_bytes: int,
     device: torch.device,
-    exchange: Exchange,
+    exchange: RankExchange,
     *,
     fill: int = 0,
     makers: Sequence[tuple[str, Maker]] | None = None,
@@ -118,7 +118,7 @@ def make_peer_memory(
     raise PeersUnreachable("; ".join(reasons))
 
 
-def close_peer_memory(memory: PeerMemory, exchange: Exchange) -> None:
+def close_peer_memory(memory: PeerMemory, exchange: RankExchange) -> None:
     """Waits for all ranks and gives the memory back. Ranks that have died are not waited for."""
     try:
         _finish(memory.tensors[exchange.rank])
@@ -131,7 +131,7 @@ def close_peer_memory(memory: PeerMemory, exchange: Exchange) -> None:
 
 
 def _try(
-    maker: Maker, size: int, device: torch.device, exchange: Exchange, fill: int
+    maker: Maker, size: int, device: torch.device, exchange: RankExchange, fill: int
 ) -> tuple[PeerMemory | None, str]:
     """The memory, or why a rank has none; the same on all ranks."""
     memory, reason = None, ""
@@ -161,7 +161,7 @@ def _first(reasons: Sequence[str]) -> str:
     return next((f"rank {rank}: {reason}" for rank, reason in found), "")
 
 
-def _cross_check(memory: PeerMemory, exchange: Exchange, fill: int) -> str:
+def _cross_check(memory: PeerMemory, exchange: RankExchange, fill: int) -> str:
     """Every rank writes into all memories, at both ends, who writes to whom; why not all of it
     arrived here, or an empty string. Leaves `fill` everywhere."""
     rank, size = exchange.rank, exchange.size
@@ -189,7 +189,7 @@ def _finish(tensor: Tensor) -> None:
         torch.cuda.synchronize(tensor.device)
 
 
-def _check_access(device: torch.device, exchange: Exchange) -> None:
+def _check_access(device: torch.device, exchange: RankExchange) -> None:
     """Raises PeersUnreachable on all ranks if a pair is known to have no access. Devices that this
     process does not see are not asked."""
     if device.type != "cuda":
@@ -212,7 +212,7 @@ def _check_access(device: torch.device, exchange: Exchange) -> None:
 class _TorchMemory:
     """`PeerMemory` of torch.distributed._symmetric_memory."""
 
-    def __init__(self, num_bytes: int, device: torch.device, exchange: Exchange) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, exchange: RankExchange) -> None:
         count, own, failed = num_bytes // 2, torch.empty(0), ""
         try:
             own = _allocate_symmetric(count, device)
@@ -298,7 +298,7 @@ class _Driver:
 class _IpcMemory:
     """`PeerMemory` of handles that the driver makes."""
 
-    def __init__(self, num_bytes: int, device: torch.device, exchange: Exchange) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, exchange: RankExchange) -> None:
         self._own, self._opened = 0, list[int]()
         self.tensors: tuple[Tensor, ...] = ()
         handle, failed = b"", ""
@@ -346,7 +346,7 @@ def _view(address: int, num_bytes: int, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.int16, device=device).set_(storage)
 
 
-def _meet(exchange: Exchange) -> None:
+def _meet(exchange: RankExchange) -> None:
     """Waits for all ranks; a dead one uses nothing any more."""
     try:
         exchange.gather(None)

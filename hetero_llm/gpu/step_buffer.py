@@ -238,7 +238,7 @@ class StepBuffer:
     inputs: StepInputs[torch.Tensor]
 
 
-class StepBuffers:
+class DeviceStepBuffers:
     """The buffer on the device. All kinds of steps share its memory: they run one at a time.
 
     Args:

@@ -2,9 +2,8 @@
 
 Each `Linear` has its A, B and scales in a slot, for each of the matrices that the model has fused
 into it (a part), and so has each expert of a mixture that may have adapters; what an adapter lacks
-is zero. Parts are as wide as the largest rank that is
-served, so the place of everything is the same in all slots and kernels find it by the slot's
-number.
+is zero. Every part has room for the largest rank that is served, so the place of everything is the
+same in all slots and kernels find it by the slot's number.
 
 Layers lie in a slot in the order in which they run, in *pieces*, each of which one copy fills. A
 step that runs behind the copies waits before the first product of each piece. A piece has half as
@@ -70,7 +69,7 @@ class SlotLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of a slot."""
+        """Bytes of a slot."""
         return sum(self.pieces)
 
     @staticmethod

@@ -29,7 +29,7 @@ FORGOTTEN = 1024
 """Contents without a name whose requests are still served."""
 
 
-class OtherRanks(Protocol):
+class RankStores(Protocol):
     """The other ranks, whose stores open and forget the adapters that this one does."""
 
     def open_adapter(self, request: LoRARequest) -> None: ...
@@ -37,8 +37,8 @@ class OtherRanks(Protocol):
     def forget_adapter(self, name: str) -> None: ...
 
 
-class NoOtherRanks:
-    """In the place of `OtherRanks` where one process runs the model."""
+class NoRankStores:
+    """In the place of `RankStores` where one process runs the model."""
 
     open_adapter = forget_adapter = staticmethod(do_nothing)
 
@@ -80,7 +80,7 @@ class AdapterStore:
         self._loaded: dict[str, Any] = {}  # by content, the least recently used first
         self._held: Counter[str] = Counter()
         self.num_reads = 0
-        self.ranks: OtherRanks = NoOtherRanks()
+        self.ranks: RankStores = NoRankStores()
 
     def linears(self) -> set[str]:
         """See `AdapterTargets.linears`."""

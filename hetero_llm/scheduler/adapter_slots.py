@@ -2,8 +2,8 @@
 
 A slot is the place of one adapter on the device. A running sequence refers to the slot of its
 adapter; a slot to which none refers is free for another adapter, the least recently used one
-first. The steps that run have been given their slots, in order: a slot that gets another adapter
-is filled before the step that needs it.
+first. The runner fills a slot that gets another adapter behind the steps that still use the old
+one, and ahead of the first step that uses the new one.
 
 Rule of admission. Waiting sequences are visited in the order of their arrival (a *pass*). One whose
 adapter has no slot is passed over, and so are others of that adapter. To keep a few busy adapters
@@ -89,7 +89,7 @@ class AdapterSlots:
         self._full = False  # slots were reserved for sequences of the pass before
 
     def end_pass(self, *, complete: bool) -> None:
-        """Ends it. `complete`: all waiting sequences were visited."""
+        """Ends the visit. `complete`: all waiting sequences were visited."""
         if complete:
             for key in [key for key in self._passed if key not in self._blocked]:
                 self._forget(key)
@@ -161,7 +161,7 @@ class AdapterSlots:
     def _load(self, adapter: AdapterRef) -> bool:
         """Gives an adapter a slot, if one is unused that is not reserved for an older sequence."""
         key = adapter.content_hash
-        victim = None
+        evicted = None
         if not self._free:
             if self._full:
                 return False
@@ -171,12 +171,12 @@ class AdapterSlots:
                 self._full = True
                 return False
             own = self._reserved.get(key)
-            victim = own if own in unused else unused[0]
+            evicted = own if own in unused else unused[0]
         self._memory.hold(adapter)
-        if victim is None:
+        if evicted is None:
             slot = self._free.pop()
         else:
-            before, slot = self._resident.pop(victim)
+            before, slot = self._resident.pop(evicted)
             self._memory.release(before)
         self._resident[key] = (adapter, slot)
         self._loads.append(AdapterLoad(slot, adapter))

@@ -15,7 +15,7 @@ from hetero_llm.utils.topology import read_memory_limit
 
 
 @dataclass(frozen=True)
-class GpuMemory:
+class GpuMemoryUse:
     """Of one GPU, with all that uses it."""
 
     used_bytes: int
@@ -41,7 +41,7 @@ class MachineUse:
     memory_bytes: int
     memory_total_bytes: int
     gpu: list[float] | None
-    gpu_memory: list[GpuMemory] | None
+    gpu_memory: list[GpuMemoryUse] | None
 
 
 class Machine:
@@ -115,7 +115,7 @@ class Machine:
             self._tree[pid] = process, seconds
         return memory
 
-    def _read_gpus(self) -> tuple[list[float] | None, list[GpuMemory] | None]:
+    def _read_gpus(self) -> tuple[list[float] | None, list[GpuMemoryUse] | None]:
         """What `MachineUse` holds of the GPUs."""
         if not self._uses_gpu:
             return None, None
@@ -203,8 +203,8 @@ class _Gpu:
         self._nvml.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(self._rates))
         return float(self._rates.gpu) / 100
 
-    def memory(self) -> GpuMemory | None:
+    def memory(self) -> GpuMemoryUse | None:
         """None where it never could be read, as on GPUs without memory of their own."""
         self._nvml.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(self._memory))
         used, total = int(self._memory.used), int(self._memory.total)
-        return GpuMemory(used, total) if total else None
+        return GpuMemoryUse(used, total) if total else None

@@ -41,7 +41,7 @@ class ToolRequest:
     name: str | None = None
     parallel: bool = True
 
-    @property
+    @cached_property
     def is_on(self) -> bool:
         """Whether the model's calls are parsed."""
         return bool(self.tools) and self.choice != "none"

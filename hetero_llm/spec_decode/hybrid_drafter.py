@@ -41,7 +41,7 @@ from hetero_llm.spec_decode.lookahead.sequence_state import (
     SequenceStates,
     namespace_salt,
 )
-from hetero_llm.spec_decode.proposal_account import ProposalAccount
+from hetero_llm.spec_decode.proposal_account import ProposalAccount, ProposalTerms
 from hetero_llm.spec_decode.proposal_step import ProposalStep
 from hetero_llm.spec_decode.proposals import DraftModel, NoDraftModel
 from hetero_llm.utils.topology import read_topology
@@ -114,6 +114,7 @@ class HybridDrafter:
         self._tick = 0
         self.account = ProposalAccount()
         self.num_to_sleep = 0
+        self._next_terms = self.account.terms(0, 0)  # of the proposal that `rows_of` announced
         # Rows of the last proposal and the verified nodes of each, until the model knows them.
         self._verified: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None
         self._has_proposed = False  # since the last `run_deferred`
@@ -191,6 +192,7 @@ class HybridDrafter:
         rows = self.states.rows_of(sequences)
         if rows is not None:
             self._step.prepare(len(rows))
+            self._next_terms = self.account.terms(len(rows), len(rows))
         return rows
 
     def propose_next(
@@ -211,7 +213,10 @@ class HybridDrafter:
                 sizes = sizes[going_on]
                 sequences = [sequences[index] for index in going_on.tolist()]
             self.model.commit(rows, token_ids, sizes, sequences)
-        drafts = self._draft(rows, len(rows))
+        terms = self._next_terms
+        if len(rows) != terms.num_rows:
+            terms = self.account.terms(len(rows), len(rows))
+        drafts = self._draft(rows, terms)
         return SteadyStep(
             going_on, taken_in.num_computed_tokens, taken_in.token_ids, drafts,
             self._step.has_blocks,
@@ -271,21 +276,17 @@ class HybridDrafter:
         self._step.take_in(new, proposes=True)
         # Before a proposal through `propose_next`, deferred work has done this.
         self._enter_step_times()
-        return self._draft(new.rows, num_rows)
+        return self._draft(new.rows, self.account.terms(len(new.rows), num_rows))
 
-    def _draft(self, rows: NDArray[np.int64], num_rows: int) -> DraftBatch:
+    def _draft(self, rows: NDArray[np.int64], terms: ProposalTerms) -> DraftBatch:
         """Drafts for the sequences of these rows, whose tokens are taken in: of the nodes that make
         tokens come fastest, which may be none. Where proposals have not paid lately the drafter
         pauses, so that steps are launched ahead."""
         self._has_proposed = True
         self._with_new_tokens.append(rows)
-        idle = self.account.idle_of(len(rows))
-        batch, gain = self._step.propose(
-            rows, self.step_times, num_rows, idle, self._proposing_model,
-            may_wait=not self.account.is_probing, most_nodes=self.account.most_nodes(num_rows),
-        )  # fmt: skip
+        batch, gain = self._step.propose(rows, terms, self._proposing_model)
         self._verified = (rows, batch.counts) if len(batch.token_ids) else None
-        self.account.note_gain(gain, num_rows, idle)
+        self.account.note_gain(gain, terms.num_rows, terms.idle)
         return batch
 
     def _enter_step_times(self) -> None:

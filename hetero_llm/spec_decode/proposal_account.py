@@ -69,6 +69,24 @@ class ProposalIdle(NamedTuple):
     plain: float
 
 
+class ProposalTerms(NamedTuple):
+    """What the choice of a proposal's nodes goes by.
+
+    Attributes:
+        num_rows: tokens of the step without drafts.
+        idle: of the device.
+        plain_seconds: of the step without drafts, its idle time left out; 0.0 if not known.
+        most_nodes: of all drafts together, see `ProposalAccount.most_nodes`.
+        may_wait: whether to wait for a draft model where that pays.
+    """
+
+    num_rows: int
+    idle: ProposalIdle
+    plain_seconds: float
+    most_nodes: int
+    may_wait: bool
+
+
 class IdleTimes:
     """How long the device idles before a step: moving averages in seconds, by the number of
     sequences (one bucket for each power of two).
@@ -175,6 +193,18 @@ class ProposalAccount:
         """Idle seconds before steps with `num_sequences` sequences."""
         plain = self._plain_idle.of(num_sequences)
         return ProposalIdle(self._proposal_idle.of(num_sequences), plain)
+
+    def terms(self, num_sequences: int, num_rows: int) -> ProposalTerms:
+        """Of a proposal for `num_sequences` sequences, for a step of `num_rows` tokens without
+        drafts. They change in `run_deferred`, `note_gain` and the calls about texts and
+        rehearsals."""
+        return ProposalTerms(
+            num_rows,
+            self.idle_of(num_sequences),
+            self.step_times.predict(num_rows),
+            self.most_nodes(num_rows),
+            not self.is_probing,
+        )
 
     def observe_step(self, report: StepReport) -> None:
         """Notes a report for `run_deferred`: the device may wait now. In a pause only the first

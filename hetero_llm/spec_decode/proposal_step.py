@@ -81,7 +81,7 @@ from hetero_llm.spec_decode.lookahead.sequence_state import (
 from hetero_llm.spec_decode.lookahead.suffix_trie import TrieArrays, TrieParams
 from hetero_llm.spec_decode.lookahead.trie_proposer import TrieProposalParams
 from hetero_llm.spec_decode.merge_trees import merge
-from hetero_llm.spec_decode.proposal_account import ProposalIdle
+from hetero_llm.spec_decode.proposal_account import ProposalIdle, ProposalTerms
 from hetero_llm.spec_decode.proposals import DraftModel, Proposals, rows_of
 from hetero_llm.utils.jit import njit
 
@@ -396,38 +396,27 @@ class ProposalStep:
     def propose(
         self,
         rows: NDArray[np.int64],
-        times: StepTimes,
-        num_rows: int,
-        idle: ProposalIdle,
+        terms: ProposalTerms,
         model: DraftModel | None,
-        *,
-        may_wait: bool,
-        most_nodes: int = MOST_ROWS,
     ) -> tuple[DraftBatch, float]:
         """Drafts for the sequences whose tokens were taken in last.
 
         Args:
             rows: [S] of the sequence states.
-            times: of verify steps, as set by `set_step_times`.
-            num_rows: tokens of the step without drafts.
-            idle: of the device.
             model: a draft model, which has got the new tokens already; its drafts are added.
-            may_wait: whether to wait for the model where that pays.
-            most_nodes: of all drafts together.
 
         Returns:
             the drafts, and what they gain (`budget.choose`).
         """
         self.look_up(self._count)
         if model is not None:
-            seconds = times.predict(num_rows)
             limits = self._buffers.limits[: self._count]
+            seconds = terms.plain_seconds + terms.idle.proposed
             model.propose(
-                rows, limits, seconds + idle.proposed, self.found, self._least_kept,
-                may_wait=may_wait,
-            )  # fmt: skip
+                rows, limits, seconds, self._found, self._least_kept, may_wait=terms.may_wait
+            )
             self.merge(model.drafts)
-        return self.choose(num_rows, idle, most_nodes)
+        return self.choose(terms)
 
     def look_up(self, count: int) -> None:
         """Drafts for the first `count` sequences from the indexes; threads share large batches."""
@@ -451,14 +440,13 @@ class ProposalStep:
         self._arrays.put("of_model", drafts)
         _merge_model(self._arrays.table, self._count)
 
-    def choose(
-        self, num_rows: int, idle: ProposalIdle, most_nodes: int = MOST_ROWS
-    ) -> tuple[DraftBatch, float]:
+    def choose(self, terms: ProposalTerms) -> tuple[DraftBatch, float]:
         """Chooses the nodes that make tokens come fastest and notes which sequence got which; see
         `propose`."""
         count, buffers = self._count, self._buffers
         self._number += 1
-        max_tokens = min(self._max_tokens, num_rows + most_nodes)
+        num_rows, idle = terms.num_rows, terms.idle
+        max_tokens = min(self._max_tokens, num_rows + terms.most_nodes)
         gain, size, self._least_kept, self.has_blocks = _choose(
             self._arrays.table, count, self._number, num_rows, idle.proposed, idle.plain,
             max_tokens, self._target, self._depth,

@@ -91,13 +91,14 @@ class DraftModel(Protocol):
         least: float,
         *,
         may_wait: bool,
-    ) -> Proposals:
-        """Drafts for S sequences, whose new tokens are committed; they are `drafts`, too.
+    ) -> None:
+        """Fills the first S rows of `drafts` for S sequences, whose new tokens are committed.
 
         Args:
             rows: [S]. most: [S] nodes of each draft.
             seconds: that the step takes without drafts, idle time included.
-            found: [S] drafts of the indexes: where there are good ones it pays less to wait.
+            found: drafts of the indexes, the first S of these sequences: where there are good ones
+                it pays less to wait.
             least: path probability below which nodes were not verified lately.
             may_wait: whether to wait for the model where that pays.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_llm.commands.machine_rates import Given, measure_rates, memory_warnings, read_rate
+from hetero_llm.commands.machine_rates import GivenRates, measure_rates, memory_warnings, read_rate
 
 
 def test_threads_read_memory() -> None:
@@ -12,14 +12,16 @@ def test_threads_read_memory() -> None:
 
 
 def test_what_is_given_is_not_measured() -> None:
-    rates = measure_rates(Given(gpu=3e12, link=50e9, dram=100e9, gpu_bytes=80 << 30, host_bytes=7))
+    rates = measure_rates(
+        GivenRates(gpu=3e12, link=50e9, dram=100e9, gpu_bytes=80 << 30, host_bytes=7)
+    )
     assert (rates.gpu, rates.link, rates.dram) == (3e12, 50e9, 100e9)
     assert (rates.gpu_bytes, rates.host_bytes) == (80 << 30, 7)
     assert set(rates.sources.values()) == {"as given"} and len(rates.sources) == 5
 
 
 def test_no_gpu_is_given() -> None:
-    rates = measure_rates(Given(dram=1e9, gpu_bytes=0))
+    rates = measure_rates(GivenRates(dram=1e9, gpu_bytes=0))
     assert (rates.gpu, rates.link, rates.gpu_bytes) == (0.0, 0.0, 0)
     assert rates.host_bytes > 0 and rates.sources["host_bytes"] == "available now"
 

@@ -18,7 +18,7 @@ from hetero_llm.core.kv_events import CPU, GPU
 from hetero_llm.core.lora import AdapterRef, LoRARequest
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine.kv_event_stream import KvEventStream, encode_batch
-from hetero_llm.engine.kv_events import NoEventStream, open_event_stream
+from hetero_llm.engine.kv_events import NoKvEventPublisher, open_kv_events
 from hetero_llm.kv_cache.kv_event_log import AllCleared, BlocksRemoved, BlocksStored, RootInfo
 from hetero_llm.kv_cache.prefix_cache import hash_block, hash_root, token_bytes
 from tests.helpers.harness import make_request
@@ -239,8 +239,8 @@ def test_a_taken_address_is_one_line(stream: KvEventStream) -> None:
 
 
 def test_without_a_configuration_there_is_no_stream() -> None:
-    stream = open_event_stream(None, replica=0, block_size=16)
-    assert isinstance(stream, NoEventStream) and not stream.log.is_on
+    stream = open_kv_events(None, replica=0, block_size=16)
+    assert isinstance(stream, NoKvEventPublisher) and not stream.log.is_on
     stream.flush()
     stream.close()
 
@@ -249,4 +249,4 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "hetero_llm.engine.kv_event_stream", raising=False)
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ConfigError, match=r"needs pyzmq: pip install 'hetero-llm\[kv-events\]'"):
-        open_event_stream(KvEventsConfig(), replica=0, block_size=16)
+        open_kv_events(KvEventsConfig(), replica=0, block_size=16)

@@ -13,7 +13,7 @@ import torch
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
-from hetero_llm.gpu import model_runner
+from hetero_llm.gpu import graph_set, model_runner
 from hetero_llm.gpu.fused import speed_up
 from hetero_llm.gpu.graph_set import DraftedSizes, step_buckets
 from hetero_llm.gpu.model_runner import GpuModelRunner
@@ -24,6 +24,7 @@ from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.model_runner import TorchModelRunner
+from tests.helpers.walks import Walk
 from tests.models.tiny import make_tiny_checkpoint
 
 BLOCKS, SLOTS, MAX_LEN = 24, 4, 64
@@ -153,6 +154,45 @@ def test_a_dry_runner_has_the_bodies_of_all_graphs(
     with torch.inference_mode():
         for body in (runner.bodies[0], *runner.bodies[-2:]):
             body()
+
+
+class _NoGraphs(dict):
+    """In the place of a `GraphSet`: nothing is captured, and a replay does nothing."""
+
+    def capture(self, key: Any, body: Any) -> None:
+        self[key] = body
+
+    def replay(self, key: Any) -> None:
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing of the device is looked at")
+def test_a_launch_has_few_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of docs/architecture.md, on the host's side of replayed graphs."""
+    monkeypatch.setattr(model_runner, "GraphSet", _NoGraphs)
+    monkeypatch.setattr(graph_set, "replay_seconds", lambda _, keys: [1e-3] * len(keys))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    checkpoint = make_tiny_checkpoint(tmp_path, "llama", "heads_of_16", layers=1)
+    config, model, cache = build(checkpoint, torch.device("cpu"))
+    speed_up(model)
+    sizes = {"max_num_seqs": SLOTS, "max_model_len": MAX_LEN, "max_num_batched_tokens": 64}
+    runner = GpuModelRunner(model, config, cache, graphs=True, most_drafted_tokens=32, **sizes)
+    prompts, rest, plain, _ = steps()
+    drafted = dataclasses.replace(
+        step_of([(0, 22, [5], 1), (1, 7, [5], 1)], writes=[(0, 2, 3)]),
+        num_scheduled_tokens=np.array([3, 3], np.int32),
+        drafts=DraftBatch(
+            np.array([2, 2], np.int32), np.array([6, 7] * 2, np.int32),
+            np.array([-1, 0] * 2, np.int32),
+        ),
+    )  # fmt: skip
+    for step in (prompts, rest):
+        runner.launch(step)
+    for step, most, name in ((plain, 21, "replay_step"), (drafted, 25, "replay_verify")):
+        with Walk() as walk:
+            runner.launch(step)
+        assert walk.num_stops <= most, walk.functions
+        assert any(function.endswith(name) for _, function in walk.functions)
 
 
 def test_the_last_layer_goes_on_with_sampled_rows(checkpoint: Path, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from hetero_llm.core.request import Request
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.core.step_times import StepTimes
 from hetero_llm.engine.engine import Engine
-from hetero_llm.engine.kv_events import EventStream
+from hetero_llm.engine.kv_events import KvEventPublisher
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits
@@ -111,7 +111,7 @@ def build(
     limits: OffloadLimits | None = None,
     min_uses: int = 1,
     policy: str = "lru",
-    events: EventStream | None = None,
+    events: KvEventPublisher | None = None,
 ) -> Served:
     config = SchedulerConfig(6, max_num_batched_tokens, MAX_LEN, True, BLOCK)
     runner = HostRunner(seed, gpu_blocks, BLOCK, 6, MAX_LEN // BLOCK)

@@ -15,6 +15,7 @@ from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server.settings import Limits, ServerSettings
 from tests.helpers.time_limits import growing_limits
+from tests.helpers.walks import Walk
 from tests.server.fake_engine import CONTEXT, EOS, VOCAB, FakeEngine
 from tests.server.serving import LIMIT, Served, events, head, raw, raw_post, received, serving
 
@@ -53,6 +54,17 @@ BEAMS = {"use_beam_search": True, "best_of": 3, "temperature": 0, "length_penalt
 
 def last(served: Served) -> tuple[str, Any, SamplingParams]:
     return served.engine.seen[-1]
+
+
+def test_a_chat_goes_through_at_most_twelve_files_of_the_server(tokenizer: Tokenizer) -> None:
+    """The table of docs/architecture.md, for a chat behind others."""
+    with Walk(threads=True) as walk, serving(FakeEngine(tokenizer)) as served:
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+        for _ in range(2):
+            walk.functions.clear()
+            assert served.post("/v1/chat/completions", body).status_code == 200
+        files = {file for file in walk.files if file.startswith("server/")}
+    assert "server/endpoints/chat.py" in files and len(files) <= 12, files
 
 
 # what reaches the engine

@@ -25,6 +25,7 @@ from hetero_llm.spec_decode.lookahead.global_cache import GlobalCache
 from hetero_llm.spec_decode.lookahead.sequence_state import HITS, NAMESPACE, TokenBuffer
 from hetero_llm.spec_decode.ngram.drafter import PromptLookupDrafter
 from hetero_llm.spec_decode.proposals import Proposals
+from tests.helpers.walks import Walk
 
 RAW = LookaheadConfig(cache_mode=0, eos_token_id=(2,), max_seq_len=4096, voc_size=1000)
 PHRASE = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]
@@ -405,20 +406,47 @@ def test_threads_share_large_batches_without_changing_drafts(
     assert drafts[0] == drafts[1] and sum(map(len, drafts[0])) > 100
 
 
+def numbers_of(sequences: list[Sequence], rows: np.ndarray) -> np.ndarray:
+    """A steady batch's numbers, with many KV blocks for all sequences."""
+    return np.array(
+        [
+            [row, len(sequence.token_ids), sequence.request.max_total_tokens, 1000, 2, -1]
+            for row, sequence in zip(rows.tolist(), sequences, strict=True)
+        ]
+    )
+
+
 def propose_next(
     drafter: HybridDrafter, sequences: list[Sequence], new: list[list[int]], room: int
 ) -> SteadyStep | None:
     """With many KV blocks for all sequences but the first one, which has `room` more positions."""
     rows = drafter.rows_of(sequences)
     assert rows is not None
-    numbers = [
-        [row, len(sequence.token_ids), sequence.request.max_total_tokens, 1000, 2, -1]
-        for row, sequence in zip(rows.tolist(), sequences, strict=True)
-    ]
-    numbers[0][NUM_WRITABLE] = len(sequences[0].token_ids) + room
+    numbers = numbers_of(sequences, rows)
+    numbers[0, NUM_WRITABLE] = len(sequences[0].token_ids) + room
     token_ids = np.array([token for fresh in new for token in fresh], np.int64)
     sizes = np.array([len(fresh) for fresh in new], np.int64)
-    return drafter.propose_next(sequences, np.array(numbers, np.int64), token_ids, sizes, 40)
+    return drafter.propose_next(sequences, numbers, token_ids, sizes, 40)
+
+
+def test_a_steady_proposal_has_at_most_eight_stops() -> None:
+    """The table of docs/architecture.md. `rows_of` asks the account while the device works."""
+    drafter = make_drafter()
+    text = np.tile(np.arange(3, 30), 12).tolist()
+    sequences = [make_sequence(str(i), text[: 40 + i]) for i in range(3)]
+    ask(drafter, *sequences)
+    for _ in range(3):
+        new = [text[len(each.token_ids) :][:2] for each in sequences]
+        drafter.run_deferred()
+        rows = drafter.rows_of(sequences)
+        assert rows is not None
+        arrays = numbers_of(sequences, rows), np.array(sum(new, [])), np.full(3, 2)
+        with Walk() as walk:
+            following = drafter.propose_next(sequences, *arrays, 40)
+        assert following is not None and len(following.drafts.token_ids)
+        assert walk.num_stops <= 8, walk.functions
+        for sequence, fresh in zip(sequences, new, strict=True):
+            sequence.token_ids.extend(fresh)
 
 
 def nodes_of(batch: DraftBatch) -> list[list[int]]:
@@ -609,7 +637,7 @@ class Stepwise:
         for row, size in zip(rows.tolist(), sizes.tolist()):
             self._lengths[row] = self._lengths.get(row, 0) + size
 
-    def propose(self, rows: Any, most: Any, *_: Any, may_wait: bool) -> Proposals:
+    def propose(self, rows: Any, most: Any, *_: Any, may_wait: bool) -> None:
         for index, row in enumerate(rows.tolist()):
             known = self._lengths[row]
             left = max(self._drafted.get(row, -_LEVELS) + _LEVELS - known, 0)
@@ -617,7 +645,6 @@ class Stepwise:
             self.drafts.parents[index, :left] = np.arange(left) - 1
             self.drafts.path_probs[index, :left], self.drafts.buckets[index, :left] = 0.9, -1
             self.drafts.counts[index] = left
-        return self.drafts.some(slice(len(rows)))
 
     def add_external_nodes(self, rows: Any, found: Proposals, kept: Any) -> None:
         pass

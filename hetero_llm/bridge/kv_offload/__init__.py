@@ -1,2 +1,2 @@
-"""Prefix KV in host memory: what is where (`host_cache`), how it moves (`copier`), and both joined
-as the block manager sees them (`offload`)."""
+"""Prefix KV in host memory: which blocks are where (`host_block_index`), how they move (`copier`),
+and both joined as the block manager sees them (`pinned_host_tier`)."""

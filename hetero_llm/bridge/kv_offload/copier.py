@@ -91,7 +91,7 @@ class CopyOptions:
     rank: int = 0
 
 
-# large: `Copier` has 13 methods, and calibration needs some more
+# large: the whole of `Copier`, and what its calibration needs
 class NativeCopier:
     """See `copier_protocol.Copier`. Used by one thread, in which the device's context is current.
 

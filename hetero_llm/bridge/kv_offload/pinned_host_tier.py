@@ -60,7 +60,7 @@ class _Load:
     landed: bool = False
 
 
-# large: `HostTier` has 18 methods
+# large: the whole of `HostTier`, which keeps index, copier and counters alike
 class PinnedHostTier:
     """Assigns transfer ids and keeps the index, the copier and the counters consistent. Used by the
     thread of the step loop only; for its methods see `HostTier`.

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ServedAdapters:
+class LoadedAdapters:
     """Attributes:
     store: the adapters in host memory.
     layout: how the device has them; None: torch multiplies with what is in host memory.
@@ -42,7 +42,7 @@ def prepare_adapters(
     *,
     backend: str,
     download_dir: str | None = None,
-) -> ServedAdapters | None:
+) -> LoadedAdapters | None:
     """Merges the adapter that is to be merged, and opens the host memory of the others.
 
     Args:
@@ -97,11 +97,11 @@ def prepare_adapters(
         place=place,
         download_dir=download_dir,
     )
-    return ServedAdapters(store, layout)
+    return LoadedAdapters(store, layout)
 
 
 def device_adapters(
-    adapters: ServedAdapters | None, model: CausalLM, config: EngineConfig, device: torch.device
+    adapters: LoadedAdapters | None, model: CausalLM, config: EngineConfig, device: torch.device
 ) -> GpuAdapters | None:
     """The slots on a GPU; None where torch applies adapters.
 

@@ -33,7 +33,7 @@ _NODES_EACH = 4  # nodes for each level of a tree that does not grow ahead
 
 
 @dataclass(frozen=True, slots=True)
-class DraftModel:
+class StartingDraftWorker:
     """A starting worker and what it was started for."""
 
     worker: DraftWorkerClient
@@ -104,7 +104,7 @@ def prepare_draft_model(
     *,
     target_on_cpu: bool,
     max_model_len: int,
-) -> tuple[EngineConfig, DraftModel | None]:
+) -> tuple[EngineConfig, StartingDraftWorker | None]:
     """Start the worker of the configured draft model, if there is one. Returns the configuration,
     with the threads left to a target on the CPU filled in, and the starting worker.
 
@@ -142,7 +142,7 @@ def start_draft_model(
     max_model_len: int,
     load_format: str,
     allow_pickle: bool = False,
-) -> DraftModel:
+) -> StartingDraftWorker:
     """Start a worker process, which begins to load the draft model.
 
     Args:
@@ -181,7 +181,7 @@ def start_draft_model(
     )
     logger.info("cores: %s", plan.words())
     worker = DraftWorkerClient(settings, vocab_size=target.vocab_size)
-    return DraftModel(worker, config, slots, target.vocab_size, longest)
+    return StartingDraftWorker(worker, config, slots, target.vocab_size, longest)
 
 
 def own_load_format(target: str) -> str:

@@ -111,7 +111,7 @@ class HostShare:
 
 
 @dataclass(slots=True)
-class HostMemory:
+class HostTierMemory:
     """The pool and the layer-ready flags, opened before the KV cache is allocated.
 
     Attributes:
@@ -223,7 +223,7 @@ def open_host_memory(
     *,
     events: KvEvents | None = None,
     own: HostShare | None = None,
-) -> HostMemory | None:
+) -> HostTierMemory | None:
     """Opens page-locked memory for offloaded blocks. None without a configuration or a platform,
     and with a warning if the memory cannot be locked. To be called before the KV cache is sized:
     page tables of a large pool take memory on the device, too. All ranks call it together, and get
@@ -264,7 +264,7 @@ def open_host_memory(
             board.close()
         return None
     assert pool is not None
-    return HostMemory(
+    return HostTierMemory(
         config, platform, pool, platform.make_layer_ready(), events or NoKvEvents(), own, board
     )
 
@@ -308,7 +308,7 @@ def _open_pool(
     return pool
 
 
-def _open_copier(host: HostMemory, cache: PagedKVCache) -> NativeCopier | None:
+def _open_copier(host: HostTierMemory, cache: PagedKVCache) -> NativeCopier | None:
     """Opens and calibrates the copier; None with a warning if that cannot be done."""
     config, pool, platform, shape = host.config, host.pool, host.platform, cache.shape
     while pool.ready_rows < min(_CALIBRATED_BLOCKS, pool.num_rows) and not pool.wait(_NAP_S):

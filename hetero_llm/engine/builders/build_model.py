@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
-from hetero_llm.engine.builders.build_adapters import ServedAdapters, prepare_adapters
+from hetero_llm.engine.builders.build_adapters import LoadedAdapters, prepare_adapters
 from hetero_llm.engine.resolve import find_model
 from hetero_llm.models.quantization_config import with_plain_weights
 
@@ -85,7 +85,7 @@ def load_weights(
     backend: str,
     share: RankShare = ALONE_SHARE,
     expert_memory: HostMemory | None = None,
-) -> tuple[CausalLM, ServedAdapters | None]:
+) -> tuple[CausalLM, LoadedAdapters | None]:
     """Loads the model and replaces its layers by the fastest ones for device and configuration.
     Returns it, and the adapters of its requests (`prepare_adapters`).
 

@@ -24,7 +24,6 @@ from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.distributed.agreement import GroupAgreement
 from hetero_llm.distributed.deferred_runner import DeferredRunner
 from hetero_llm.distributed.parallel_runner import ParallelRunner
-from hetero_llm.distributed.plain_form import PlainForm, types_within
 from hetero_llm.distributed.process_group import (
     abort_group,
     check_no_group,
@@ -34,6 +33,7 @@ from hetero_llm.distributed.process_group import (
 )
 from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses, RankProgram
 from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare, never
+from hetero_llm.distributed.value_codec import ValueCodec, types_within
 from hetero_llm.engine.builders.build_host_tier import HostShare
 from hetero_llm.engine.builders.rank_faults import fault_bytes
 from hetero_llm.expert_offload.placement import promotions_to_rows
@@ -98,7 +98,7 @@ class RankSettings:
     faults: int = -1
 
 
-_FORM = PlainForm(*types_within(RankSettings))
+_FORM = ValueCodec(*types_within(RankSettings))
 
 
 @dataclass(frozen=True, slots=True)

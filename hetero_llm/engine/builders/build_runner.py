@@ -14,7 +14,7 @@ from hetero_llm.core.errors import ConfigError, ContextTooLongError
 from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
 from hetero_llm.engine.builders.build_adapters import (
-    ServedAdapters,
+    LoadedAdapters,
     apply_adapters,
     device_adapters,
 )
@@ -78,7 +78,7 @@ class RunnerInputs:
     most_drafted_tokens: int = 0
     native: NativeBackend | None = None
     layer_ready: LayerReadyFlags | None = None
-    adapters: ServedAdapters | None = None
+    adapters: LoadedAdapters | None = None
     share: RankShare = ALONE_SHARE
     experts: HybridExperts | None = None
 

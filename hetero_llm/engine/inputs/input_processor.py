@@ -548,12 +548,8 @@ def with_guided_options(
     return joined
 
 
-def pair_params(
-    params: Any, count: int, default: SamplingParams | None = None
-) -> list[SamplingParams]:
-    """One `SamplingParams` for all prompts, or a list of as many; `default` stands for None."""
-    if params is None:
-        return [default or SamplingParams()] * count
+def pair_params(params: Any, count: int) -> list[SamplingParams]:
+    """One `SamplingParams` for all prompts, or a list of as many."""
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or len(params) != count:

@@ -30,7 +30,7 @@ from hetero_llm.gpu.kernels.experts import choose as choose_plain
 from hetero_llm.gpu.kernels.lora import (
     MOST_TILES,
     NO_SLOT,
-    LoraConfig,
+    LoraLaunches,
     LoraSlots,
     RowGroups,
     block_of,
@@ -218,12 +218,12 @@ def adapted_experts(
     return combine(multiply(middle, down, adapters.down, of_second), weights)
 
 
-def _launches(num_pairs: int, num_experts: int, weights: LoraSlots) -> LoraConfig:
+def _launches(num_pairs: int, num_experts: int, weights: LoraSlots) -> LoraLaunches:
     """By the pairs of an expert, which a block has at most."""
     return choose(max(1, num_pairs // num_experts), weights.rank, weights.a.dtype)
 
 
-def _num_tiles(num_pairs: int, bins: int, launches: LoraConfig) -> int:
+def _num_tiles(num_pairs: int, bins: int, launches: LoraLaunches) -> int:
     """The most tiles of places that a launch has."""
     block = block_of(launches)
     each = block // min(launches.shrink.block_m, launches.add.block_m)

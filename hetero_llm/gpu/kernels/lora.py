@@ -93,7 +93,7 @@ class ExpandConfig:
 
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraLaunches:
     """Launches of a step's kernels.
 
     Attributes:
@@ -108,19 +108,21 @@ class LoraConfig:
 
 
 _FEW_ROWS = 64
-_EXACT = LoraConfig(ShrinkConfig(16, 32), ExpandConfig(16, 64), ExpandConfig(16, 64))  # in float32
-_FEW = LoraConfig(ShrinkConfig(16, 128), ExpandConfig(16, 128), ExpandConfig(16, 128))
-_FEW_WIDE = LoraConfig(ShrinkConfig(16, 64), ExpandConfig(16, 64), ExpandConfig(16, 64))
-_MANY = LoraConfig(
+_EXACT = LoraLaunches(
+    ShrinkConfig(16, 32), ExpandConfig(16, 64), ExpandConfig(16, 64)
+)  # in float32
+_FEW = LoraLaunches(ShrinkConfig(16, 128), ExpandConfig(16, 128), ExpandConfig(16, 128))
+_FEW_WIDE = LoraLaunches(ShrinkConfig(16, 64), ExpandConfig(16, 64), ExpandConfig(16, 64))
+_MANY = LoraLaunches(
     ShrinkConfig(64, 128, descending=True),
     ExpandConfig(64, 128, tiles=4),
     ExpandConfig(64, 128, tiles=1),
 )
-_MANY_WIDE = LoraConfig(ShrinkConfig(64, 64), ExpandConfig(64, 64), ExpandConfig(64, 64))
+_MANY_WIDE = LoraLaunches(ShrinkConfig(64, 64), ExpandConfig(64, 64), ExpandConfig(64, 64))
 _WIDE = 64  # ranks above it
 
 
-def choose(m: int, rank: int, dtype: torch.dtype) -> LoraConfig:
+def choose(m: int, rank: int, dtype: torch.dtype) -> LoraLaunches:
     """The launches for m rows and adapters of a padded rank."""
     if dtype == torch.float32:
         return _EXACT
@@ -129,7 +131,7 @@ def choose(m: int, rank: int, dtype: torch.dtype) -> LoraConfig:
     return _MANY if rank <= _WIDE else _MANY_WIDE
 
 
-def block_of(config: LoraConfig) -> int:
+def block_of(config: LoraLaunches) -> int:
     """Rows of a block of `RowGroups` for these launches."""
     return max(config.shrink.block_m, config.add.block_m, config.write.block_m)
 

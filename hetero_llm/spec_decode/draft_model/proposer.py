@@ -326,15 +326,15 @@ class DraftModelProposer:
         least: float,
         *,
         may_wait: bool,
-    ) -> Proposals:
-        """Propose the most likely nodes below each sequence: [S] rows, overwritten by the next
-        call.
+    ) -> None:
+        """Fill the first S rows of `drafts` with the most likely nodes below each sequence.
 
         Args:
             rows: [S] rows of the sequences.
             most: [S] maximum number of nodes.
             seconds: duration of the step without drafts, idle time included.
-            found: proposals of other proposers; they make waiting less worthwhile.
+            found: proposals of other proposers, the first S of these sequences; they make waiting
+                less worthwhile.
             least: path probability below which nodes were not verified lately.
             may_wait: whether to wait for the worker where that pays.
         """
@@ -346,7 +346,6 @@ class DraftModelProposer:
         may_wait = may_wait and self._config.overlap != "enumerate" and self.worker.is_up
         if may_wait and self._num_timed_out < _MAX_TIMED_OUT:
             self._wait(rows, most, seconds, found, least)
-        return self.drafts.some(slice(len(rows)))
 
     def _fill_drafts(self, rows: NDArray[np.int64], most: NDArray[np.int32]) -> tuple[int, int]:
         """Fill `drafts` from the replica's present state. Returns the number of sequences that may

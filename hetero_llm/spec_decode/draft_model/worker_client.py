@@ -224,7 +224,7 @@ class DraftWorkerClient:
             popped = process.answers.pop(timeout_us)
             if popped.status is _CORRUPT:
                 self.counters.corrupt += 1
-            if not len(popped.messages):
+            if not len(popped.messages.headers):
                 return None
             self._last_alive = self.clock()
             kept = self._filter_control(popped.messages)

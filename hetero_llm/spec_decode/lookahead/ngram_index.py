@@ -560,11 +560,26 @@ def propose_one(
     rates: np.ndarray,
     row: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
 ) -> int:
-    """Drafts for one sequence, see `propose`; returns the number of nodes.
+    """Drafts what followed the longest known n-gram that ends a sequence.
+
+    Longest n-gram first, and for each length the sequence's own text, then the global ones in
+    order; the first that knows it wins. Of its phrases the `top_k` with the highest frequency, of
+    equal ones the newest, are merged into a tree. A match of a single token drafts at most two.
 
     Args:
+        local, text: index and int32 tokens of the running sequences.
+        first, end: where the sequence lies in `text`; all of it may be drafted, and a phrase that
+            reaches the end continues with what was drafted.
+        salt: of the sequence's own entries. namespace: its salt in the global indices.
+        globals_: three times (index, its text: int32, cut after the last token that is known).
         path: [63] int32, scratch.
-        row: of tokens, parents, path_probs and buckets.
+        limit: most nodes of the draft.
+        rates: [NUM_LEVELS, NUM_DEPTHS] float32 rates of acceptance, given the parent's.
+        row: [63] tokens, parents, path_probs and buckets, written: int32, but for path_probs, which
+            are float32 products of rates, halved for each phrase ranked before.
+
+    Returns:
+        The number of nodes.
     """
     shortest = 1 if params.is_hybrid else params.match_length
     limit = min(limit, _MAX_NODES)
@@ -584,50 +599,3 @@ def propose_one(
                     arrays, arena, known, key, size, False, path, params, limit, rates, *row
                 )
     return count
-
-
-@njit(cache=True, nogil=True)
-def propose(
-    local: NgramArrays,
-    text: np.ndarray,
-    salts: np.ndarray,
-    firsts: np.ndarray,
-    ends: np.ndarray,
-    namespaces: np.ndarray,
-    globals_: tuple[tuple[NgramArrays, np.ndarray], ...],
-    params: NgramParams,
-    limits: np.ndarray,
-    rates: np.ndarray,
-    tokens: np.ndarray,
-    parents: np.ndarray,
-    path_probs: np.ndarray,
-    buckets: np.ndarray,
-    counts: np.ndarray,
-) -> None:
-    """Drafts what followed the longest known n-gram that ends each sequence.
-
-    Longest n-gram first, and for each length the sequence's own text, then the global ones in
-    order; the first that knows it wins. Of its phrases the `top_k` with the highest frequency, of
-    equal ones the newest, are merged into a tree. A match of a single token drafts at most two.
-
-    Args:
-        local, text: index and int32 tokens of the running sequences.
-        salts: [S] int64, of each sequence's own entries.
-        firsts, ends: [S] int64, where each one lies in `text`; all of it may be drafted, and a
-            phrase that reaches the end continues with what was drafted.
-        namespaces: [S] int64, each one's salt in the global indices.
-        globals_: three times (index, its text: int32, cut after the last token that is known).
-        limits: [S] int32, most nodes of each draft.
-        rates: [NUM_LEVELS, NUM_DEPTHS] float32 rates of acceptance, given the parent's.
-        tokens, parents, buckets: [S, 63] int32, written.
-        path_probs: [S, 63] float32, written: products of rates, halved for each phrase ranked
-            before.
-        counts: [S] int32, written: nodes of each draft.
-    """
-    path = np.empty(_MAX_NODES, np.int32)
-    for i in range(len(ends)):
-        row = tokens[i], parents[i], path_probs[i], buckets[i]
-        counts[i] = propose_one(
-            local, text, firsts[i], ends[i], salts[i], namespaces[i], globals_, params, path,
-            limits[i], rates, row,
-        )  # fmt: skip

@@ -540,39 +540,6 @@ def propose_all(
     buckets: np.ndarray,
     counts: np.ndarray,
 ) -> None:
-    """As `propose`, in the memory of `work`."""
-    young, old, static = globals_
-    own_first = params.token_paths_top_k == 1
-    for i in range(len(ends)):
-        tries = _Tries(local, text, firsts[i], ends[i], *young, *old, *static)
-        limit = min(limits[i], tokens.shape[1])
-        row = tokens[i], parents[i], path_probs[i], buckets[i]
-        count = 0
-        for asked in range(_OWN if own_first else _BOTH, _BOTH if own_first else _BOTH + 1):
-            if count == 0 and limit > 0:
-                held = _start(tries, params, work, asked, firsts[i], salts[i], namespaces[i])
-                count = _grow(tries, params, work, held, limit, *row)
-        counts[i] = count
-
-
-@njit(cache=True, nogil=True)
-def propose(
-    local: TrieArrays,
-    text: np.ndarray,
-    salts: np.ndarray,
-    firsts: np.ndarray,
-    ends: np.ndarray,
-    namespaces: np.ndarray,
-    globals_: tuple[tuple[TrieArrays, np.ndarray], ...],
-    params: TrieProposalParams,
-    accepted: np.ndarray,
-    limits: np.ndarray,
-    tokens: np.ndarray,
-    parents: np.ndarray,
-    path_probs: np.ndarray,
-    buckets: np.ndarray,
-    counts: np.ndarray,
-) -> None:
     """Drafts a tree of what followed the last tokens of each sequence before.
 
     A node is accepted after its parent at the rate of its acceptance bucket; of siblings all but
@@ -585,17 +552,23 @@ def propose(
         firsts, ends: [S] int64, where each one lies in `text`, all of it inserted.
         namespaces: [S] int64, each one's salt in the global tries.
         globals_: three times (trie, its text: int32, cut after the last token that is known).
-        accepted: [2, NUM_LENGTHS, NUM_BUCKETS, 2] float32, accepted and tried nodes; see
-            `initial_calibration`.
+        work: of `new_work`, with the rates of the acceptance buckets.
         limits: [S] int32, most nodes of each draft.
         tokens, parents: [S, 63] int32, written.
         path_probs: [S, 63] float32, written: siblings together do not exceed their parent.
-        buckets: [S, 63] int32, written: index in `accepted`, as [2 * NUM_LENGTHS * NUM_BUCKETS],
-            of the bucket that learns whether the node was accepted if its parent was.
+        buckets: [S, 63] int32, written: the acceptance bucket, out of 2 * NUM_LENGTHS *
+            NUM_BUCKETS, that learns whether the node was accepted if its parent was.
         counts: [S] int32, written: nodes of each draft.
     """
-    work = new_work(params, accepted.reshape((-1, 2)), tokens.shape[1])
-    propose_all(
-        local, text, salts, firsts, ends, namespaces, globals_, params, work, limits, tokens,
-        parents, path_probs, buckets, counts,
-    )  # fmt: skip
+    young, old, static = globals_
+    own_first = params.token_paths_top_k == 1
+    for i in range(len(ends)):
+        tries = _Tries(local, text, firsts[i], ends[i], *young, *old, *static)
+        limit = min(limits[i], tokens.shape[1])
+        row = tokens[i], parents[i], path_probs[i], buckets[i]
+        count = 0
+        for asked in range(_OWN if own_first else _BOTH, _BOTH if own_first else _BOTH + 1):
+            if count == 0 and limit > 0:
+                held = _start(tries, params, work, asked, firsts[i], salts[i], namespaces[i])
+                count = _grow(tries, params, work, held, limit, *row)
+        counts[i] = count

@@ -9,7 +9,7 @@ import torch
 
 from hetero_llm.config.lora_config import LoraConfig
 from hetero_llm.core.errors import ConfigError
-from hetero_llm.engine.builders.build_adapters import ServedAdapters, prepare_adapters
+from hetero_llm.engine.builders.build_adapters import LoadedAdapters, prepare_adapters
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
 from tests.helpers.hybrid import open_hybrid
@@ -18,7 +18,7 @@ from tests.models.tiny import make_tiny_checkpoint
 CPU = torch.device("cpu")
 
 
-def prepared(folder: Path, backend: str = "cuda", **options: object) -> ServedAdapters | None:
+def prepared(folder: Path, backend: str = "cuda", **options: object) -> LoadedAdapters | None:
     config = load_model_config(folder)
     model = load_model(folder, config, dtype=torch.float32, device="cpu", show_progress=False)
     lora = LoraConfig(enabled=True, **options)  # type: ignore[arg-type]

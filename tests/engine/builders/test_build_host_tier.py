@@ -19,9 +19,9 @@ from hetero_llm.core.errors import ConfigError
 from hetero_llm.distributed.rank_share import RankShare
 from hetero_llm.engine.builders import build_host_tier
 from hetero_llm.engine.builders.build_host_tier import (
-    HostMemory,
     HostPlatform,
     HostShare,
+    HostTierMemory,
     host_platform,
     open_host_memory,
 )
@@ -93,7 +93,7 @@ def config_of(share: float) -> EngineConfig:
     return EngineConfig.from_args(resolve_engine_args(given))
 
 
-def open_one(rank: int, board: int, agreement: Agreement, num_bytes: int) -> HostMemory | None:
+def open_one(rank: int, board: int, agreement: Agreement, num_bytes: int) -> HostTierMemory | None:
     class Collectives:
         pass
 

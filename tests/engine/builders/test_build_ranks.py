@@ -17,9 +17,9 @@ from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.config.parallel_config import ParallelConfig
 from hetero_llm.core.errors import ConfigError
-from hetero_llm.distributed.plain_form import PlainForm, types_within
 from hetero_llm.distributed.rank_processes import NoRanks
 from hetero_llm.distributed.rank_share import ALONE_SHARE
+from hetero_llm.distributed.value_codec import ValueCodec, types_within
 from hetero_llm.engine.builders.build_ranks import (
     EngineRanks,
     RankSettings,
@@ -141,7 +141,7 @@ def test_settings_as_bytes() -> None:
         20,
         "text",
     )
-    data = PlainForm(*types_within(RankSettings)).write(settings)
+    data = ValueCodec(*types_within(RankSettings)).write(settings)
     assert read_settings(data) == settings
 
 

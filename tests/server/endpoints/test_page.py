@@ -18,7 +18,7 @@ from hetero_llm.engine.text.tokenizer import Tokenizer
 from hetero_llm.server import machine as machine_module
 from hetero_llm.server.endpoints import page as page_module
 from hetero_llm.server.endpoints.page import PAGE_FILES
-from hetero_llm.server.machine import GpuMemory, Machine
+from hetero_llm.server.machine import GpuMemoryUse, Machine
 from hetero_llm.server.settings import ServerSettings
 from tests.server.fake_engine import CONTEXT, FakeEngine
 from tests.server.serving import LIMIT, Served, serving
@@ -416,10 +416,10 @@ def test_the_memory_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver({0: 10, 1: 90}, memory={0: (3, 8), 1: (1, 4)})
     with_driver(monkeypatch, driver)
     machine = Machine("cuda", kept_seconds=0.0)
-    assert machine.read().gpu_memory == [GpuMemory(3, 8), GpuMemory(1, 4)]
+    assert machine.read().gpu_memory == [GpuMemoryUse(3, 8), GpuMemoryUse(1, 4)]
     del driver.memory[0]  # during a reset the last figures stay
     driver.memory[1] = 2, 4
-    assert machine.read().gpu_memory == [GpuMemory(3, 8), GpuMemory(2, 4)]
+    assert machine.read().gpu_memory == [GpuMemoryUse(3, 8), GpuMemoryUse(2, 4)]
     unified = Machine("cuda", kept_seconds=0.0).read()  # the first has no memory of its own
     assert unified.gpu_memory is None and unified.gpu == [0.1, 0.9]
     assert Machine("cpu").read().gpu_memory is None

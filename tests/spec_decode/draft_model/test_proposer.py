@@ -108,9 +108,8 @@ class Texts:
         found = Proposals.empty(len(rows))
         found.counts[:] = 0
         limits = np.full(len(rows), most, np.int32)
-        own = self.proposer.propose(
-            np.array(rows, np.int64), limits, STEP, found, 0.0, may_wait=True
-        )
+        self.proposer.propose(np.array(rows, np.int64), limits, STEP, found, 0.0, may_wait=True)
+        own = self.proposer.drafts
         drafts = []
         for index in range(len(rows)):
             count = int(own.counts[index])

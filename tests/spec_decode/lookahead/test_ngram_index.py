@@ -135,27 +135,16 @@ RATES = np.linspace(
 def propose(local, texts, rows, globals_, params, limits) -> list[list[tuple[int, int, float]]]:
     """rows: (salt, first, end, space) of each sequence."""
     count = len(rows)
-    salts, firsts, ends, spaces = np.array(rows, np.int64).reshape(count, 4).T.copy()
     tokens, parents, kind = np.full((3, count, 63), -7, np.int32)
     survival = np.full((count, 63), -7, np.float32)
     counts = np.full(count, -7, np.int32)
-    ngram_index.propose(
-        local.arrays,
-        texts,
-        salts,
-        firsts,
-        ends,
-        spaces,
-        tuple((index.arrays, arena) for index, arena in globals_),
-        params,
-        np.array(limits, np.int32),
-        RATES,
-        tokens,
-        parents,
-        survival,
-        kind,
-        counts,
-    )
+    caches = tuple((index.arrays, arena) for index, arena in globals_)
+    path = np.empty(63, np.int32)
+    for i, (salt, first, end, space) in enumerate(rows):
+        counts[i] = ngram_index.propose_one(
+            local.arrays, texts, first, end, salt, space, caches, params, path, limits[i], RATES,
+            (tokens[i], parents[i], survival[i], kind[i]),
+        )  # fmt: skip
     for i, n in enumerate(counts.tolist()):
         assert 0 <= n <= max(limits[i], 0)
         assert (tokens[i, n:] == -7).all()

@@ -25,7 +25,11 @@ from hetero_llm.spec_decode.lookahead.trie_buckets import (
     SHARES,
     initial_acceptance,
 )
-from hetero_llm.spec_decode.lookahead.trie_proposer import TrieProposalParams, propose
+from hetero_llm.spec_decode.lookahead.trie_proposer import (
+    TrieProposalParams,
+    new_work,
+    propose_all,
+)
 from tests.spec_decode.lookahead.test_suffix_trie import repetitive
 from tests.spec_decode.lookahead.trie_reference import DictTrie, Place, no_trie
 
@@ -114,11 +118,11 @@ class World:
     def draft(
         self, limits: list[int], calibration: np.ndarray, rows: slice = slice(None)
     ) -> list[list[Node]]:
-        """What `propose` says to the sequences of these rows."""
+        """What `propose_all` says to the sequences of these rows."""
         size = len(limits[rows])
         tokens, parents, kind = (np.full((size, 63), -7, np.int32) for _ in range(3))
         survival, counts = np.full((size, 63), np.nan, np.float32), np.full(size, -7, np.int32)
-        propose(
+        propose_all(
             self.local.held.arrays,
             self.local.text,
             (np.arange(ROWS) + 1)[rows],
@@ -127,7 +131,7 @@ class World:
             np.array([0, 1, 2])[rows],
             _three([(g.held.arrays, g.text) for g in self.generations]),
             self.params,
-            calibration,
+            new_work(self.params, calibration.reshape(-1, 2), 63),
             np.array(limits[rows], np.int32),
             tokens,
             parents,
@@ -149,7 +153,7 @@ def _three(
 
 
 class TwinDraft:
-    """One tree, grown as `propose` documents it."""
+    """One tree, grown as `propose_all` documents it."""
 
     def __init__(self, world: World, row: int, calibration: np.ndarray) -> None:
         self.params = world.params
@@ -355,7 +359,7 @@ def draft_one(
     survival, counts = np.zeros((1, 63), np.float32), np.zeros(1, np.int32)
     zero = np.zeros(1, np.int64)
     local, _ = no_trie(shape)
-    propose(
+    propose_all(
         local,
         np.array(text, np.int32),
         zero,
@@ -364,7 +368,7 @@ def draft_one(
         zero,
         _three([(held.arrays, arena), no_trie(shape), no_trie(shape)]),
         params,
-        initial_acceptance(),
+        new_work(params, initial_acceptance().reshape(-1, 2), 63),
         np.full(1, 63, np.int32),
         tokens,
         parents,
@@ -421,9 +425,10 @@ def test_a_loop_that_is_repeated_stays_within_its_text(own: list[int]) -> None:
     insert(local.arrays, shape, text, 7, begin, end, new_active(shape), 10.0)
     tokens, parents, kind = (np.zeros((1, 63), np.int32) for _ in range(3))
     survival, counts = np.zeros((1, 63), np.float32), np.zeros(1, np.int32)
-    propose(
+    work = new_work(params, initial_acceptance().reshape(-1, 2), 63)
+    propose_all(
         local.arrays, text, np.array([7]), np.array([begin]), np.array([end]), np.zeros(1, int),
-        _three([no_trie(shape)] * 3), params, initial_acceptance(), np.full(1, 63, np.int32),
-        tokens, parents, survival, kind, counts,
+        _three([no_trie(shape)] * 3), params, work, np.full(1, 63, np.int32), tokens, parents,
+        survival, kind, counts,
     )  # fmt: skip
     assert counts[0] > 0 and set(tokens[0, : counts[0]].tolist()) <= set(own)

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as arrays
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig, LoadConfig
 from hetero_llm.core.acceptance import TypicalAcceptance
-from hetero_llm.distributed.plain_form import PlainForm, types_within
+from hetero_llm.distributed.value_codec import ValueCodec, types_within
 
 
 class Color(Enum):
@@ -38,7 +38,7 @@ class Line:
     points: tuple[Point, ...]
 
 
-FORM = PlainForm(Point, Line, Color)
+FORM = ValueCodec(Point, Line, Color)
 LEAVES = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
     | st.text(st.characters(categories=["Cs"])) | st.binary() | st.sampled_from(Color)
@@ -90,7 +90,7 @@ def test_types_within_a_dataclass() -> None:
 def test_a_configuration() -> None:
     given = {"model": "m", "rope_scaling": {"factor": 2.0}, "hf_overrides": {"a": [1, None]}}
     config = EngineConfig.from_args(resolve_engine_args({**given, "use_lookahead": True}))
-    form = PlainForm(*types_within(EngineConfig))
+    form = ValueCodec(*types_within(EngineConfig))
     assert form.read(form.write(config)) == config
 
 

@@ -62,7 +62,7 @@ class CacheKV:
         """Called once they are: brings what is missing into the cache."""
 
 
-class SharedKV:
+class GatheredKV:
     """A buffer that all ranks gather, as `CacheKV`.
 
     Args:
@@ -117,7 +117,7 @@ class SharedRows:
     """
 
     own: SchedulerOutput
-    kv: SharedKV
+    kv: GatheredKV
     collectives: Collectives
     rows: RowPlaces
     places: Tensor
@@ -185,7 +185,7 @@ class StepSharer:
         sent = self._uploads.send(np.concatenate((slots, rows.places)).astype(np.int32))
         collectives = self._sequence.collectives
         num_own = int(part.own.num_scheduled_tokens.sum())
-        kv = SharedKV(self._context, collectives, tokens, num_own, sent[: len(slots)])
+        kv = GatheredKV(self._context, collectives, tokens, num_own, sent[: len(slots)])
         return SharedRows(part.own, kv, collectives, rows, sent[len(slots) :], samples)
 
 

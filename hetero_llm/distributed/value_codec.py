@@ -21,7 +21,7 @@ _INT, _FLOAT, _COUNT = struct.Struct("<q"), struct.Struct("<d"), struct.Struct("
 _MOST_INT = 2**63
 
 
-class PlainForm:
+class ValueCodec:
     """Writes and reads values.
 
     Args:

@@ -14,9 +14,9 @@ import torch
 
 from hetero_llm.gpu.attention_context import AttentionContext
 from hetero_llm.gpu.fused import speed_up
+from hetero_llm.gpu.gathered_kv import CacheKV, StepSharer
 from hetero_llm.gpu.kernels.rope_store import store
 from hetero_llm.gpu.model_runner import GpuModelRunner
-from hetero_llm.gpu.shared_kv import CacheKV, StepSharer
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
