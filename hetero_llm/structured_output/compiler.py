@@ -28,7 +28,12 @@ from hetero_llm.structured_output.grammar_text import (
     constraint_grammar,
     schema_text,
 )
-from hetero_llm.structured_output.json_schema import place_of, schemas_below, schemas_in
+from hetero_llm.structured_output.json_schema import (
+    keyword_in,
+    place_of,
+    schemas_below,
+    schemas_in,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -191,6 +196,9 @@ class GrammarCompiler:
             if why:
                 schema = one.source.schema
                 path, value = place_of(why, schema) or self._innermost(schema, why)
+                keyword = keyword_in(why, value)
+                if keyword is not None:
+                    path, value = f"{path}.{keyword}", value[keyword]
                 return SamplingError(one.source.at(path), value, _plain(why))
         return SamplingError(written.field, written.value, _plain(reason))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote
 
 from hetero_llm.core.errors import SamplingError
+from hetero_llm.structured_output.json_schema import target_of
 
 _REASON = "allows no output that ends: each value contains another one"
 _TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
@@ -75,7 +75,7 @@ def _parts(root: Any, one: dict[str, Any], path: str) -> Iterator[tuple[Any, str
         for key, inner in _dict(one.get(name)).items():
             yield inner, f"{path}.{name}.{key}"
     if "$ref" in one:
-        yield _target(root, one["$ref"]), f"{path}.$ref"
+        yield target_of(root, one["$ref"]), f"{path}.$ref"
 
 
 class _Judge:
@@ -129,7 +129,7 @@ class _Judge:
                 found[id(member)] = member
                 stack += _list(member.get("allOf"))
                 if "$ref" in member:
-                    stack.append(_target(self._root, member["$ref"]))
+                    stack.append(target_of(self._root, member["$ref"]))
         self.work += len(found)
         return list(found.values())
 
@@ -207,22 +207,6 @@ def _matches(pattern: str, name: str) -> bool | None:
     if begins and ends:
         return name == text
     return name.startswith(text) if begins else name.endswith(text) if ends else text in name
-
-
-def _target(root: Any, reference: Any) -> Any:
-    """What a reference within the schema points to; None if it is another kind, or broken."""
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        return None
-    found = root
-    for part in unquote(reference[2:]).split("/") if reference != "#" else ():
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict):
-            found = found.get(key)
-        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
-        else:
-            return None
-    return found
 
 
 def _types(value: Any) -> set[str] | frozenset[str]:

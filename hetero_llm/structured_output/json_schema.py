@@ -8,12 +8,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeGuard
+from urllib.parse import unquote
 
 from hetero_llm.core.errors import SamplingError
 
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
 _QUOTED_VALUE = re.compile(r"(?:Unknown format|Invalid type): (.*)")
-_POINTER = re.compile(r"Pointer '(.*)' does not exist")
+_REFERENCE = re.compile(r"(?:Pointer|Resource|Anchor) '(.*?)' (?:does not exist|is not present)")
 
 Schemas = Sequence[tuple[str, dict[str, Any]]]
 """Schemas within one, each with its path from the root, such as ".properties.age"."""
@@ -41,7 +42,7 @@ def read_schema(schema: str | Mapping[str, Any] | bool, field: str) -> dict[str,
     if not isinstance(schema, Mapping):
         raise SamplingError(field, schema, "must be a JSON schema: an object, true or false")
     try:
-        return json.loads(json.dumps(schema))
+        return json.loads(json.dumps(schema, allow_nan=False))
     except (ValueError, TypeError, RecursionError) as error:
         raise SamplingError(field, schema, f"cannot be written as JSON: {error}") from None
 
@@ -96,7 +97,7 @@ def check_schema(schemas: Schemas) -> None:
 
 
 # llguidance reads numbers as float64.
-_EXACT = 2**53
+EXACT = 2**53
 INT64 = 2**63
 # llguidance's parser has 4 states for each property that may come next, and 2,000 at most. It would
 # say so at the first token, when the request is running.
@@ -126,7 +127,7 @@ def _misread(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Keywords of a schema that llguidance follows wrongly, and what of them is not supported."""
     for name in ("const", "enum"):
         for value in _leaves(one[name]) if name in one else ():
-            if is_number(value) and abs(value) > _EXACT:
+            if is_number(value) and abs(value) > EXACT:
                 yield name, f"numbers beyond 2**53, such as {value}, are not supported"
             if isinstance(value, str) and _CONTROL.search(value):
                 yield name, f"control characters, as in {value!r}, are not supported"
@@ -139,10 +140,10 @@ def _misread(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
             bound = limit
             if beside:
                 yield exclusive, f"true beside {beside} is not supported"
-        if is_number(bound) and abs(bound) >= _EXACT:
+        if is_number(bound) and abs(bound) >= EXACT:
             yield exclusive, "an excluded number of 2**53 or beyond is not supported"
         # Those at the ends of int64 and uint64 limit nothing that llguidance allows.
-        if is_number(limit) and abs(limit) > _EXACT and -sign * limit < INT64 - 1:
+        if is_number(limit) and abs(limit) > EXACT and -sign * limit < INT64 - 1:
             yield inclusive, "a limit beyond 2**53 is not supported"
     if "additionalItems" in one and is_list(one.get("items")) and beside:
         yield "additionalItems", f"is not supported beside {beside}"
@@ -276,9 +277,9 @@ def _subject(message: str) -> Callable[[str, Any], bool] | None:
     if found := _UNIMPLEMENTED.search(message):
         keys = set(json.loads(found[1]))
         return lambda name, value: name in keys
-    if found := _POINTER.search(message):
-        pointer = found[1]
-        return lambda name, value: name == "$ref" and str(value).endswith(pointer)
+    if found := _REFERENCE.search(message):
+        target = found[1]
+        return lambda name, value: name == "$ref" and target in str(value)
     if found := _QUOTED_VALUE.search(message):
         wanted = found[1].strip()
         keyword = "format" if "format" in message else "type"
@@ -286,6 +287,40 @@ def _subject(message: str) -> Callable[[str, Any], bool] | None:
     if "regex parse error" in message or "look-around" in message:
         return lambda name, value: name == "pattern" and str(value) in message
     return None
+
+
+_CULPRITS = (
+    ("oneOf constraints", "oneOf"),
+    ("regex parse error", "pattern"),
+    ("for float range", "minimum"),
+    ("for integer range", "minimum"),
+)
+
+
+def keyword_in(message: str, schema: Any) -> str | None:
+    """The keyword that llguidance's message is about, of a schema whose own mistake it is."""
+    if isinstance(schema, dict):
+        for words, keyword in _CULPRITS:
+            if words in message and keyword in schema:
+                return keyword
+    return None
+
+
+def target_of(root: Any, reference: Any) -> Any:
+    """What a reference within the schema `root` points to; None if it is another kind, or
+    broken."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return None
+    found = root
+    for part in unquote(reference[2:]).split("/") if reference != "#" else ():
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
+            found = found.get(key)
+        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            return None
+    return found
 
 
 def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from hetero_llm.structured_output.json_schema import (
     APPLICATORS,
+    EXACT,
     INT64,
     MOST_OPTIONAL,
     Schemas,
@@ -19,11 +20,12 @@ from hetero_llm.structured_output.json_schema import (
     is_number,
     patterns_of,
     schemas_in,
+    target_of,
 )
 
-_UNKNOWN = frozenset({"propertyNames", "uniqueItems", "unevaluatedProperties"})
+_UNKNOWN = frozenset({"propertyNames", "uniqueItems", "unevaluatedProperties", "not"})
 """Keywords that llguidance does not know and some of whose values others can say."""
-_WATCHED = _UNKNOWN | {"format", "minimum", "pattern", "patternProperties"}
+_WATCHED = _UNKNOWN | {"format", "minimum", "maximum", "pattern", "patternProperties"}
 _ANNOTATIONS = frozenset({"type", "title", "description", "$comment", "default", "examples"})
 
 
@@ -38,12 +40,12 @@ def mended(schema: Any, schemas: Schemas) -> Any:
         return schema
     schema = copy.deepcopy(schema)
     for _, one in schemas_in(schema):
-        _mend_names(one)
+        _mend_names(one, schema)
         _mend_rest(one)
         _mend_format(one)
-        if _is_too_low(one.get("minimum")):
-            one["minimum"] = _LEAST_INT64
+        _mend_limits(one)
         if isinstance(one.get("pattern"), str):
+            _mend_looking(one)
             one["pattern"] = _without_zero(one["pattern"])
         if isinstance(one.get("patternProperties"), dict):
             one["patternProperties"] = {
@@ -57,22 +59,26 @@ def _needs_mending(one: dict[str, Any]) -> bool:
         return False
     if not one.keys().isdisjoint(_UNKNOWN) or _is_too_low(one.get("minimum")):
         return True
+    if _is_too_high(one.get("maximum")):
+        return True
     if "format" in one and (one["format"] not in _PLAIN or "pattern" in one):
         return True
-    return any("[^" in pattern for _, pattern in patterns_of(one))
+    return any("[^" in pattern or "(?=" in pattern for _, pattern in patterns_of(one))
 
 
 # -- objects and arrays -----------------------------------------------------------------------
 
 
-def _mend_names(one: dict[str, Any]) -> None:
-    """`propertyNames`: a list of names becomes properties, a pattern or a length becomes a pattern
-    of properties."""
+def _mend_names(one: dict[str, Any], root: Any) -> None:
+    """`propertyNames`: a list of names becomes properties, a pattern, a format or a length becomes
+    a pattern of properties."""
     if "propertyNames" not in one:
         return
     names, others = one["propertyNames"], one.get("additionalProperties", True)
     if names is True:
         names = {}
+    if isinstance(names, dict) and names.keys() - _ANNOTATIONS == {"$ref"}:  # pydantic's enums
+        names = target_of(root, names["$ref"])
     if not isinstance(names, dict) or names.get("type", "string") != "string":
         return
     given = names.keys() - _ANNOTATIONS
@@ -99,6 +105,8 @@ def _pattern_of_names(names: dict[str, Any], given: set[str]) -> str | None:
     """What names have to match; None if one pattern cannot say it."""
     if given == {"pattern"}:
         return names["pattern"] if isinstance(names["pattern"], str) else None
+    if given == {"format"}:
+        return _NAMES_OF_FORMAT.get(names["format"])
     limits = [names.get("minLength", 0), names.get("maxLength", 0)]
     if given <= {"minLength", "maxLength"} and all(type(limit) is int for limit in limits):
         return rf"^[\s\S]{{{limits[0]},{limits[1] if 'maxLength' in given else ''}}}$"
@@ -106,8 +114,13 @@ def _pattern_of_names(names: dict[str, Any], given: set[str]) -> str | None:
 
 
 def _mend_rest(one: dict[str, Any]) -> None:
-    """`uniqueItems` where it holds for every value, and `unevaluatedProperties` where it means
-    `additionalProperties`."""
+    """`uniqueItems` where it holds for every value, `unevaluatedProperties` where it means
+    `additionalProperties`, and `not` where it allows everything or nothing."""
+    if one.get("not") in ({}, True) and is_list(one.get("allOf", [])):  # zod's never
+        del one["not"]
+        one["allOf"] = [*one.get("allOf", ()), False]
+    elif one.get("not") is False:
+        del one["not"]
     if one.get("uniqueItems") is False or one.get("maxItems") in (0, 1):
         one.pop("uniqueItems", None)
     if "unevaluatedProperties" in one and APPLICATORS.isdisjoint(one):
@@ -138,6 +151,15 @@ _SPELLED = {
     f"uuid{kind}": f"^{_HEX}{{8}}-{_HEX}{{4}}-{kind}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}$"
     for kind in range(1, 9)
 }
+_NAMES_OF_FORMAT: dict[Any, str] = {
+    "uuid": f"^{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}$",
+    "date": (
+        "^(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+        "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+        "|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)$"
+    ),
+}
+"""Formats of the names of properties, which pydantic writes for dict[UUID, ...]."""
 _PLAIN = frozenset({"email", "duration", "ipv4", "ipv6", "uuid", "uri"})
 _DEFINED = _PLAIN | {
     "date-time", "time", "date", "hostname",
@@ -182,7 +204,10 @@ def _mend_format(one: dict[str, Any]) -> None:
     parts = one.get("allOf", [])
     if not is_list(parts):
         return
-    if name in _ANY_STRING or name in _SPELLED or _is_said_by_pattern(one, name):
+    if name == "ipvanyaddress":  # pydantic's
+        one["allOf"] = [*parts, {"anyOf": [{"format": "ipv4"}, {"format": "ipv6"}]}]
+        del one["format"]
+    elif name in _ANY_STRING or name in _SPELLED or _is_said_by_pattern(one, name):
         del one["format"]
     elif name in ("email", "duration") and isinstance(one.get("pattern"), str):
         one["pattern"] = _WITHOUT_LOOKING.get(one["pattern"], one["pattern"])
@@ -202,7 +227,24 @@ def _bound(one: dict[str, Any], least: int, most: int) -> None:
 
 
 def _is_too_low(limit: Any) -> bool:
-    return is_number(limit) and -INT64 <= limit < _LEAST_INT64
+    return is_number(limit) and limit < _LEAST_INT64
+
+
+def _is_too_high(limit: Any) -> bool:
+    return is_number(limit) and limit >= INT64 - 1
+
+
+def _mend_limits(one: dict[str, Any]) -> None:
+    """Limits that llguidance cannot count to, such as the ends of float32 and float64, become the
+    widest ones to which it can."""
+    kinds = one.get("type")
+    is_whole = kinds == "integer" or (
+        is_list(kinds) and "integer" in kinds and "number" not in kinds
+    )
+    if _is_too_low(one.get("minimum")):
+        one["minimum"] = _LEAST_INT64 if is_whole else -EXACT
+    if _is_too_high(one.get("maximum")):
+        one["maximum"] = INT64 - 1 if is_whole else EXACT
 
 
 def _is_said_by_pattern(one: dict[str, Any], name: str) -> bool:
@@ -212,6 +254,57 @@ def _is_said_by_pattern(one: dict[str, Any], name: str) -> bool:
         return False
     parts = (one, *one.get("allOf", ()))
     return any(isinstance(part, dict) and "pattern" in part for part in parts)
+
+
+# -- patterns ---------------------------------------------------------------------------------
+
+_PIECES = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+
+
+def _mend_looking(one: dict[str, Any]) -> None:
+    """A pattern that begins with look-aheads, such as `^(?=.*[A-Z])(?=.*\\d).{8,}$`, becomes
+    several patterns, all of which have to match."""
+    *ahead, rest = _split_at_beginning(one["pattern"])
+    parts = one.get("allOf", [])
+    if ahead and is_list(parts):
+        one["pattern"] = rest
+        one["allOf"] = [*parts, *({"pattern": _without_zero(part)} for part in ahead)]
+
+
+def _split_at_beginning(pattern: str) -> list[str]:
+    """What has to match at the beginning of a string: the look-aheads, and what follows them. The
+    pattern itself if there are none there, or the rest of it has alternatives."""
+    pieces = _PIECES.findall(pattern)
+    found, at = [], 1
+    while pieces[:1] == ["^"] and pieces[at : at + 3] == ["(", "?", "="]:
+        end = _end_of_group(pieces, at)
+        if end is None or pieces[end : end + 1] in (["*"], ["+"], ["?"], ["{"]):
+            return [pattern]
+        found.append(f"^(?:{''.join(pieces[at + 3 : end - 1])})")
+        at = end
+    if not found or _has_alternatives(pieces[at:]):
+        return [pattern]
+    return [*found, f"^{''.join(pieces[at:])}"]
+
+
+def _end_of_group(pieces: list[str], start: int) -> int | None:
+    """The index behind a group that begins at `start`; None if it has no end."""
+    depth = 0
+    for index in range(start, len(pieces)):
+        depth += {"(": 1, ")": -1}.get(pieces[index], 0)
+        if depth == 0:
+            return index + 1
+    return None
+
+
+def _has_alternatives(pieces: list[str]) -> bool:
+    """Whether there is a `|` outside of all groups."""
+    depth = 0
+    for piece in pieces:
+        depth += {"(": 1, ")": -1}.get(piece, 0)
+        if piece == "|" and depth == 0:
+            return True
+    return False
 
 
 def _without_zero(pattern: str) -> str:

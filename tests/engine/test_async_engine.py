@@ -238,7 +238,7 @@ def test_an_id_is_free_with_the_last_output(engine: AsyncLLMEngine) -> None:
         ("x", {"structured_outputs": StructuredOutputsParams(regex="(a")}),
         ("x", {"structured_outputs": StructuredOutputsParams(regex="((a{99}){100}){100}")}),
         ("x", {"structured_outputs": StructuredOutputsParams(grammar="start: a")}),
-        ("x", {"structured_outputs": StructuredOutputsParams(json={"not": {}})}),
+        ("x", {"structured_outputs": StructuredOutputsParams(json={"not": {"type": "null"}})}),
     ],
 )
 def test_mistakes_are_those_of_llm(

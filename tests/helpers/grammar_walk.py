@@ -110,6 +110,11 @@ def _numbers(rng: Random, depth: int) -> dict[str, Any]:
     names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
     whole = rng.random() < 0.5
     found: dict[str, Any] = {}
+    if rng.random() < 0.1:
+        return {
+            "minimum": rng.choice((-1e30, -(2**63), -3.5)),
+            "maximum": 10.0 ** rng.randint(1, 40),
+        }
     for name in rng.sample(names, rng.randint(1, 2)):
         found[name] = rng.randint(-3, 12) if whole else rng.randint(-12, 48) / 4
     if rng.random() < 0.3:
@@ -123,7 +128,20 @@ def _strings(rng: Random, depth: int) -> dict[str, Any]:
         ({"minLength": least}, {"maxLength": least}, {"minLength": least, "maxLength": least + 2})
     )
     if rng.random() < 0.5:
-        patterns = ("^[a-c]*$", "x", "^a", "b$", r"\d", "^(a|b)*$", "[^a-z]", "^$|^ab", r"^\S+$")
+        patterns = (
+            "^[a-c]*$",
+            "x",
+            "^a",
+            "b$",
+            r"\d",
+            "^(a|b)*$",
+            "[^a-z]",
+            "^$|^ab",
+            r"^\S+$",
+            r"^(?=.*[ab])(?=[^\d]*\d)[a-c\d]{2,4}$",
+            "^(?=.{0,3}$)(?=a|b)",
+            "^(?=a)b|c",
+        )
         found["pattern"] = rng.choice(patterns)
     return found
 
@@ -138,9 +156,17 @@ def _objects(rng: Random, depth: int) -> dict[str, Any]:
     if rng.random() < 0.3:
         patterns = rng.choice((["^a"], ["b$"], ["^a", "^b"], ["é"], ["^.$"]))
         found["patternProperties"] = {one: random_keywords(rng, depth) for one in patterns}
+    if rng.random() < 0.1:
+        found["propertyNames"] = rng.choice(_NAME_RULES)
     if rng.random() < 0.3:
         found[rng.choice(("minProperties", "maxProperties"))] = rng.choice((0, 1, 1, 2))
     return found
+
+
+_NAME_RULES = (
+    {"enum": ["a", "b", "é"]}, {"$ref": "#/$defs/d"}, {"format": "date"}, {"pattern": "^a"},
+    {"minLength": 1, "maxLength": 2}, {"const": "ab", "title": "Name"}, True,
+)  # fmt: skip
 
 
 def _arrays(rng: Random, depth: int) -> dict[str, Any]:
@@ -162,6 +188,10 @@ def _values(rng: Random, depth: int) -> dict[str, Any]:
     return {"enum": rng.sample(values, rng.randint(1, 6))}
 
 
+def _nothing(rng: Random, depth: int) -> dict[str, Any]:
+    return {"not": rng.choice(({}, True, False, {"type": "null"}))}
+
+
 def _combined(rng: Random, depth: int) -> dict[str, Any]:
     match rng.choice(_COMBINING):
         case "$ref":
@@ -170,4 +200,5 @@ def _combined(rng: Random, depth: int) -> dict[str, Any]:
             return {name: [random_keywords(rng, depth) for _ in range(rng.randint(1, 3))]}
 
 
-_MAKERS = (_numbers, _strings, _objects, _objects, _arrays, _values, _combined, _combined)
+_MAKERS = (_numbers, _strings, _objects, _objects, _arrays, _values, _combined, _combined,
+           _nothing)  # fmt: skip

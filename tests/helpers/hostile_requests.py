@@ -156,7 +156,7 @@ _SCHEMAS: tuple[Any, ...] = (
     {"properties": []},
     {"required": "a"},
     {"oneOf": [{"type": "string"}] * 500},
-    {"not": {}},
+    {"not": {"type": "null"}},
     {"patternProperties": {"(": {}}},
     {"const": "\ud800"},
     {"type": "object", "minProperties": 10**6},

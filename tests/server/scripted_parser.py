@@ -31,6 +31,13 @@ AGENT: Script = (
 """Reasoning of two tokens, a content of two, a token without text, and two calls."""
 CUT: Script = ([Content("a")], [CallStart(0, "call_c", "f")], [CallArguments(0, '{"x": [1,')])
 """A message that ends inside the arguments of a call."""
+LEFT_OPEN: Script = (
+    [CallStart(0, "call_d", "f"), CallArguments(0, "{x")],
+    [Content("So.")],
+    [CallStart(1, "call_e", "f")],
+    [CallStart(2, "call_f", "f"), CallEnd(2)],
+)
+"""Calls that the model does not end, and what follows them."""
 
 
 class ScriptedParser:

@@ -34,6 +34,7 @@ OBJECT = {
 }
 CYCLE: dict[str, Any] = {}
 CYCLE["a"] = {"properties": CYCLE}
+NOT_NULL = {"not": {"type": "null"}}
 TAG: dict[str, Any] = {
     "structures": [{"begin": "<f=a>", "schema": OBJECT, "end": "</f>"}],
     "triggers": ["<f="],
@@ -222,7 +223,7 @@ def test_special_tokens_in_tags_are_tokens(compiler: GrammarCompiler) -> None:
             "json.properties.b.items.uniqueItems",
             "Unimplemented keys",
         ),
-        ({"json": {"anyOf": [{}, {"not": {}}]}}, "json.anyOf[1].not", "Unimplemented"),
+        ({"json": {"anyOf": [{}, NOT_NULL]}}, "json.anyOf[1].not", "Unimplemented"),
         ({"json": {"$defs": {"d": {"format": "poem"}}, "$ref": "#/$defs/d"}},
          "json", "Unknown format"),
         ({"json": {"type": "string", "format": "poem"}}, "json.format", "Unknown format"),
@@ -234,7 +235,7 @@ def test_special_tokens_in_tags_are_tokens(compiler: GrammarCompiler) -> None:
         ({"json": {"properties": {"a": {"$ref": "#/$defs/d"}},
             "$defs": {"d": {"items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}}},
          "json.$defs.d.items", "oneOf constraints are not supported"),
-        ({"json": {"properties": {"a": {"type": "object", "propertyNames": {"format": "date"}}}}},
+        ({"json": {"properties": {"a": {"type": "object", "propertyNames": {"format": "time"}}}}},
          "json.properties.a.propertyNames", "Unimplemented keys"),
         ({"json": {"items": {"exclusiveMinimum": 3.0, "maximum": 3.5}}},
          "json.items.exclusiveMinimum", "an excluded integer"),
@@ -274,10 +275,10 @@ def test_special_tokens_in_tags_are_tokens(compiler: GrammarCompiler) -> None:
         ({"structural_tag": "{"}, "structural_tag", "is not valid JSON"),
         ({"structural_tag": {"format": {"type": "or", "elements": [
             {"type": "const_string", "value": "a"},
-            {"type": "json_schema", "json_schema": {"properties": {"b": {"not": {}}}}}]}}},
+            {"type": "json_schema", "json_schema": {"properties": {"b": NOT_NULL}}}]}}},
          "structural_tag.format.elements[1].json_schema.properties.b.not", "Unimplemented"),
         ({"structural_tag": json.dumps(
-            {**TAG, "structures": [{"begin": "<f=a>", "schema": {"not": {}}, "end": "</f>"}]})},
+            {**TAG, "structures": [{"begin": "<f=a>", "schema": NOT_NULL, "end": "</f>"}]})},
          "structural_tag.structures[0].schema.not", "Unimplemented"),
         ({"structural_tag": {"format": {"type": "poem"}}}, "structural_tag.format.type", "one of"),
         ({"structural_tag": {"structures": [], "triggers": []}}, "structural_tag.structures", ""),
@@ -354,7 +355,7 @@ def test_short_schemas_and_known_constraints_are_written_quickly(tokenizer: Toke
         {"regex": "((a{99}){100}){100}"},
         {"regex": "(a"},
         {"grammar": "start: a"},
-        {"json": {"properties": {"a": {"not": {}}}}},
+        {"json": {"properties": {"a": NOT_NULL}}},
     ],
 )
 def test_an_unchecked_grammar_that_cannot_be_followed_allows_nothing(
@@ -426,7 +427,7 @@ def test_no_escape_hides_a_property_of_a_tool(compiler: GrammarCompiler) -> None
         ({"$defs": {"d": {"format": "poem"}}, "$ref": "#/$defs/d"}, "x.$defs.d.format", "Unknown"),
         ({"$defs": {"d": {"const": 2**60}}, "items": {}}, "x.$defs.d.const", "2**53"),
         ({"items": {"const": 2**60}}, "x.properties.a.items.const", "2**53"),
-        ({"items": {"not": {}}}, "x.properties.a.items.not", "Unimplemented"),
+        ({"items": NOT_NULL}, "x.properties.a.items.not", "Unimplemented"),
     ],
 )
 def test_the_place_in_a_schema_with_definitions_of_another(

@@ -26,6 +26,14 @@ ZOD_DURATION = (
     r"(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
 )
 
+ZOD_EMOJI = (
+    r"^(?=[\s\S]*[\p{Extended_Pictographic}\p{Regional_Indicator}\u20E3])"
+    r"[\p{Extended_Pictographic}\p{Emoji_Component}]+$"
+)
+PASSWORD = r"^(?=.*[A-Z)])(?=.*\d)[^\s]{4,}$"
+COLOR = {"$defs": {"Color": {"enum": ["red", 1], "type": "string", "title": "Color"}}}
+FLOAT32 = 3.4028234663852886e38
+
 
 def names(rule: Any, **more: Any) -> dict[str, Any]:
     return {
@@ -53,6 +61,13 @@ def compiler() -> GrammarCompiler:
         (names({"const": "a"}, required=["a"]), ['{"a":null}'], ["{}"]),
         (names({"pattern": "^x-"}), ['{"x-a":null}', "{}"], ['{"a":null}', '{"x-a":1}']),
         (names({"minLength": 1, "maxLength": 2}), ['{"ab":null}'], ['{"":null}', '{"abc":null}']),
+        (names({"$ref": "#/$defs/Color"}, **COLOR), ['{"red":null}', "{}"], ['{"blue":null}']),
+        (names({"format": "uuid"}), ['{"00000000-0000-0000-0000-00000000000A":null}'],
+         ['{"a":null}']),
+        (names({"format": "date"}), ['{"2024-02-29":null,"2023-12-31":null}'],
+         ['{"2023-02-29":null}', '{"1900-02-29":null}', '{"2023-04-31":null}']),
+        ({"type": "object", "properties": {"a": {"not": {}}}}, ["{}", '{"b":1}'], ['{"a":1}']),
+        ({"anyOf": [{"not": True}, {"type": "null", "not": False}]}, ["null"], ["1"]),
         ({"type": "array", "uniqueItems": False, "items": NULL}, ["[null,null]"], ["[1]"]),
         ({"type": "array", "uniqueItems": True, "maxItems": 1}, ["[1]"], ["[1,1]"]),
         ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False},
@@ -62,6 +77,10 @@ def compiler() -> GrammarCompiler:
         ({"type": "integer", "format": "int32", "minimum": 5}, ["5"], ["4"]),
         ({"type": "integer", "format": "int64"}, [str(2**63 - 1)], [str(2**63), "1" * 30]),
         ({"type": "integer", "minimum": -(2**63)}, ["-9223372036854774784"], [str(-(2**63) - 1)]),
+        ({"type": "integer", "minimum": -(2**70), "maximum": 2**70}, [str(2**63 - 1)], ["1" * 30]),
+        ({"type": "number", "minimum": -FLOAT32, "maximum": FLOAT32}, ["-1.5", str(2**53)],
+         [str(2**53 + 1), "1e39"]),
+        ({"maximum": 1e300}, ["1.5", '"a"'], [str(2**53 + 1)]),
         (string("uint64"), ['"18446744073709551615"'], ['"-1"']),
         (string("password"), ['"a b"'], ["1"]),
         (string("base64"), ['""', '"YQ=="'], ['"YQ="', '"a"']),
@@ -71,6 +90,10 @@ def compiler() -> GrammarCompiler:
         (string("includes", allOf=[{"pattern": "x"}]), ['"axa"'], ['"a"']),
         (string("email", pattern=ZOD_EMAIL), ['"a.b+c@d-e.org"'],
          ['"a..b@d.org"', '".a@d.org"', '"a.@d.org"', '"a@d"']),
+        (string("ipvanyaddress"), ['"1.2.3.4"', '"::1"'], ['"1.2.3"', '"a"']),
+        ({"type": "string", "pattern": PASSWORD}, ['"ab1A"', '"a)1b"'],
+         ['"abcA"', '"abc1"', '"A1"', '"A1 bc"']),
+        ({"pattern": "^(?=[^a]b)", "allOf": [{"maxLength": 3}]}, ['"cbd"'], ['"ab"', '"cbde"']),
         (string("duration", pattern=ZOD_DURATION), ['"P1Y2M3D"', '"PT1H"', '"P2W"'], ['"P"']),
     ],
 )  # fmt: skip
@@ -100,7 +123,12 @@ def test_outputs_of_mended_schemas(
         {"uniqueItems": True, "maxItems": 2},
         string("poem"),
         string("iri", pattern="^h"),
-        string("emoji", pattern="^(?=a)"),
+        string("emoji", pattern="^(?!a)"),
+        string("jwt"),
+        {"pattern": "^(?=a)b|c"},
+        {"pattern": "^(?=a)*b"},
+        {"pattern": "(?=a)b"},
+        names({"$ref": "#/$defs/Size"}),
     ],
 )
 def test_what_others_cannot_say_is_refused(
@@ -108,6 +136,40 @@ def test_what_others_cannot_say_is_refused(
 ) -> None:
     with pytest.raises(SamplingError):
         compiler.grammar(StructuredOutputsParams(json=schema))
+
+
+def test_emoji(compiler: GrammarCompiler) -> None:
+    """Python's own expressions, and so the validator, have no classes of this kind."""
+    for schema in (string("emoji", pattern=ZOD_EMOJI), {"type": "string", "pattern": ZOD_EMOJI}):
+        for text in ("😀", "👍🏽😀", "🇩🇪", "1\ufe0f\u20e3"):
+            assert takes(compiler, json.dumps(text, ensure_ascii=False), json=schema)
+        for text in ("", "1", "a", "😀a"):
+            assert not takes(compiler, json.dumps(text, ensure_ascii=False), json=schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "field"),
+    [
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"pattern": r"^a\d(?<!b)"}, "pattern"),
+        ({"$ref": "https://example.com/a.json"}, "$ref"),
+        ({"$ref": "#/$defs/no"}, "$ref"),
+        (string("jwt"), "format"),
+    ],
+)
+@pytest.mark.parametrize("place", ["", ".properties.b.anyOf[1]"])
+def test_the_keyword_is_named(
+    compiler: GrammarCompiler, schema: dict[str, Any], field: str, place: str
+) -> None:
+    whole = schema
+    if place:
+        plain = {"oneOf": [{"type": "string"}, {"type": "null"}]}
+        b = {"anyOf": [plain, schema]}
+        whole = {"type": "object", "properties": {"a": plain, "b": b}}
+    with pytest.raises(SamplingError) as raised:
+        compiler.grammar(StructuredOutputsParams(json=whole))
+    assert raised.value.field == f"json{place}.{field}"
+    assert raised.value.value == schema[field]
 
 
 def test_only_schemas_that_need_it_are_copied() -> None:

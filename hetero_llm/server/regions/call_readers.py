@@ -318,13 +318,11 @@ class CallReader:
                 write(source.take(text_end))
                 source.take(at + len(end))
                 return
+            # If the text ends here, its end is the beginning of the tag that was to come.
             whole = held_back(source.text, source.at, marks)
-            if source.ended:
-                write(source.take(len(source.text)))
-                raise TextEnded
             if whole > source.at:
                 write(source.take(whole))
-            yield
+            yield from more(source)
 
     # -- Python -------------------------------------------------------------------------------
 
@@ -386,10 +384,8 @@ class CallReader:
                 if found[0] not in self.format.opens:
                     source.take(found.end())
                 return
+            # If the text ends here, its end is the beginning of the marker that was to come.
             whole = held_back(source.text, source.at, ends) if ends else len(source.text)
-            if source.ended:
-                self.writer.arguments(space + source.take(len(source.text)))
-                raise TextEnded
             text = space + source.take(whole)
             bare = text.rstrip()
             space = text[len(bare) :]

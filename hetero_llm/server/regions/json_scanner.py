@@ -109,9 +109,17 @@ class JsonScanner:
         return at
 
     def finish(self) -> None:
-        """Ends the text: a number or a name that it ends with is complete."""
-        if self._word:
+        """Ends the text: a number or a name that it ends with is complete. Of a name that is not,
+        the beginning of JSON's name is left."""
+        if not self._word:
+            return
+        word, words = "".join(self._word), self._dialect.words
+        name = next((one for one in words if one.startswith(word) and one != word), None)
+        if name is None:
             self._end_word()
+        else:
+            self._word.clear()
+            self._out.append(words[name][: len(word)])
 
     def take(self) -> str:
         """The JSON of what was scanned since the last call."""

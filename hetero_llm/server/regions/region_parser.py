@@ -176,20 +176,23 @@ class _Regions:
         return (yield from self._calls_or_text(kind, bare=unusual))
 
     def _bare_calls(self) -> Reading[None]:
-        """Reads calls that stand without a marker where a region begins, if there are any."""
+        """Reads calls that stand without a marker where a region begins, if there are any: lists of
+        them may stand one behind another."""
         if self._tools is None or not self._tools.bare:
             return
-        source = self._source
-        source.keep()
-        try:
-            first = yield from skip_space(source)
-        except TextEnded:
-            self._writer.text(Content, source.kept(), may_end=False)
-            raise
-        if first in self._tools.bare:
-            yield from self._calls_or_text(Content, bare=True)
-        else:
-            self._writer.text(Content, source.kept(), may_end=True)
+        source, is_call, between = self._source, True, ""
+        while is_call:
+            source.keep()
+            try:
+                first = yield from skip_space(source, between)
+            except TextEnded:
+                self._writer.text(Content, source.kept(), may_end=False)
+                raise
+            is_call, between = first in self._tools.bare, ","
+            if is_call:
+                is_call = yield from self._calls_or_text(Content, bare=True)
+            else:
+                self._writer.text(Content, source.kept(), may_end=True)
 
     def _calls_or_text(self, kind: type[Content] | type[Reasoning], *, bare: bool) -> Reading[bool]:
         calls, source = self._calls, self._source
@@ -209,17 +212,26 @@ class _Regions:
         except TextEnded:
             if not calls.is_open:
                 left = source.kept() + source.take(len(source.text))
-                is_markup = any(one.startswith(left.strip()) for one in self._ends())
-                if not (calls.begun and is_markup):
+                if not (self._writer.num_calls and self._is_cut_markup(left)):
                     self._writer.text(Content if calls.begun else kind, left, may_end=True)
             raise
         self._writer.border()
         return True
 
+    def _is_cut_markup(self, left: str) -> bool:
+        """Whether the end of a text, behind a call, is markup of that call or the beginning of
+        another one."""
+        assert self._tools is not None
+        rest = left.strip()
+        opens = getattr(self._tools.body, "opens", "")
+        for one in (*self._ends(), *self._call_opens, opens):
+            rest = rest.removeprefix(one).lstrip()
+        return rest.startswith("{") or not re.search(r"\s", rest)
+
     def _ends(self) -> tuple[str, ...]:
         assert self._tools is not None
         body = self._tools.body
-        ends = [self._tools.closes, *(getattr(body, one, "") for one in ("closes", "tail"))]
+        ends = [*(getattr(body, one, "") for one in ("tail", "closes")), self._tools.closes]
         return tuple(one.strip() for one in ends if one.strip())
 
 

@@ -107,10 +107,7 @@ class OutputWriter:
 
     def finish(self, *, cut: bool) -> list[wire.Event]:
         """Ends the items that are open. `cut`: the message was cut off, not ended by the model."""
-        events = self._end_text(_INCOMPLETE if cut else _COMPLETED)
-        for index in tuple(self._calls):
-            events += self._end_call(self._calls.pop(index), _INCOMPLETE)
-        return events
+        return self._end_text(_INCOMPLETE if cut else _COMPLETED) + self._end_calls()
 
     # -- messages and reasoning ---------------------------------------------------------------
 
@@ -119,7 +116,7 @@ class OutputWriter:
     ) -> list[wire.Event]:
         events: list[wire.Event] = []
         if self._text is None or self._text.is_reasoning != is_reasoning:
-            events = self._end_text(_COMPLETED)
+            events = self._end_text(_COMPLETED) + self._end_calls()
             events += self._start_text(is_reasoning=is_reasoning)
         one = self._text
         assert one is not None
@@ -167,7 +164,7 @@ class OutputWriter:
     # -- calls --------------------------------------------------------------------------------
 
     def _start_call(self, number: int, call_id: str, name: str) -> list[wire.Event]:
-        events = self._end_text(_COMPLETED)
+        events = self._end_text(_COMPLETED) + self._end_calls()
         index = len(self._items)
         call = self._calls[number] = _OpenCall(self._id("fc", index), index, call_id, name)
         self._items.append(None)
@@ -177,6 +174,11 @@ class OutputWriter:
     def _write_arguments(self, call: _OpenCall, text: str) -> wire.Event:
         call.pieces.append(text)
         return wire.ArgumentsDelta(output_index=call.index, item_id=call.id, delta=text)
+
+    def _end_calls(self) -> list[wire.Event]:
+        """Ends calls that the model has left open: one item ends before the next one begins."""
+        found, self._calls = self._calls, {}
+        return [event for call in found.values() for event in self._end_call(call, _INCOMPLETE)]
 
     def _end_call(self, call: _OpenCall, status: str) -> list[wire.Event]:
         item = self._items[call.index] = call.item(status)

@@ -258,7 +258,10 @@ def json_schema(setup: Setup) -> None:
     equal("".join(pieces), setup.wanted["structure"])
     text = create(**guided_chat(setup, response_format={"type": "json_object"})).choices[0]
     assert isinstance(json.loads(text.message.content), dict)
-    bad = {"name": "s", "schema": {"type": "object", "properties": {"a": {"not": {}}}}}
+    bad = {
+        "name": "s",
+        "schema": {"type": "object", "properties": {"a": {"not": {"type": "null"}}}},
+    }
     with raises(openai.BadRequestError, "not") as caught:
         create(**{**body, "response_format": {"type": "json_schema", "json_schema": bad}})
     assert caught[0].param.endswith("properties.a.not"), caught[0].param

@@ -16,7 +16,7 @@ from hetero_llm.server.settings import ServerSettings
 from tests.helpers.time_limits import growing_limits
 from tests.server.endpoints.golden_files import check_golden, named_events
 from tests.server.fake_engine import EOS, FakeEngine
-from tests.server.scripted_parser import AGENT, CUT, use_script
+from tests.server.scripted_parser import AGENT, CUT, LEFT_OPEN, use_script
 from tests.server.serving import LIMIT, Served, raw_post, received, serving
 
 PATH = "/v1/responses"
@@ -143,6 +143,23 @@ def test_a_call_that_was_cut_off(
     message, call = found["output"]
     assert message["status"] == "completed" and message["content"][0]["text"] == "a"
     assert (call["status"], call["arguments"]) == ("incomplete", '{"x": [1,')
+
+
+def test_an_item_ends_before_the_next_one_begins(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_script(monkeypatch, LEFT_OPEN)
+    answer = server.post(PATH, {"input": "a b", "max_output_tokens": 4, "stream": True})
+    found = [json.loads(data) for _, data in named_events(answer.text)]
+    items = [one for one in found if one["type"].startswith("response.output_item")]
+    assert [one["output_index"] for one in items] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [one["item"]["status"] for one in items[1::2]] == [
+        "incomplete",
+        "completed",
+        "incomplete",
+        "completed",
+    ]
+    assert [one["item"] for one in items[1::2]] == found[-1]["response"]["output"]
 
 
 # streams

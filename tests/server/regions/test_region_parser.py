@@ -87,6 +87,20 @@ def test_tokens(case: dict[str, Any]) -> None:
     assert said(message_format, late, start=start, tokens=tokens.special).shown == by_one.shown
 
 
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_a_message_that_is_cut_off(case: dict[str, Any]) -> None:
+    """Arguments are as they came: markup that was to end them is no part of them."""
+    tokens, start = Tokens(of(case)), case.get("start", "content")
+    ids = tokens.encode(case["text"], spelled=case.get("spelled", False))
+    pieces = [(tokens.decode([one]), [one]) for one in ids]
+    for at in range(len(ids)):
+        cut = said(of(case), pieces[:at], start=start, tokens=tokens.special)
+        calls = case.get("calls", [])[: len(cut.calls)]
+        assert [name for name, _, _ in cut.calls] == [name for name, _, _ in calls], at
+        for (_, found, closed), (_, whole, ends) in zip(cut.calls, calls, strict=True):
+            assert whole.startswith(found) and closed <= ends, at
+
+
 # -- rules for all formats ------------------------------------------------------------------------
 
 
