@@ -261,6 +261,9 @@ MOE_SHAPES: dict[str, Config] = {
     },
 }
 
+ALL_SHAPES = {**MOE_SHAPES, **SHAPES}
+"""Of both kinds, by name."""
+
 _FIRST_PLAIN_ID = 3  # below are the special ids of the shapes with small vocabularies
 
 

@@ -32,6 +32,7 @@ _FIRST = (
     "scenarios/test_offload_ranks.py", "scenarios/test_pipeline_parallel.py",
     "scenarios/test_demo_text.py", "scenarios/test_lookahead.py",
     "scenarios/test_tensor_parallel.py", "gpu/kernels/test_linked_experts.py",
+    "scenarios/test_hybrid_ranks.py",
     "scenarios/test_engine_fuzz.py", "scenarios/test_drafts_beside.py",
     "gpu/kernels/test_collectives.py", "cpu/csrc/experts/test_exchange.py",
     "spec_decode/draft_model/test_worker_client.py", "spec_decode/draft_model/test_on_device.py",

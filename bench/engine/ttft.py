@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bench.generation import first_token_ms
-from bench.shapes import SHAPES, Prompts
+from bench.shapes import ALL_SHAPES, SHAPES, Prompts
 from hetero_llm import LLM
 
 LENGTHS = (1024, 4096, 16384, 32768)
@@ -72,4 +72,4 @@ def measure(llm: LLM, shape: str, lengths: list[int]) -> list[dict[str, Any]]:
 
 def context_for(shape: str, lengths: list[int]) -> int:
     """A max_model_len for the longest prompt that the shape can take, and a few tokens more."""
-    return min(SHAPES[shape]["max_position_embeddings"], max(lengths) + 2 * BLOCK)
+    return min(ALL_SHAPES[shape]["max_position_embeddings"], max(lengths) + 2 * BLOCK)

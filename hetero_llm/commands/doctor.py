@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_llm import __version__
 from hetero_llm.commands.console import Finish, held_files, write
+from hetero_llm.config.parallel_config import MAX_RANKS
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.cpu import ipex_version
 
@@ -469,6 +470,9 @@ def add_doctor(parser: argparse.ArgumentParser, finish: Finish) -> None:
     ):
         assumed.add_argument(flag, type=_number, help=text)
     assumed.add_argument("--quantization", "-q", help="as the engine's argument of this name")
+    assumed.add_argument(
+        "--tensor-parallel-size", "-tp", type=_count, help="as many of these GPUs share each layer"
+    )
     finish(parser, run_doctor)
 
 
@@ -479,11 +483,18 @@ def _number(text: str) -> float:
     return value
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"{text}: a number from 1 to {MAX_RANKS} is needed")
+    return value
+
+
 def run_doctor(options: argparse.Namespace) -> int:
     """Print the report; 0 if the engine can run on this machine, or the model, else 1."""
     if options.model is not None:
         return _predict(options)
-    for name in (*_RATES, *_SIZES, "quantization"):
+    for name in (*_RATES, *_SIZES, "quantization", "tensor_parallel_size"):
         if getattr(options, name) is not None:
             raise ConfigError(name, getattr(options, name), "is for a prediction: name a model")
     report = examine()
@@ -501,7 +512,8 @@ def _predict(options: argparse.Namespace) -> int:
     for name in _RATES:
         if getattr(options, name) == 0:
             raise ConfigError(name, 0, "must be more than 0")
-    sizes = predict.read_sizes(options.model, quantization=options.quantization)
+    ranks = options.tensor_parallel_size or 1
+    sizes = predict.read_sizes(options.model, quantization=options.quantization, ranks=ranks)
     given: dict[str, Any] = {
         name: None if (value := getattr(options, flag)) is None else value * 1e9
         for flag, name in _RATES.items()
@@ -543,6 +555,8 @@ def _prediction_sections(
             f"{shape.expert_bytes / 1e6:.2f} MB each, {gib(shape.total_bytes)} in all"
         )
     of_model["read by each step"] = f"{gib(sizes.read)} besides"
+    if sizes.ranks > 1:
+        of_model["these sizes"] = f"of the part of each of {sizes.ranks} GPUs"
     of_model["KV cache"] = f"{sizes.kv_token / 1024:.0f} KiB a token"
     rows = [
         ("GPU memory", "gpu_bytes", gib(rates.gpu_bytes)),

@@ -18,6 +18,7 @@ from hetero_llm.commands.machine_rates import Rates
 from hetero_llm.config.expert_config import ExpertConfig
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.expert_offload.plan import (
+    RANKS,
     ExpertPlan,
     ExpertShape,
     GpuMemory,
@@ -36,6 +37,9 @@ _PLAIN = WeightForm(8 * _ELEMENT)
 _STEP_BYTES = 2 * _GIB
 _UTILIZATION = 0.9
 _HANDOVER_S, _LAYER_S = 16e-6, 15e-6
+_SUMS_S = 4e-6
+"""Of a layer that several GPUs share: two sums, each with the norm behind it 1.8 us longer than
+that norm alone (`bench.kernels.collectives`, two H200)."""
 _CONTEXT = 1024
 BATCHES = (1, 8)
 
@@ -46,7 +50,8 @@ below what was reported of LRU caches (67% of an eighth, 81% of a quarter)."""
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Bytes of a model in memory, biases and scales included.
+    """Bytes of a model in memory, biases and scales included; of the part of each GPU, if several
+    share its layers.
 
     Attributes:
         experts: of the routed ones; None: the model has none.
@@ -56,6 +61,7 @@ class ModelSizes:
         unread: the embedding, of which a step reads a few rows, unless it is the head as well.
         kv_token: of the KV cache, for a token in all layers.
         note: how the weights are stored.
+        ranks: GPUs that share the layers.
     """
 
     experts: ExpertShape | None
@@ -65,6 +71,7 @@ class ModelSizes:
     unread: int
     kv_token: int
     note: str
+    ranks: int = 1
 
     @property
     def weights(self) -> int:
@@ -98,26 +105,29 @@ class Prediction:
     problem: str = ""
 
 
-def read_sizes(model: str, *, quantization: str | None = None) -> ModelSizes:
+def read_sizes(model: str, *, quantization: str | None = None, ranks: int = 1) -> ModelSizes:
     """Sizes of a model of a folder, a config.json or a hub id, of which that file alone is fetched.
+
+    Args:
+        ranks: GPUs that share its layers; the sizes are of the largest part.
 
     Raises:
         ModelLoadError: there is none, or the model is not supported.
-        ConfigError: `quantization` does not go with it.
+        ConfigError: `quantization` does not go with it, or as many GPUs cannot share it.
     """
     from hetero_llm.models.folders import download_snapshot, is_hub_id
 
     path = Path(model).expanduser()
     if path.is_dir():
-        return _sizes_of(path, quantization)
+        return _sizes_of(path, quantization, ranks)
     if path.is_file():
         with tempfile.TemporaryDirectory() as folder:
             _copy_config(path, Path(folder) / "config.json")
-            return _sizes_of(Path(folder), quantization)
+            return _sizes_of(Path(folder), quantization, ranks)
     if not is_hub_id(model):
         raise ModelLoadError(f"model={model!r}: no such folder or file")
     try:
-        return _sizes_of(download_snapshot(model, ("config.json",)), quantization)
+        return _sizes_of(download_snapshot(model, ("config.json",)), quantization, ranks)
     except ModelLoadError as error:
         raise ModelLoadError(f"model={model!r}: no such folder, and {error}") from error
 
@@ -130,15 +140,19 @@ def _copy_config(path: Path, to: Path) -> None:
     to.write_text(json.dumps(dict(read_json(path))), "utf-8")
 
 
-def _sizes_of(folder: Path, quantization: str | None) -> ModelSizes:
+def _sizes_of(folder: Path, quantization: str | None, ranks: int) -> ModelSizes:
     import torch
 
+    from hetero_llm.models.collectives import Rank
     from hetero_llm.models.experts import Experts, Router
     from hetero_llm.models.layers import Embedding, Linear
     from hetero_llm.models.read_config import load_model_config
     from hetero_llm.models.registry import model_class
+    from hetero_llm.models.sharding import check_ranks, sharded_config
 
     config = load_model_config(folder, quantization=quantization)
+    check_ranks(config, ranks)
+    config = sharded_config(config, Rank(0, ranks))
     form, linear, note = weight_forms(config)
     with torch.device("meta"):
         model: Any = model_class(config.architecture)(config)
@@ -166,6 +180,7 @@ def _sizes_of(folder: Path, quantization: str | None) -> ModelSizes:
         unread=0 if config.tie_word_embeddings else embedding,  # the head is counted
         kv_token=2 * config.num_layers * config.num_kv_heads * config.head_dim * _ELEMENT,
         note=note,
+        ranks=ranks,
     )
 
 
@@ -237,8 +252,17 @@ def _grouped(bits: object, group: object, scale_bytes: int) -> WeightForm | None
 
 
 def predict(sizes: ModelSizes, rates: Rates, config: ExpertConfig | None = None) -> Prediction:
-    """Places a model on a machine and predicts its decode speed."""
+    """Places a model on a machine and predicts its decode speed.
+
+    Args:
+        rates: of the whole machine, and of one of its GPUs.
+
+    Raises:
+        ConfigError: several GPUs are to share it, and there is none.
+    """
     kv = max(BATCHES) * 4 * _CONTEXT * sizes.kv_token
+    if sizes.ranks > 1 and not rates.gpu_bytes:
+        raise ConfigError(RANKS, sizes.ranks, "predictions of several ranks need GPUs")
     if not rates.gpu_bytes:
         short = sizes.weights + kv - rates.host_bytes
         if short > 0:
@@ -251,9 +275,9 @@ def predict(sizes: ModelSizes, rates: Rates, config: ExpertConfig | None = None)
             reason = f"{gib(-gpu.room)} too much: {gpu}; quantization='int4' or 'fp8' makes it less"
             return Prediction("on the GPU", None, (), reason)
         return Prediction("all on the GPU", None, _speeds(sizes, rates, 1.0))
-    host = HostMemory(rates.host_bytes)
+    ranks, host = sizes.ranks, HostMemory(rates.host_bytes // sizes.ranks)
     try:
-        plan = plan_experts(sizes.experts, config or ExpertConfig(), gpu, host)
+        plan = plan_experts(sizes.experts, config or ExpertConfig(), gpu, host, ranks=ranks)
     except ConfigError as error:
         return Prediction("neither GPU nor host memory", None, (), str(error))
     share = plan.slots / sizes.experts.count
@@ -293,10 +317,13 @@ def step_seconds(sizes: ModelSizes, rates: Rates, batch: int, hit: float) -> flo
         return (read + _experts_read(sizes, batch)) / rates.dram
     used = _experts_read(sizes, batch)
     seconds = read / rates.gpu + sizes.layers * _LAYER_S
+    if sizes.ranks > 1:
+        seconds += sizes.layers * _SUMS_S
     missed = used * (1.0 - hit)
     if sizes.experts is None or not missed:
         return seconds + used / rates.gpu
-    on_gpu, on_cpu = (used - missed) / rates.gpu, missed / rates.dram
+    # Each rank's threads read their slices with a share of the cores.
+    on_gpu, on_cpu = (used - missed) / rates.gpu, sizes.ranks * missed / rates.dram
     return seconds + max(on_gpu, on_cpu) + sizes.experts.num_layers * _HANDOVER_S
 
 
@@ -321,7 +348,8 @@ def assumptions() -> list[str]:
         "tokens choose experts independently; 'local': the bank holds 62% of the uses with a "
         "quarter of the experts, 82% with half, and half of that advantage with more sequences; "
         "'uniform': no more than its share, the worst case",
-        "a host with enough cores: bytes, not arithmetic, are the limit",
+        "a host with enough cores: bytes, not arithmetic, are the limit; GPUs that share layers "
+        f"divide its cores and memory, and take {_SUMS_S * 1e6:.0f} us a layer for sums",
     ]
 
 

@@ -180,9 +180,9 @@ HOST_EXPERTS = grouped(
     argument(
         "moe_expert_memory",
         "auto",
-        "GiB of the GPU's memory for the experts of a mixture; the others stay in host memory and "
-        "run on the CPU. 'auto': all of them if they fit beside the KV cache, else as many as do. "
-        "Not in TACO-LLM.",
+        "GiB of the GPU's memory (of each GPU's, with tensor_parallel_size) for the experts of a "
+        "mixture; the others stay in host memory and run on the CPU. 'auto': all of them if they "
+        "fit beside the KV cache, else as many as do. Not in TACO-LLM.",
         above=0,
         kind=Kind.AUTO_FLOAT,
     ),

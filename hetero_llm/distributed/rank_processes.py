@@ -38,6 +38,7 @@ from hetero_llm.distributed.step_codec import (
     FINISH_MESSAGE,
     StepMessage,
     moves_to_bytes,
+    promotions_to_bytes,
     step_to_bytes,
     transfer_to_bytes,
     value_to_bytes,
@@ -66,12 +67,14 @@ class RankProgram:
         environment: of the processes.
         shared_bytes: of zero-filled memory that all ranks share; 0: none.
         argument: that asks for ranks, which errors name, and its value; None: the number of ranks.
+        fault_bytes: of more such memory, for `RankProcesses.faults`; 0: none.
     """
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
     shared_bytes: int = 0
     argument: tuple[str, int] | None = None
+    fault_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,7 @@ class RankProcesses:
         store: descriptor for `process_group`.
         shared: descriptor of the memory that all ranks share, the same number in all of them; -1:
             there is none.
+        faults: the same of memory in which ranks say that what they have sent is garbage.
         pids: process ids of ranks 1 to size - 1.
 
     Raises:
@@ -185,7 +189,7 @@ class RankProcesses:
         weakref.finalize(self, self._holder.end)
         self._sockets: list[ControlSocket] = []
         argument = program.argument or ("tensor_parallel_size", size)
-        self.store = self.shared = -1
+        self.store = self.shared = self.faults = -1
         try:
             self._writer = StepWriter(size)
         except (RingError, OSError) as error:
@@ -194,6 +198,8 @@ class RankProcesses:
             self.store = create_store()
             if program.shared_bytes:
                 self.shared = allocate_shared(program.shared_bytes)
+            if program.fault_bytes:
+                self.faults = allocate_shared(program.fault_bytes)
             for rank in range(1, size):
                 self._start(rank, program)
         except (RingError, OSError) as error:
@@ -226,10 +232,15 @@ class RankProcesses:
                 subprocess.Popen(
                     [*program.command, *given.words()],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=(*given.descriptors, *([self.shared] if self.shared >= 0 else [])),
+                    pass_fds=(*given.descriptors, *self._memories),
                     env=dict(program.environment),
                 )
             )
+
+    @property
+    def _memories(self) -> list[int]:
+        """Descriptors of memory that all ranks share."""
+        return [fd for fd in (self.shared, self.faults) if fd >= 0]
 
     @property
     def has_failed(self) -> bool:
@@ -319,6 +330,14 @@ class RankProcesses:
             moves: [2, M] KV slots to read and to write.
         """
         self._announce(moves_to_bytes(moves))
+
+    def promote(self, rows: NDArray[np.int32]) -> None:
+        """Lets the ranks promote their parts of experts, as this process does.
+
+        Args:
+            rows: [P, 5] of `expert_offload.placement.promotions_to_rows`.
+        """
+        self._announce(promotions_to_bytes(rows))
 
     def open_adapter(self, request: LoRARequest) -> None:
         """Lets the ranks read an adapter, as this process has read it."""
@@ -438,7 +457,7 @@ class RankProcesses:
         self._writer.close()
         for control in self._sockets:
             control.close()
-        for fd in (self.store, self.shared):
+        for fd in (self.store, *self._memories):
             if fd >= 0:
                 os.close(fd)
 

@@ -31,6 +31,7 @@ class RankShare:
     abort: ends collectives that wait on the device for a peer that is dead; any thread calls it.
     leave: gives back what the collectives hold, and leaves the group of all ranks.
     link: to the neighbouring stages.
+    faults: descriptor of the memory in which ranks say that their numbers are garbage; -1: none.
     """
 
     collectives: Collectives
@@ -42,6 +43,7 @@ class RankShare:
     leave: Callable[[], None] = _nothing
     sequence: Collectives = ONE_RANK
     link: StageLink = NO_LINK
+    faults: int = -1
 
 
 ALONE_SHARE = RankShare(ONE_RANK, ALONE)

@@ -12,7 +12,8 @@
 
 A load or store of KV (`TransferOrder`) is such a row, too: kind, blocks N; then in eight bytes each
 transfer id, step, seconds, N host blocks and N blocks of the device. Moves of KV are kind, moves M,
-and then in eight bytes each M KV slots to read and M to write.
+and then in eight bytes each M KV slots to read and M to write. Promotions of experts are kind,
+promotions P, and then P rows of five numbers.
 
 A step of a batch that only decodes has no extras: nothing of it is looked at one by one. What else
 a step may have, admitted sequences above all, is in the extras in a plain form (`value_codec`).
@@ -60,11 +61,14 @@ class StepMessage(IntEnum):
     """Abort the load of the `TransferOrder` that follows, which has no blocks."""
     MOVE_KV = 9
     """Move the KV of tokens, in the stages before the last one."""
+    PROMOTE = 10
+    """Promote the experts that follow to the GPU's bank."""
 
 
 _LAUNCH = int(StepMessage.LAUNCH)
 _HEAD = struct.Struct("<8i")
 _HEAD_WORDS = 8
+_PROMOTION_WORDS = 5
 _TRANSFER = struct.Struct("<qqd")
 _FORM = ValueCodec(
     AdmittedSequence, SamplingParams, RequestOutputKind, Grammar, PromptLogprobSpan, AdapterLoad,
@@ -201,6 +205,19 @@ def moves_from_words(words: np.ndarray) -> NDArray[np.int64]:
     count = int(words[1])
     data = words[_HEAD_WORDS:].tobytes()
     return np.frombuffer(data, np.int64, 2 * count).reshape(2, count)
+
+
+def promotions_to_bytes(rows: NDArray[np.int32]) -> bytes:
+    """The message PROMOTE. `rows`: [P, 5], see `expert_offload.placement.promotions_to_rows`."""
+    assert rows.dtype == np.int32 and rows.shape[1] == _PROMOTION_WORDS
+    return _HEAD.pack(StepMessage.PROMOTE, len(rows), 0, 0, 0, -1, 0, 0) + rows.tobytes()
+
+
+def promotions_from_words(words: np.ndarray) -> NDArray[np.int32]:
+    """The rows of such a message, given as in `step_from_words`; a copy."""
+    count = int(words[1])
+    rows = words[_HEAD_WORDS : _HEAD_WORDS + _PROMOTION_WORDS * count]
+    return rows.reshape(count, _PROMOTION_WORDS).copy()
 
 
 def message_kind(words: np.ndarray) -> int:

@@ -7,6 +7,7 @@ copies, the API's process) share the others.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_llm.config.engine_config import EngineConfig
@@ -113,6 +114,40 @@ def deal_cores(
 def deal_to_engine(cpus: tuple[int, ...]) -> CorePlan:
     """All cores for the engine of a GPU target with a KV copy thread and no draft worker."""
     return CorePlan(cpus, (), shared=False, copy=_copy_core(cpus))
+
+
+def deal_to_ranks(
+    cpus: Sequence[int], homes: Sequence[int | None], node_of: Mapping[int, int]
+) -> tuple[tuple[int, ...], ...]:
+    """Divides cores between ranks: all get as many, since the slowest one counts, and as many as
+    possible of the NUMA node at which their GPU sits.
+
+    Args:
+        cpus: one of each core; those of a node follow each other.
+        homes: the node of each rank's GPU; None: unknown.
+        node_of: the node of each of the CPUs, as far as it is known.
+
+    Returns:
+        For each rank its CPUs in the order of `cpus`. With fewer cores than ranks all have all.
+    """
+    each = len(cpus) // len(homes)
+    if not each:
+        return (tuple(cpus),) * len(homes)
+    left = list(cpus)
+    dealt: list[list[int]] = [[] for _ in homes]
+    for _ in range(each):  # in turn, so that ranks at one node get as many of its cores
+        for own, home in zip(dealt, homes, strict=True):
+            near = (cpu for cpu in left if home is not None and node_of.get(cpu) == home)
+            cpu = next(near, None)
+            if cpu is not None:
+                own.append(cpu)
+                left.remove(cpu)
+    for own in dealt:
+        missing = each - len(own)
+        own += left[:missing]
+        del left[:missing]
+    order = {cpu: place for place, cpu in enumerate(cpus)}
+    return tuple(tuple(sorted(own, key=order.__getitem__)) for own in dealt)
 
 
 def _copy_core(engine: tuple[int, ...]) -> int:

@@ -33,11 +33,9 @@ from hetero_llm.engine.builders.build_draft_worker import (
 )
 from hetero_llm.engine.builders.build_drafter import make_drafter
 from hetero_llm.engine.builders.build_experts import (
-    ExpertChoice,
-    OpenMemory,
     choose_experts,
     open_experts,
-    open_memory,
+    open_memory_near,
     own_cores,
 )
 from hetero_llm.engine.builders.build_host_tier import (
@@ -71,7 +69,6 @@ from hetero_llm.engine.builders.build_runner import (
     check_context,
     runs_on_torch,
 )
-from hetero_llm.engine.builders.expert_store import ExpertMemory
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.inputs.default_sampling import default_sampling
 from hetero_llm.engine.inputs.images import ImageInputs, open_images
@@ -347,10 +344,14 @@ def _join(
     dtype_name = str(dtype).removeprefix("torch.")
     native = native_backend(config, model_config, dtype, device)
     backend = backend_name(config, device, native=native is not None)
+    rank = ranks.share.collectives.rank
     chosen = choose_experts(
-        config, inputs.folder, model_config, inputs.scheduler, dtype=dtype, device=device
+        *(config, inputs.folder, model_config, inputs.scheduler),
+        dtype=dtype,
+        device=device,
+        share=ranks.share,
     )
-    opened = None if chosen is None else _expert_memory(chosen, dtype, device)
+    opened = None if chosen is None else open_memory_near(chosen, rank, dtype=dtype, device=device)
     model, served = load_weights(
         config,
         inputs.folder,
@@ -368,10 +369,15 @@ def _join(
     experts = None
     if chosen is not None and opened is not None:
         experts = open_experts(
-            *(chosen, config, model, inputs.scheduler), opened=opened, dtype=dtype, device=device
+            *(chosen, config, model, inputs.scheduler),
+            opened=opened,
+            dtype=dtype,
+            device=device,
+            share=ranks.share,
         )
+        ranks.share_experts(experts)  # before the profile run, which may promote some
     device_draft = None if drafter is not None else _load_device_draft(config, inputs, backend)
-    own_config = sharded_config(model_config, ranks.share.collectives.rank)
+    own_config = sharded_config(model_config, rank)
     shape = cache_shape(config, own_config, dtype, device)
     events = inputs.events
     host = open_host_memory(
@@ -399,7 +405,7 @@ def _join(
         )
     _set_step_times(drafter, runner, experts, launches_ahead=device.type != "cpu")
     if experts is not None:
-        own_cores(experts, config)
+        own_cores(experts, config, rank)
     times = step_times(model_config, num_parameters)
     tier = None if host is None else host.join(built.cache, times)
     offload = None if tier is None or host is None else host
@@ -641,13 +647,6 @@ def _check_offload(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError(
             "cpu_offload_gb", wanted, "cannot be combined with batch_invariant: use one of them"
         )
-
-
-def _expert_memory(chosen: ExpertChoice, dtype: torch.dtype, device: torch.device) -> OpenMemory:
-    from hetero_llm.utils.numa import numa_node
-
-    memory = ExpertMemory(node=numa_node(device.index or 0))
-    return open_memory(chosen, memory, dtype=dtype, device=device)
 
 
 def _check_no_adapters(config: EngineConfig) -> None:

@@ -13,6 +13,7 @@ from hetero_llm.core.errors import ConfigError
 
 Mode = Literal["inclusive", "exclusive", "resident"]
 
+RANKS = "tensor_parallel_size"
 MEMORY, CPU, UTILIZATION = "moe_expert_memory", "moe_cpu_experts", "gpu_memory_utilization"
 _GIB = 1 << 30
 MOST_SPARES = 16
@@ -158,18 +159,24 @@ class ExpertPlan:
 
 
 def plan_experts(
-    shape: ExpertShape, config: ExpertConfig, gpu: GpuMemory, host: HostMemory
+    shape: ExpertShape, config: ExpertConfig, gpu: GpuMemory, host: HostMemory, *, ranks: int = 1
 ) -> ExpertPlan:
-    """Fits the experts into the GPU's bank and host memory.
+    """Fits the experts into the GPU's bank and host memory: of one rank, if several share layers.
 
     All of them are resident if the GPU has room beside the KV cache; else the bank is as large as
     possible, or as large as `config` says. Host memory holds all experts where it can, since a
     promotion then copies in one direction only.
 
+    Args:
+        shape, gpu, host: of each rank; slices of all experts, its GPU, its share of host memory.
+        ranks: how many there are. Several do not exchange experts with the host, which holds all.
+
     Raises:
         ConfigError: the experts do not fit at all, or not as the arguments say; names the argument
             to change.
     """
+    if ranks > 1:
+        return _plan_of_rank(shape, config, gpu, host, ranks)
     room = gpu.room
     if room < 0:
         wanted = _gib(-room)
@@ -186,6 +193,24 @@ def plan_experts(
     if found.slots and found.host_bytes + loading_bytes(shape) <= host.room:
         return found
     raise _no_host_room(shape, config, gpu, host, slots)
+
+
+def _plan_of_rank(
+    shape: ExpertShape, config: ExpertConfig, gpu: GpuMemory, host: HostMemory, ranks: int
+) -> ExpertPlan:
+    try:
+        plan = plan_experts(shape, config, gpu, host)
+    except ConfigError as error:
+        reason = f"of each of {ranks} ranks: {error.reason}"
+        raise ConfigError(error.field, error.value, reason) from error
+    if plan.mode == "exclusive":
+        reason = (
+            f"all experts have {_gib(ranks * shape.total_bytes)}, and host memory has room for "
+            f"{_gib(ranks * host.room)}: several ranks need all of them there; take a checkpoint "
+            "of fewer bits, or one GPU, which exchanges experts with the host"
+        )
+        raise ConfigError(RANKS, ranks, reason)
+    return plan
 
 
 def loading_bytes(shape: ExpertShape) -> int:

@@ -20,10 +20,14 @@ Where host memory does not hold all experts (`bridge.host_places`), the two expe
    the host, the new expert's place is free.
 
 So at every moment each expert is whole where the table of a step says that it is.
+
+Of several ranks one chooses, since a layer is as late as the slowest of them: it announces its
+promotions, and the others begin each as soon as the slot is free of the one before (`order`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -123,6 +127,35 @@ class FixedPlacement:
         raise AssertionError("nothing was promoted")
 
 
+class OrderedPlacement(FixedPlacement):
+    """Chooses nothing itself: `ExpertMoves.order` brings what another rank has chosen."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        super().__init__(table)
+        self._ordered: deque[Promotion] = deque()
+        self._moving: dict[int, tuple[int, int]] = {}
+
+    def order(self, promotions: Sequence[Promotion]) -> None:
+        """See `ExpertMoves.order`."""
+        self._ordered.extend(promotions)
+
+    def take(self) -> list[Promotion]:
+        """Takes the slots of those that may begin now from their owners."""
+        taken: list[Promotion] = []
+        while self._ordered and self._ordered[0].slot not in self._moving:
+            one = self._ordered.popleft()
+            if one.evicted is not None:
+                assert self.table[one.evicted] == one.slot
+                self.table[one.evicted] = ON_HOST
+            self._moving[one.slot] = (one.layer, one.expert)
+            taken.append(one)
+        return taken
+
+    def finish(self, slot: int) -> None:
+        """See `Placement`."""
+        self.table[self._moving.pop(slot)] = slot
+
+
 class Copies(Protocol):
     """Where slots are written and saved, beside the stream of the steps."""
 
@@ -199,13 +232,15 @@ class ExpertMoves:
 
     Args:
         bank: filled as the placement says.
-        placement: chooses promotions.
+        placement: chooses promotions; an `OrderedPlacement`: `order` brings them.
         copies: where slots are written.
         most_changes: of the table by one kernel; a power of two.
 
     Attributes:
         placement: see Args.
         num_promoted: promotions that have ended.
+        announce: called with promotions that the placement has chosen; set where there are other
+            ranks.
     """
 
     def __init__(
@@ -218,6 +253,7 @@ class ExpertMoves:
     ) -> None:
         self.placement = placement
         self.num_promoted = 0
+        self.announce: Callable[[Sequence[Promotion]], None] = do_nothing
         self._bank = bank
         self._places = bank.host.places
         self._copies = copies
@@ -251,11 +287,21 @@ class ExpertMoves:
                 self._start_copies()
         if chooses:
             self._promote(link_is_busy)
+        if isinstance(self.placement, OrderedPlacement):
+            for one in self.placement.take():
+                self._begin(one)
         if self._moved and self._bank.places is not None:
             self._write(self._bank.places, self._moved)
         if self._changes:
             self._write(self._bank.table, self._changes)
         self._launched += 1
+
+    def order(self, promotions: Sequence[Promotion]) -> None:
+        """Promotes what another rank, which began with the same table, has announced. Each begins
+        at the launch of a step, in their order; one whose slot is still moving lets all behind it
+        wait, so a rank whose copies are late goes through the same tables."""
+        assert isinstance(self.placement, OrderedPlacement) and self._places is None
+        self.placement.order(promotions)
 
     def finished(self) -> None:
         """Called when the step that was launched first of those unfinished has finished."""
@@ -310,15 +356,21 @@ class ExpertMoves:
             movable[[move.slot for move in self._moves]] = False
             most = self._places.num_free
             chosen = self.placement.choose(movable, loads_wait=loads_wait, most=most)
+        if chosen:
+            self.announce(chosen)
         for one in chosen:
-            move = _Move(one.layer, one.expert, one.slot, one.evicted, _CLEARED, self._launched)
-            self._moves.append(move)
-            if one.evicted is None:
-                continue
-            if self._places is None:
-                self._change(*one.evicted, ON_HOST)
-            else:
-                move.phase, move.place = _SAVE, self._places.begin(*one.evicted)
+            self._begin(one)
+
+    def _begin(self, one: Promotion) -> None:
+        """A promotion whose slot has been taken."""
+        move = _Move(one.layer, one.expert, one.slot, one.evicted, _CLEARED, self._launched)
+        self._moves.append(move)
+        if one.evicted is None:
+            return
+        if self._places is None:
+            self._change(*one.evicted, ON_HOST)
+        else:
+            move.phase, move.place = _SAVE, self._places.begin(*one.evicted)
 
     def _change(self, layer: int, expert: int, slot: int) -> None:
         self._changes[self._number(layer, expert)] = slot

@@ -44,6 +44,8 @@ Routes = tuple[Tensor, Tensor, Tensor]
 """x, ids and weights of tokens."""
 Timer = Callable[[Callable[[], None], Callable[[], None]], float]
 """Seconds of a run; called with it, and with what wakes the threads ahead of it."""
+Agree = Callable[[float], float]
+"""The seconds on which all ranks agree, given those that this one has measured."""
 
 _READINGS = 4
 """Readings of the counters that may be under way at once."""
@@ -174,6 +176,11 @@ class LinkedTimes:
     one_miss: dict[LinkPart, float]
 
 
+def own(seconds: float) -> float:
+    """The `Agree` of one rank."""
+    return seconds
+
+
 def draw_experts(table: Tensor, rows: int, k: int, *, one_miss: bool = False) -> Tensor:
     """Experts of tokens that choose at random.
 
@@ -245,6 +252,9 @@ class HybridExperts:
         most_rows: may be lowered before steps are captured; `measure_most_rows`.
         bank, exchange, moves, activation, wake: see Args.
         measured: of `measure_most_rows`; None before.
+        agree: about what is measured; set before, where there are other ranks.
+        errors: [ranks] int32: not 0 of a rank whose threads have not answered; of this one alone
+            unless it is set.
     """
 
     def __init__(
@@ -266,7 +276,8 @@ class HybridExperts:
         self.exchange = exchange
         self.measured: LaneTimes | None = None
         self._streams = streams
-        self._errors = exchange.errors.numpy()
+        self.agree: Agree = own
+        self.errors = exchange.errors.numpy()
         self._hits = HitReader(bank.hits)
         self.wake = wake
         self._clock = clock
@@ -341,10 +352,11 @@ class HybridExperts:
             RuntimeError: the threads have not answered in time, or have stopped.
         """
         self.moves.finished()
-        if self._errors[0]:
+        if self.errors.any():
+            of_rank = f" of rank {int(self.errors.argmax())}" if len(self.errors) > 1 else ""
             raise RuntimeError(
-                "the CPU threads that compute experts have stopped, or did not answer a step in "
-                "time: its tokens are wrong"
+                f"the CPU threads that compute experts{of_rank} have stopped, or did not answer a "
+                "step in time: its tokens are wrong"
             )
 
     # -- the layers' side -----------------------------------------------------------------------
@@ -457,15 +469,15 @@ class HybridExperts:
             self.wake()
             return partial(self._run_alone, [(layer, self._routes(layer, rows))])
 
-        link = _seconds(partial(self._streams.copy_alone, layer))
+        link = self.agree(_seconds(partial(self._streams.copy_alone, layer)))
         threads: dict[int, float] = {}
         most = candidates[0]
         for rows in candidates:
-            threads[rows] = _seconds(ask(rows))
+            threads[rows] = self.agree(_seconds(ask(rows)))
             if threads[rows] > link:
                 break
             most = rows
-        slowdown = self._time_beside(layer, ask(most)) / threads[most]
+        slowdown = self.agree(self._time_beside(layer, ask(most))) / threads[most]
         self.most_rows = min(most, limit)
         bank.hits.zero_()
         self.measured = LaneTimes(link, threads, slowdown)
@@ -529,7 +541,8 @@ class HybridExperts:
         found = {}
         for part in parts:
             self.use_link({rows: part})
-            found[part] = timer(partial(self._run_alone, exchanges), self.wake) / count
+            seconds = timer(partial(self._run_alone, exchanges), self.wake) / count
+            found[part] = self.agree(seconds)
         return found
 
     def _time_beside(self, layer: int, run: Callable[[], None]) -> float:

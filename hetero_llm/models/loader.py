@@ -145,7 +145,7 @@ def load_model(
     with default_dtype(dtype), torch.device(device), context as weights:
         model = _build(build, own_config)
     if expert_memory is not None:
-        assert rank.is_whole, "ranks have no experts in host memory"
+        assert rank.is_whole or not isinstance(expert_memory, SettlingMemory)
         place_experts(weights, blueprint.plans, expert_memory)
     settles = {} if expert_memory is None else _settles(weights, blueprint.plans)
     model.eval().requires_grad_(False)
@@ -391,14 +391,19 @@ def expert_sizes(
     dtype: torch.dtype,
     load_format: str = "auto",
     allow_pickle: bool = False,
+    rank: Rank = ONE_RANK.rank,
 ) -> ExpertSizes:
-    """Sizes of what `load_model` will make. Arguments and errors are those of `load_model`."""
+    """Sizes of what `load_model` will make. Arguments and errors are those of `load_model`.
+
+    Args:
+        rank: whose part of the weights counts; of one stage.
+    """
     if isinstance(config, TransformersConfig):
         return ExpertSizes(0, 0, 0, 0)
-    with default_dtype(dtype), torch.device("meta"), weights_of() as weights:
-        model = model_class(config.architecture)(config)
+    model, weights = _without_memory(sharded_config(config, rank), dtype)
+    own = [weight.parameter for weight in weights]
     layers = [module for module in model.modules() if isinstance(module, Experts)]
-    sizes = [weight.parameter.nbytes for weight in weights]
+    sizes = [parameter.nbytes for parameter in own]
     total = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     rest = total - sum(sizes)
     if not layers:
@@ -406,14 +411,16 @@ def expert_sizes(
     wanted, online = checkpoint_format(config, folder), config.online_quantization
     if load_format != "dummy" and wanted is not None:
         files = find_weight_files(folder, load_format, allow_pickle=allow_pickle, keep_blocks=True)
+        if rank.size > 1:  # files have whole weights
+            model, weights = _without_memory(config, dtype)
         for place, size in _planned_bytes(folder, model, weights, files, wanted).items():
-            sizes[place] = size
+            sizes[place] = size * own[place].numel() // weights[place].parameter.numel()
     elif online is not None:
-        sizes = [int(w.parameter.numel() * ONLINE_BYTES[online]) for w in weights]
+        sizes = [int(parameter.numel() * ONLINE_BYTES[online]) for parameter in own]
     elif wanted is not None:  # random weights of MXFP4: 4 bits, and a scale of 16 for 32 numbers
         for place, weight in enumerate(weights):
             if isinstance(weight.layer, Experts):
-                sizes[place] = weight.parameter.numel() * 9 // 16
+                sizes[place] = own[place].numel() * 9 // 16
     experts = sum(
         size
         for size, weight in zip(sizes, weights, strict=True)
@@ -425,6 +432,13 @@ def expert_sizes(
     # Of the types that weights have, the largest whose numbers are no more than there are bytes.
     data = next(n for n in (numbers * dtype.itemsize, numbers, numbers // 2, 0) if n <= each)
     return ExpertSizes(len(layers), count, each, rest + sum(sizes) - experts, each - data)
+
+
+def _without_memory(config: ModelConfig, dtype: torch.dtype) -> tuple[CausalLM, list[LayerWeight]]:
+    """A model on torch's "meta" device, and its weights in the order in which it makes them."""
+    with default_dtype(dtype), torch.device("meta"), weights_of() as weights:
+        model = model_class(config.architecture)(config)
+    return model, weights
 
 
 def _check_sizes(folder: Path, config: ModelConfig, files: tuple[WeightFile, ...]) -> None:

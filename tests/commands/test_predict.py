@@ -206,6 +206,33 @@ def test_experts_on_both(tmp_path: Path) -> None:
     assert 1 / one.uniform == pytest.approx(missed / 100e9 + rest)
 
 
+def test_gpus_that_share_layers(tmp_path: Path) -> None:
+    """Two of them: each has half of every expert and of host memory, and its threads half of the
+    cores' rate."""
+    whole = sizes_of(tmp_path, "Qwen3-235B-A22B")
+    half = read_sizes(str(tmp_path), ranks=2)
+    assert whole.experts is not None and half.experts is not None
+    assert half.experts.expert_bytes == whole.experts.expert_bytes // 2
+    assert half.kv_token == whole.kv_token // 2 and half.read < 0.6 * whole.read
+    host = replace(RATES, host_bytes=460 * GIB)
+    found = predict(half, host)
+    assert found.plan is not None and found.plan.mode == "inclusive"
+    assert found.plan.host_bytes == whole.experts.total_bytes // 2
+    one = predict(whole, host)
+    assert one.plan is not None and found.plan.slots > 2 * one.plan.slots
+    # Batch 1, nothing in the bank: 94 x 8 halves of experts at half of the rate.
+    missed = 94 * 8 * half.experts.expert_bytes
+    rest = (half.read + 1024 * half.kv_token) / 4e12 + 94 * (15e-6 + 16e-6 + 4e-6)
+    assert step_seconds(half, host, 1, 0.0) == pytest.approx(missed / 50e9 + rest)
+    short = predict(half, replace(host, host_bytes=380 * GIB))
+    assert "several ranks need all of them there" in short.problem
+    assert "of each of 2 ranks" in predict(half, replace(host, host_bytes=10 * GIB)).problem
+    with pytest.raises(ConfigError, match="need GPUs"):
+        predict(half, ALONE)
+    with pytest.raises(ConfigError, match="does not divide the 64 attention heads"):
+        read_sizes(str(tmp_path), ranks=3)
+
+
 def test_all_experts_on_the_cpu(tmp_path: Path) -> None:
     sizes = sizes_of(tmp_path, "Mixtral-8x7B")
     found = predict(sizes, RATES, ExpertConfig(cpu_experts="all"))
@@ -247,6 +274,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
                   "tokens/s, uniform to local use", "Assumptions"):  # fmt: skip
         assert words in text, words
     assert text.endswith("It fits.\n")
+    assert cli.main(["doctor", str(tmp_path), *ASSUMED, "-tp", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "of the part of each of 2 GPUs" in text and "all 256 experts on the GPU" in text
     assert cli.main(["doctor", str(tmp_path), *ASSUMED, "--host-memory", "1"]) == 1
     assert "It does not fit: moe_expert_memory" in capsys.readouterr().out
 
@@ -271,5 +301,7 @@ def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.main(["doctor", str(tmp_path / "none")]) == 2
     with pytest.raises(ConfigError, match="one of fp8"):
         read_sizes(str(tmp_path), quantization="fp9")
-    with pytest.raises(SystemExit):
-        cli.main(["doctor", str(tmp_path), "--dram-rate", "-1"])
+    assert cli.main(["doctor", "--tensor-parallel-size", "2"]) == 2
+    for words in (["--dram-rate", "-1"], ["-tp", "0"], ["-tp", "65"]):
+        with pytest.raises(SystemExit):
+            cli.main(["doctor", str(tmp_path), *words])

@@ -50,11 +50,17 @@ STEP = SchedulerOutput(
 
 @contextmanager
 def ranks(
-    size: int, code: str, abort: Callable[[], None] = lambda: None, *, shared_bytes: int = 0
+    size: int,
+    code: str,
+    abort: Callable[[], None] = lambda: None,
+    *,
+    shared_bytes: int = 0,
+    fault_bytes: int = 0,
 ) -> Iterator[RankProcesses]:
     command = (sys.executable, "-c", BEGIN + textwrap.dedent(code))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    started = RankProcesses(size, RankProgram(command, environment, shared_bytes), abort)
+    program = RankProgram(command, environment, shared_bytes, fault_bytes=fault_bytes)
+    started = RankProcesses(size, program, abort)
     try:
         yield started
     finally:
@@ -95,19 +101,23 @@ def test_the_settings_arrive() -> None:
 def test_memory_that_all_ranks_share() -> None:
     code = """
     import os
-    os.pwrite(int(control.receive_bytes()), str(given.rank).encode(), given.rank)
+    for fd in control.receive_bytes().split():
+        os.pwrite(int(fd), str(given.rank).encode(), given.rank)
     control.send(RankReached("written"))
     """
-    with ranks(3, textwrap.dedent(code) + WAIT_FOR_THE_END, shared_bytes=4096) as processes:
-        fd = processes.shared
-        assert os.fstat(fd).st_size == 4096 and os.pread(fd, 4096, 0) == bytes(4096)
-        processes.send_settings(str(fd).encode())
+    code = textwrap.dedent(code) + WAIT_FOR_THE_END
+    with ranks(3, code, shared_bytes=4096, fault_bytes=8192) as processes:
+        memories = {processes.shared: 4096, processes.faults: 8192}
+        for fd, size in memories.items():
+            assert os.fstat(fd).st_size == size and os.pread(fd, size, 0) == bytes(size)
+        processes.send_settings(" ".join(map(str, memories)).encode())
         processes.wait_for("written")
-        assert os.pread(fd, 4, 0) == b"\x0012\x00"
-    with pytest.raises(OSError):
-        os.fstat(fd)
+        assert all(os.pread(fd, 4, 0) == b"\x0012\x00" for fd in memories)
+    for fd in memories:
+        with pytest.raises(OSError):
+            os.fstat(fd)
     with ranks(2, WAIT_FOR_THE_END) as processes:
-        assert processes.shared == -1
+        assert processes.shared == processes.faults == -1
 
 
 def test_a_start_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from hetero_llm.distributed.step_codec import (
     message_kind,
     moves_from_words,
     moves_to_bytes,
+    promotions_from_words,
+    promotions_to_bytes,
     step_from_words,
     step_to_bytes,
     transfer_from_words,
@@ -138,3 +140,11 @@ def test_moves_of_kv() -> None:
     words = np.frombuffer(moves_to_bytes(moves), np.int32)
     assert message_kind(words) == StepMessage.MOVE_KV
     assert np.array_equal(moves_from_words(words), moves)
+
+
+def test_promotions_of_experts() -> None:
+    for rows in (np.zeros((0, 5), np.int32), np.arange(-1, 14, dtype=np.int32).reshape(3, 5)):
+        words = np.frombuffer(promotions_to_bytes(rows), np.int32)
+        assert message_kind(words) == StepMessage.PROMOTE
+        read = promotions_from_words(words)
+        assert np.array_equal(read, rows) and read.base is not words

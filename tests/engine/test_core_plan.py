@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_llm.core.errors import ConfigError
-from hetero_llm.engine.core_plan import CorePlan, deal_cores, deal_to_engine
+from hetero_llm.engine.core_plan import CorePlan, deal_cores, deal_to_engine, deal_to_ranks
 
 
 def deal(count: int, **given: Any) -> CorePlan:
@@ -94,3 +94,26 @@ def test_words() -> None:
     cpus = (0, 2, 3, 9, 1, 20)
     plan = deal_cores(cpus, target_on_cpu=False, draft_threads=2)
     assert plan.words() == "engine 0,2-3,9, draft worker 1,20"
+
+
+NODES = {cpu: cpu // 8 for cpu in range(16)}  # two of eight cores
+
+
+@pytest.mark.parametrize(
+    ("cpus", "homes", "expected"),
+    [
+        (range(16), (0, 1), (range(8), range(8, 16))),
+        (range(16), (1, 0), (range(8, 16), range(8))),
+        # Both at one node: each gets half of its cores, then some of the others.
+        (range(16), (1, 1), ((0, 1, 2, 3, 8, 10, 12, 14), (4, 5, 6, 7, 9, 11, 13, 15))),
+        (range(12), (0, 0), ((0, 2, 4, 6, 8, 9), (1, 3, 5, 7, 10, 11))),
+        # Unknown, as on a machine of one node.
+        (range(16), (None, None), (range(8), range(8, 16))),
+        (range(5), (None, None), ((0, 1), (2, 3))),
+        (range(16), (0, 0, 1, 1), ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))),
+        ((3,), (0, 1), ((3,), (3,))),
+    ],
+)
+def test_ranks_divide_cores(cpus: Any, homes: tuple[int | None, ...], expected: Any) -> None:
+    found = deal_to_ranks(tuple(cpus), homes, NODES)
+    assert found == tuple(tuple(one) for one in expected)

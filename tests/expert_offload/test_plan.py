@@ -86,6 +86,22 @@ def test_an_exchange_where_host_memory_is_shorter() -> None:
         plan(shape=MANY, gpu=LARGE, host=HostMemory(64 * GIB - 1))
 
 
+def test_ranks_hold_all_experts_on_the_host_or_refuse() -> None:
+    """Sizes are those of each rank: with half of the memory it has half of the slots' bytes."""
+    config = ExpertConfig()
+    assert plan_experts(SHAPE, config, GPU, HOST, ranks=2) == plan()
+    assert plan(shape=MANY, gpu=LARGE).mode == "exclusive"
+    with pytest.raises(ConfigError) as caught:
+        plan_experts(MANY, config, LARGE, HOST, ranks=2)
+    assert str(caught.value) == (
+        "tensor_parallel_size=2: all experts have 512.00 GiB, and host memory has room for 128.00 "
+        "GiB: several ranks need all of them there; take a checkpoint of fewer bits, or one GPU, "
+        "which exchanges experts with the host"
+    )
+    with pytest.raises(ConfigError, match="^moe_expert_memory='auto': of each of 2 ranks: the exp"):
+        plan_experts(SHAPE, config, GPU, HostMemory(usable=GIB), ranks=2)
+
+
 def test_scales_stay_on_the_host_and_may_be_larger_in_the_bank() -> None:
     shape = ExpertShape(32, 8, GIB, kept_bytes=GIB // 16)
     found = plan(shape=shape, gpu=LARGE, host=HostMemory(100 * GIB))

@@ -13,7 +13,13 @@ import torch
 from hetero_llm.bridge.host_places import HostPlaces
 from hetero_llm.expert_offload.placement import ExpertPlacement, PromotionBudget
 from hetero_llm.gpu.expert_bank import ExpertBank
-from hetero_llm.gpu.expert_moves import ExpertMoves, FixedPlacement, Placement
+from hetero_llm.gpu.expert_moves import (
+    ExpertMoves,
+    FixedPlacement,
+    OrderedPlacement,
+    Placement,
+    Promotion,
+)
 from hetero_llm.gpu.kernels.expert_requests import ON_HOST
 from tests.helpers.hybrid import EveryStep, round_robin
 
@@ -218,6 +224,48 @@ def test_a_fixed_placement_moves_nothing(device: torch.device) -> None:
     for _ in range(4):
         rig.moves.placement.observe(np.ones((LAYERS, EXPERTS)), steps=1, seconds=1.0)
         assert (rig.launch() == table).all() and not rig.moves.num_moving
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_another_rank_promotes_what_one_announces(seed: int, device: torch.device) -> None:
+    """Steps, copies and announcements of the two come at any times: what a step reads is there on
+    both, the one that follows goes through the same changes in the same order, and both end with
+    the same content."""
+    rng = np.random.default_rng(seed)
+    table = round_robin(SLOTS, LAYERS, EXPERTS)
+    first = Rig.of(device, EveryStep(table.copy(), seed))
+    second = Rig.of(device, OrderedPlacement(table.copy()))
+    announced: list[Promotion] = []
+    first.moves.announce = announced.extend
+    under_way: list[list[np.ndarray]] = [[], []]
+    for turn in range(160):
+        for rig, steps in zip((first, second), under_way, strict=True):
+            what = rng.integers(0, 3)
+            if what == 0 and len(steps) < 3 and (rig is second or turn < 120):
+                steps.append(rig.launch(busy=bool(rng.integers(0, 4) == 0)))
+            elif what == 1 and steps:
+                steps.pop(0)
+                rig.moves.finished()
+            else:
+                rig.copies.end_one()
+            for read in steps:
+                rig.check(read, None)
+        if rng.integers(0, 3) == 0:
+            second.moves.order(announced[:1])
+            del announced[:1]
+    second.moves.order(announced)
+    for _ in range(400):  # all moves end
+        for rig, steps in zip((first, second), under_way, strict=True):
+            rig.copies.end_one()
+            if steps:
+                steps.pop(0)
+                rig.moves.finished()
+            rig.moves.before_launch(link_is_busy=False, chooses=False)
+            rig.moves.finished()
+    assert not first.moves.num_moving and not second.moves.num_moving
+    assert second.moves.num_promoted == first.moves.num_promoted >= 10
+    assert (second.bank.table == first.bank.table).all()
+    assert second.bank.held == first.bank.held
 
 
 def test_the_moments_of_an_exchange(device: torch.device) -> None:

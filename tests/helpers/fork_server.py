@@ -7,7 +7,11 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-_IMPORTED = ["tests.gpu.test_collectives", "tests.gpu.kernels.test_collectives"]
+_IMPORTED = [
+    "tests.gpu.test_collectives",
+    "tests.gpu.kernels.test_collectives",
+    "tests.scenarios.test_hybrid_ranks",
+]
 
 
 def run_processes(run: Callable[..., None], args: tuple[Any, ...], count: int) -> None:

@@ -27,9 +27,11 @@ from hetero_llm.gpu.expert_streams import DirectLane, ExpertStreams
 from hetero_llm.gpu.fused import speed_up
 from hetero_llm.gpu.hybrid_experts import HybridExperts
 from hetero_llm.gpu.kernels.expert_requests import ON_HOST, STATE_WORDS, Exchange
+from hetero_llm.models.collectives import ONE_RANK, Collectives
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.models.loader import expert_sizes, load_model
+from hetero_llm.models.rank_config import sharded_config
 from hetero_llm.models.read_config import load_model_config
 from tests.helpers.expert_team import PythonTeam, expert_outputs
 
@@ -188,6 +190,7 @@ def open_hybrid(
     copies: Callable[[ExpertBank], Copies] | None = None,
     most_looks: int | None = None,
     spares: int | None = None,
+    collectives: Collectives = ONE_RANK,
 ) -> Iterator[Hybrid]:
     """A checkpoint's mixture with a share of its experts in the bank, round robin.
 
@@ -196,9 +199,10 @@ def open_hybrid(
         copies: makes what writes slots; None: at once.
         most_looks: None: enough for any thread; on a device, some twenty seconds.
         spares: free places of host memory that holds the other experts; None: it holds all.
+        collectives: of the ranks; this one has its part of all experts, and a team for them.
     """
     config = load_model_config(checkpoint)
-    sizes = expert_sizes(checkpoint, config, dtype=dtype)
+    sizes = expert_sizes(checkpoint, config, dtype=dtype, rank=collectives.rank)
     shape = (sizes.num_layers, sizes.num_experts)
     slots = round(residency * shape[0] * shape[1])
     table = round_robin(slots, *shape)
@@ -212,7 +216,7 @@ def open_hybrid(
         )  # fmt: skip
     model = load_model(
         checkpoint, config, dtype=dtype, device=device, show_progress=False,
-        expert_memory=store or empty_on_host,
+        expert_memory=store or empty_on_host, collectives=collectives,
     )  # fmt: skip
     speed_up(model)
     modules = expert_modules(model)
@@ -251,6 +255,7 @@ def open_hybrid(
     )
     experts.join(modules)
     with PythonTeam(mailbox, expert_outputs(host)) as team:
-        yield Hybrid(config, model, host, bank, experts, team, exchange)
+        own_config = sharded_config(config, collectives.rank)
+        yield Hybrid(own_config, model, host, bank, experts, team, exchange)
     if team.error is not None:
         raise team.error

@@ -35,6 +35,8 @@ from hetero_llm.distributed.rank_processes import NoRanks, RankProcesses, RankPr
 from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare, never
 from hetero_llm.distributed.value_codec import ValueCodec, types_within
 from hetero_llm.engine.builders.build_host_tier import HostShare
+from hetero_llm.engine.builders.rank_faults import fault_bytes
+from hetero_llm.expert_offload.placement import promotions_to_rows
 from hetero_llm.models.collectives import (
     NO_LINK,
     ONE_RANK,
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from hetero_llm.gpu.collectives import PeerCollectives
+    from hetero_llm.gpu.hybrid_experts import HybridExperts
     from hetero_llm.lora.store import AdapterStore
     from hetero_llm.models.config import ModelConfig
 
@@ -79,6 +82,7 @@ class RankSettings:
         threads: of torch, on the CPU.
         log_level, log_format: of the engine's log.
         board: see `build_host_tier.HostShare`.
+        faults: see `RankShare`.
     """
 
     config: EngineConfig
@@ -91,6 +95,7 @@ class RankSettings:
     log_level: int
     log_format: str
     board: int = -1
+    faults: int = -1
 
 
 _FORM = ValueCodec(*types_within(RankSettings))
@@ -155,6 +160,13 @@ class EngineRanks:
         """Lets the other ranks open and forget adapters as the store of rank 0 does."""
         if store is not None and not isinstance(self.processes, NoRanks):
             store.ranks = self.processes
+
+    def share_experts(self, experts: HybridExperts) -> None:
+        """Lets the other ranks promote what the bank of rank 0 promotes, from its first step on;
+        they read it when they begin to serve."""
+        if not isinstance(self.processes, NoRanks):
+            promote = self.processes.promote
+            experts.moves.announce = lambda chosen: promote(promotions_to_rows(chosen))
 
     def wait_loaded(self) -> None:
         """Waits until the other ranks have their weights.
@@ -281,7 +293,8 @@ def start_ranks(config: EngineConfig, device: torch.device) -> RankProcesses | N
     environment = {"OMP_WAIT_POLICY": "PASSIVE"} | child_environment()
     shared = 0 if config.offload is None else board_bytes(size)
     command = (sys.executable, "-P", "-m", MODULE)
-    program = RankProgram(command, environment, shared, config.parallel.asked_by)
+    faults = fault_bytes(size) if device.type == "cuda" else 0
+    program = RankProgram(command, environment, shared, config.parallel.asked_by, faults)
     abort = abort_group if device.type == "cuda" else _nothing_to_abort
     processes = RankProcesses(size, program, abort)
     pids = [os.getpid(), *processes.pids]
@@ -332,6 +345,7 @@ def join_ranks(
         log_level=logging.getLogger("hetero_llm").getEffectiveLevel(),
         log_format=kind_of_root(),
         board=processes.shared,
+        faults=processes.faults,
     )
     try:
         processes.send_settings(_FORM.write(settings))
@@ -352,7 +366,7 @@ def join_ranks(
         )
     )
     processes.joined(share.leave, share.abort)
-    return EngineRanks(processes, share)
+    return EngineRanks(processes, replace(share, faults=processes.faults))
 
 
 def part_of(rank: Rank, parallel: ParallelConfig) -> Rank:

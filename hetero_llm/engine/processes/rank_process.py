@@ -9,6 +9,7 @@ a thread outside of Python ends this process at once.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import socket
@@ -17,6 +18,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.bridge.ipc.broadcast import ChannelClosedError
@@ -33,6 +36,7 @@ from hetero_llm.distributed.step_codec import (
     StepMessage,
     message_kind,
     moves_from_words,
+    promotions_from_words,
     step_from_words,
     transfer_from_words,
     value_from_words,
@@ -50,12 +54,16 @@ from hetero_llm.engine.builders.build_ranks import (
     read_settings,
 )
 from hetero_llm.engine.processes import child_process
+from hetero_llm.expert_offload.placement import promotions_from_rows
 from hetero_llm.utils.gc_control import collect_if_due, prompt_wakeups
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from hetero_llm.config.engine_config import EngineConfig
+    from hetero_llm.gpu.hybrid_experts import HybridExperts
     from hetero_llm.lora.rank_adapters import NoRankAdapters, RankAdapters
+    from hetero_llm.models.config import ModelConfig
     from hetero_llm.structured_output.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
@@ -80,6 +88,7 @@ class RankLoop:
         copies: between this rank's part of the KV cache and host memory; None: there are none.
         move_kv: moves the KV of accepted draft nodes, given KV slots to read and to write; a stage
             that verifies drafts has moved its own.
+        promote: promotes experts to this rank's bank, given rows of `promotions_to_rows`.
     """
 
     def __init__(
@@ -92,7 +101,9 @@ class RankLoop:
         *,
         copies: RankCopies | None = None,
         move_kv: Callable[[np.ndarray, np.ndarray], None] = do_nothing,
+        promote: Callable[[np.ndarray], None] = do_nothing,
     ) -> None:
+        self._promote = promote
         self._move_kv = move_kv
         self._adapters = adapters
         self._gave_up = gave_up
@@ -149,6 +160,8 @@ class RankLoop:
         elif kind == StepMessage.MOVE_KV:
             self._move_kv(*moves_from_words(words))
             self._copies.kv_moved()
+        elif kind == StepMessage.PROMOTE:
+            self._promote(promotions_from_words(words))
         elif self._grammars is not None:
             assert kind == StepMessage.GRAMMAR, kind
             arguments = (value_from_words(words),)
@@ -199,6 +212,7 @@ def _run(
         rank, arguments.store, device,
         row_bytes=settings.row_bytes, parallel=settings.config.parallel,
     )  # fmt: skip
+    share = dataclasses.replace(share, faults=settings.faults)
     loop = _build(settings, share, control, steps, number=arguments.rank)
     child_process.freeze_objects()
     steps.set_spin(_SPIN_US[settings.device])
@@ -206,6 +220,7 @@ def _run(
     loop.run()
 
 
+# large: each part of a rank is named once.
 def _build(
     settings: RankSettings,
     share: RankShare,
@@ -216,15 +231,17 @@ def _build(
 ) -> RankLoop:
     """Builds the runner of rank `number`, and what its steps need, as the engine builds those of
     rank 0."""
-    import dataclasses
-
     import torch
     from tqdm import tqdm
 
+    from hetero_llm.engine.builders.build_experts import (
+        choose_experts,
+        open_experts,
+        open_memory_near,
+        own_cores,
+    )
     from hetero_llm.engine.builders.build_model import backend_name, find_served_model, load_weights
     from hetero_llm.engine.builders.build_runner import RunnerInputs, build_runner, cache_shape
-    from hetero_llm.engine.resolve import open_tokenizer
-    from hetero_llm.engine.text.tokenizer import open_grammars
     from hetero_llm.lora.rank_adapters import NoRankAdapters, RankAdapters
     from hetero_llm.models.sharding import sharded_config
 
@@ -234,12 +251,23 @@ def _build(
     folder, model_config = find_served_model(config, device)
     model_config = dataclasses.replace(model_config, max_model_len=settings.scheduler.max_model_len)
     backend = backend_name(config, device, native=False)
+    rank = share.collectives.rank
+    chosen = choose_experts(
+        config, folder, model_config, settings.scheduler, dtype=dtype, device=device, share=share
+    )
+    opened = None if chosen is None else open_memory_near(chosen, rank, dtype=dtype, device=device)
     model, adapters = load_weights(
         config, folder, model_config,
         dtype=dtype, device=device, show_progress=False, backend=backend, share=share,
+        expert_memory=None if opened is None else opened.memory,
     )  # fmt: skip
     control.send(RankReached(LOADED))
-    rank = share.collectives.rank
+    experts = None
+    if chosen is not None and opened is not None:
+        experts = open_experts(
+            config=config, choice=chosen, model=model, scheduler=settings.scheduler,
+            opened=opened, dtype=dtype, device=device, share=share,
+        )  # fmt: skip
     own_config = sharded_config(model_config, rank)
     host = open_host_memory(
         config.offload, host_platform(config, device, number),
@@ -253,18 +281,17 @@ def _build(
             layer_ready=None if host is None else host.layer_ready,
             adapters=adapters,
             share=share,
+            experts=experts,
         )
     )
     runner = made.runner
+    if experts is not None:
+        own_cores(experts, config, rank)
     copies = None if host is None else host.join_rank(made.cache)
-    grammars = None
-    samples = share.collectives.rank.is_last
-    if samples:
-        tokenizer = open_tokenizer(config, folder)
-        grammars = open_grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
+    samples = rank.is_last
+    grammars = _open_grammars(config, folder, model_config) if samples else None
     if grammars is not None:
         runner.set_open_matcher(grammars.open)
-        grammars.warm_up_beside()
     served_adapters = NoRankAdapters() if adapters is None else RankAdapters(adapters.store)
     return RankLoop(
         steps,
@@ -274,7 +301,27 @@ def _build(
         share.gave_up,
         copies=copies,
         move_kv=do_nothing if samples else made.cache.move_tokens,
+        promote=do_nothing if experts is None else partial(_order, experts),
     )
+
+
+def _open_grammars(
+    config: EngineConfig, folder: Path, model_config: ModelConfig
+) -> GrammarCompiler | None:
+    """Compiles grammars, which a thread has begun to prepare; None without a tokenizer."""
+    from hetero_llm.engine.resolve import open_tokenizer
+    from hetero_llm.engine.text.tokenizer import open_grammars
+
+    tokenizer = open_tokenizer(config, folder)
+    grammars = open_grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
+    if grammars is not None:
+        grammars.warm_up_beside()
+    return grammars
+
+
+def _order(experts: HybridExperts, rows: np.ndarray) -> None:
+    """Promotes what rank 0 has chosen."""
+    experts.moves.order(promotions_from_rows(rows))
 
 
 if __name__ == "__main__":

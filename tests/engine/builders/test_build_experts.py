@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.cpu import native
+from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare
 from hetero_llm.engine.builders.build_experts import (
     choose_experts,
     expert_modules,
@@ -33,6 +35,7 @@ from hetero_llm.models.read_config import load_model_config
 from hetero_llm.utils import topology
 from tests.helpers.gguf_files import make_tiny_gguf
 from tests.helpers.hybrid import open_hybrid
+from tests.helpers.rank_threads import ThreadCollectives, ThreadRanks
 from tests.models.tiny import make_tiny_checkpoint
 from tests.scenarios.test_hybrid_experts import cut_checkpoint, plain_tokens, run_steps
 
@@ -68,6 +71,8 @@ class Machine:
     gpu: int
     host: int = 64 * GIB
 
+    share: RankShare = ALONE_SHARE
+
     def choose(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (self.gpu, self.gpu))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -75,8 +80,9 @@ class Machine:
         config = config_of(checkpoint, gpu_memory_utilization=1.0, **changes)
         model_config = load_model_config(checkpoint)
         return choose_experts(
-            config, checkpoint, model_config, LIMITS, dtype=torch.float32, device=CUDA
-        )
+            *(config, checkpoint, model_config, LIMITS), dtype=torch.float32, device=CUDA,
+            share=self.share,
+        )  # fmt: skip
 
 
 def test_sizes_of_a_checkpoint(checkpoint: Path) -> None:
@@ -130,12 +136,58 @@ def test_what_neither_holds_is_refused(checkpoint: Path, monkeypatch: pytest.Mon
         Machine(1 * GIB).choose(checkpoint, monkeypatch)
 
 
+class WithOthers:
+    """The agreement of a rank whose peer has found other numbers, in the order of the calls."""
+
+    size = 2
+
+    def __init__(self, *others: int) -> None:
+        self._others = list(others)
+
+    def least(self, value: int) -> int:
+        return min(value, self._others.pop(0))
+
+    def of_first(self, values: Sequence[int]) -> list[int]:
+        return list(values)
+
+
+def test_ranks_plan_alike_with_their_shares(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks each has half of every expert and of host memory. The other one's GPU may be
+    smaller, or something else takes its memory."""
+    sizes = sizes_of(checkpoint)
+    count = sizes.num_layers * sizes.num_experts
+    collectives = ThreadCollectives(ThreadRanks(2), 0)
+    needed = int(count * sizes.expert_bytes / 0.95) + 64
+
+    def choose(host: int, *others: int, **changes: Any) -> Any:
+        share = RankShare(collectives, WithOthers(*others))
+        machine = Machine(8 * GIB, host, share)
+        return machine.choose(checkpoint, monkeypatch, tensor_parallel_size=2, **changes)
+
+    found = choose(needed, 8 * GIB, 0, needed, moe_cpu_experts="all")
+    assert found.shape.expert_bytes == sizes.expert_bytes // 2
+    assert found.plan.mode == "inclusive"
+    assert found.plan.host_bytes == count * sizes.expert_bytes // 2
+    asked = {"moe_expert_memory": 3.5 * sizes.expert_bytes / 2 / GIB}
+    assert choose(needed, 8 * GIB, 0, needed, **asked).plan.slots == 3
+    with pytest.raises(ConfigError, match="^moe_cpu_experts='all': of each of 2 ranks: the"):
+        choose(needed, 8 * GIB, 0, int(0.9 * needed), moe_cpu_experts="all")
+    with pytest.raises(ConfigError, match="too little before the first expert: of 2.00 GiB of the"):
+        choose(needed, 2 * GIB, 0, needed, **asked)
+    with pytest.raises(ConfigError, match="of each of 2 ranks: .* too little before"):
+        choose(needed, 8 * GIB, -7 * GIB, needed, **asked)
+    assert choose(needed, 8 * GIB, 0, needed) is None  # all fit
+
+
 def test_what_it_cannot_be_combined_with(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (
         ("batch_invariant", True),
         ("cpu_offload_gb", 1.0),
         ("enable_prompt_adapter", True),
-        ("tensor_parallel_size", 2),
+        ("pipeline_parallel_size", 2),
+        ("sequence_parallel_size", 2),
     ):
         more = {"max_prompt_adapter_token": 8} if name == "enable_prompt_adapter" else {}
         with pytest.raises(ConfigError, match="cannot be combined") as error:

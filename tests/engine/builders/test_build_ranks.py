@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -16,8 +18,10 @@ from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.config.parallel_config import ParallelConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.distributed.rank_processes import NoRanks
+from hetero_llm.distributed.rank_share import ALONE_SHARE
 from hetero_llm.distributed.value_codec import ValueCodec, types_within
 from hetero_llm.engine.builders.build_ranks import (
+    EngineRanks,
     RankSettings,
     check_parallel,
     check_sequence_ranks,
@@ -27,6 +31,7 @@ from hetero_llm.engine.builders.build_ranks import (
     start_ranks,
 )
 from hetero_llm.engine.resolve import limit_steps
+from hetero_llm.expert_offload.placement import Promotion
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.sequence_parallel import LEAST_TOKENS
 from hetero_llm.utils import topology
@@ -153,6 +158,18 @@ def test_one_rank_starts_nothing(tmp_path: Path) -> None:
     runner: Any = object()
     ranks.wait_loaded()
     assert ranks.parallel(runner) is runner
+    experts: Any = SimpleNamespace(moves=SimpleNamespace(announce=None))
+    ranks.share_experts(experts)
+    assert experts.moves.announce is None
+
+
+def test_promotions_are_announced() -> None:
+    announced: list[np.ndarray] = []
+    processes: Any = SimpleNamespace(promote=announced.append)
+    experts: Any = SimpleNamespace(moves=SimpleNamespace(announce=None))
+    EngineRanks(processes, ALONE_SHARE).share_experts(experts)
+    experts.moves.announce((Promotion(1, 2, 3, (0, 4)),))
+    assert [rows.tolist() for rows in announced] == [[[1, 2, 3, 0, 4]]]
 
 
 def test_a_model_that_cannot_be_cut_is_refused_before_any_process_starts(

@@ -10,15 +10,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hetero_llm.bridge.host_experts import HostExperts
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.engine.builders.build_experts import expert_modules
 from hetero_llm.engine.builders.expert_store import ExpertMemory, ExpertStore, host_experts
 from hetero_llm.gpu.expert_bank import BankMatrices, ExpertBank
 from hetero_llm.gpu.kernels.expert_requests import ON_HOST
+from hetero_llm.models.collectives import ONE_RANK, Collectives
 from hetero_llm.models.experts import Experts, HostMemory
-from hetero_llm.models.loader import load_model
+from hetero_llm.models.loader import expert_sizes, load_model
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.quantization.matrix import BLOCK_ROWS
 from tests.gpu.test_expert_bank import EXPERTS, LAYERS, layer_of
+from tests.helpers.expert_team import expert_outputs
+from tests.helpers.gguf_files import make_tiny_gguf
+from tests.helpers.hybrid import empty_on_host
+from tests.helpers.rank_threads import ThreadCollectives, ThreadRanks
+from tests.models.mxfp4_checkpoints import make_mxfp4_checkpoint
 from tests.models.tiny import make_tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -195,3 +203,49 @@ def test_what_no_kernel_serves_is_refused() -> None:
     modules[0].gate_up = nn.Parameter(data, requires_grad=False)
     with pytest.raises(ConfigError, match="float16 experts of a model that runs in bfloat16"):
         fresh.settle(0, modules[0], "gate_up")
+
+
+def make_mixture(folder: Path, form: str) -> Path:
+    """With experts that two ranks can share, of 128 inner rows each where they have groups."""
+    sizes = {"moe_intermediate_size": 256, "hidden_size": 128}
+    if form == "biases":
+        return make_tiny_checkpoint(folder, "gpt_oss", "heads_of_16", layers=1)
+    if form == "mxfp4":
+        sizes = {"intermediate_size": 64, "hidden_size": 32}
+        return make_mxfp4_checkpoint(folder, layers=1, changes=sizes)
+    if form == "gguf":
+        sizes = {"moe_intermediate_size": 64, "num_hidden_layers": 1, "mlp_only_layers": []}
+        return make_tiny_gguf(
+            folder, "qwen3_moe", "full", types=lambda _: "Q4_0", changes=sizes
+        ).path
+    return make_tiny_checkpoint(folder, "qwen3_moe", "full", layers=1, changes=sizes)
+
+
+@pytest.mark.parametrize("form", ["biases", "mxfp4", "gguf", "fp8", "fp8_block", "int4", "ifq_nf4"])
+def test_slices_of_ranks_add_up_to_the_experts(tmp_path: Path, form: str) -> None:
+    """Of two ranks each has half of every expert's inner rows, and rank 0 the biases of `down`."""
+    online = None if form in ("biases", "mxfp4", "gguf") else form
+    folder, dtype = make_mixture(tmp_path, form), torch.float32
+    config = load_model_config(folder, quantization=online)
+
+    def load(collectives: Collectives) -> HostExperts:
+        model = load_model(
+            folder, config, dtype=dtype, device=CPU, show_progress=False, collectives=collectives,
+            expert_memory=empty_on_host,
+        )  # fmt: skip
+        host = host_experts(expert_modules(model))
+        sizes = expert_sizes(folder, config, dtype=dtype, rank=collectives.rank)
+        # As stored: scales may have fewer bytes there than in memory.
+        assert 0.7 < host.expert_bytes / sizes.expert_bytes < 1.3
+        return host
+
+    whole, threads = load(ONE_RANK), ThreadRanks(2)
+    parts = [load(ThreadCollectives(threads, index)) for index in range(2)]
+    assert [part.inner for part in parts] == [whole.inner // 2] * 2
+    assert all(part.hidden == whole.hidden for part in parts)
+    x = torch.randn(3, whole.hidden, generator=torch.Generator().manual_seed(0))
+    for expert in range(whole.num_experts):
+        expected = expert_outputs(whole)(0, expert, x, 0)
+        found = sum(expert_outputs(part)(0, expert, x, 0) for part in parts)
+        assert isinstance(found, Tensor)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)

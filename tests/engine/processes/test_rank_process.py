@@ -21,6 +21,7 @@ from hetero_llm.distributed.step_codec import (
     FINISH_MESSAGE,
     StepMessage,
     moves_to_bytes,
+    promotions_to_bytes,
     step_to_bytes,
     transfer_to_bytes,
     value_to_bytes,
@@ -148,6 +149,23 @@ def test_kv_of_accepted_drafts_is_moved_by_stages_that_verify_none(
     writer.write(moves_to_bytes(np.array([[5, 6], [3, 4]])), never)
     loop.run_once(0)
     assert moved == ([] if verifies else [[5, 6], [3, 4]])
+    reader.close()
+
+
+def test_promotions_come_behind_the_step_that_has_chosen_them(writer: StepWriter) -> None:
+    reader = StepReader(str(os.dup(writer.channel.fd)), 1)
+    runner = Runner()
+
+    def promote(rows: np.ndarray) -> None:
+        runner.calls.append(f"promote {rows.tolist()}")
+
+    loop = RankLoop(reader, runner, None, NoRankAdapters(), lambda: False, promote=promote)
+    writer.write(step_to_bytes(step(1)), never)
+    writer.write(promotions_to_bytes(np.array([[0, 3, 2, 1, 4]], np.int32)), never)
+    writer.write(step_to_bytes(step(2)), never)
+    for _ in range(3):
+        loop.run_once(0)
+    assert runner.calls == ["launch 1", "promote [[0, 3, 2, 1, 4]]", "launch 2"]
     reader.close()
 
 

@@ -361,6 +361,6 @@ def test_a_host_that_does_not_hold_all_experts(
     assert same >= 0.8 * len(found[0])
 
 
-def exclusive_plan(shape: Any, *args: Any) -> ExpertPlan:
-    plan = plan_experts(shape, *args)
+def exclusive_plan(shape: Any, *args: Any, ranks: int) -> ExpertPlan:
+    plan = plan_experts(shape, *args, ranks=ranks)
     return dataclasses.replace(plan, mode="exclusive", places=shape.count - plan.slots + 2)
