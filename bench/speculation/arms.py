@@ -31,7 +31,7 @@ from hetero_llm.core.drafter import (
 )
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.demo_models import ALIASES, demo_folder, heldout_prompts
-from hetero_llm.engine.builders.build_draft_worker import DraftModel, prepare_draft_model
+from hetero_llm.engine.builders.build_draft_worker import StartingDraftWorker, prepare_draft_model
 from hetero_llm.engine.builders.build_drafter import make_drafter
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import build_engine
@@ -185,7 +185,7 @@ class Bench:
         folder = demo_folder(args.model) if args.model in ALIASES else Path(args.model)
         self._model = load_model_config(folder)
         config = EngineConfig.from_args(resolve_engine_args(self._given))
-        self.draft: DraftModel | None = None
+        self.draft: StartingDraftWorker | None = None
         if args.draft is not None:
             config = self.start_draft(args, args.draft)
         self._chains: ChainDrafter | None = None
