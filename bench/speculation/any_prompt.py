@@ -1,10 +1,11 @@
 """Whether the lookahead cache makes any prompt slower: tokens/s with it over without, by prompt.
 
-    python -m bench.speculation.any_prompt [--rounds 15] [--batch 1] [--prompts other] [--out FILE]
+    python -m bench.speculation.any_prompt [--rounds 15] [--batch 1] [--prompts third] [--out FILE]
 
 Prompts ("first"): the three of `hetero-llm demo`, 30 ends of held-out code, 10 pieces of prose (the
 licence) and 10 of random tokens. The engine's constants were tuned on these. `--prompts other` are
-52 more of other kinds, see other_prompts.py for their rule. Greedy unless `--temperature` is given.
+52 more of other kinds, see other_prompts.py for their rule; `--prompts third` are 50 on which no
+constant was chosen (third_prompts.py). Greedy unless `--temperature` is given.
 They run one at a time, or, with `--batch`, in groups, each named by its first prompt; figures are
 those of the group. In each round three engines of this process are made anew: without the cache
 ("off"), the same again, and with it ("on"), whose cache is empty. Every prompt runs on all three,
@@ -31,6 +32,7 @@ import numpy as np
 from bench.common import Rows, bench_parser, median_ratio, print_table, report, settings_of
 from bench.speculation.arms import repeats
 from bench.speculation.other_prompts import Prompt, other_prompts
+from bench.speculation.third_prompts import third_prompts
 from hetero_llm import LLM, SamplingParams
 from hetero_llm.commands.demo import DEMO_PROMPTS
 from hetero_llm.demo_models import heldout_prompts
@@ -62,7 +64,7 @@ def prompts(vocab_size: int) -> dict[str, Prompt]:
     return found
 
 
-_SETS = {"first": prompts, "other": other_prompts}
+_SETS = {"first": prompts, "other": other_prompts, "third": third_prompts}
 
 
 def run(llm: LLM, prompts: list[Prompt], params: SamplingParams) -> tuple[Run, list[int]]:
