@@ -122,7 +122,7 @@ class PromotionBudget:
         return int(self._bytes // self._each)
 
     def spend(self, promotions: int) -> None:
-        """Takes off what so many promotions copy; at most as many as can be paid now."""
+        """Pays for as many promotions; at most `self.promotions`."""
         assert 0 <= promotions <= self.promotions
         self._bytes -= promotions * self._each
 

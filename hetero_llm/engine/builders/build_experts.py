@@ -160,7 +160,7 @@ def choose_experts(
     free, total = torch.cuda.mem_get_info()
     usable = least_of(int(total * config.cache.memory_utilization))
     taken = -least_of(free - total)
-    # Before any rank locks memory: none goes on before all have looked.
+    # Each rank reads it before any rank page-locks memory: `least_of` waits for all of them.
     on_host = least_of(int(_HOST_SHARE * topology.usable_memory_bytes()))
     own_config = sharded_config(model_config, rank)
     kv = cache_shape(config, own_config, dtype, device)
