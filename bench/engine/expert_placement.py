@@ -37,7 +37,8 @@ import numpy as np
 from numba import njit
 
 from bench.common import bench_parser, names_of, numbers, report
-from hetero_llm.expert_offload.placement import ExpertPlacement, Promotion, PromotionBudget
+from hetero_llm.core.promotion import Promotion
+from hetero_llm.expert_offload.placement import ExpertPlacement, PromotionBudget
 
 _PROMPT, _TEXT = 512, 600
 _COPY_STEPS = 2

@@ -335,7 +335,7 @@ class RankProcesses:
         """Lets the ranks promote their parts of experts, as this process does.
 
         Args:
-            rows: [P, 5] of `expert_offload.placement.promotions_to_rows`.
+            rows: [P, 5] of `core.promotion.promotions_to_rows`.
         """
         self._announce(promotions_to_bytes(rows))
 

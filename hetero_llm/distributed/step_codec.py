@@ -208,7 +208,7 @@ def moves_from_words(words: np.ndarray) -> NDArray[np.int64]:
 
 
 def promotions_to_bytes(rows: NDArray[np.int32]) -> bytes:
-    """The message PROMOTE. `rows`: [P, 5], see `expert_offload.placement.promotions_to_rows`."""
+    """The message PROMOTE. `rows`: [P, 5], see `core.promotion.promotions_to_rows`."""
     assert rows.dtype == np.int32 and rows.shape[1] == _PROMOTION_WORDS
     return _HEAD.pack(StepMessage.PROMOTE, len(rows), 0, 0, 0, -1, 0, 0) + rows.tobytes()
 

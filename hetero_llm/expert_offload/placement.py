@@ -11,12 +11,10 @@ expert that is computed once on the CPU costs one read of its weights, and so do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
-
 import numpy as np
 from numpy.typing import NDArray
+
+from hetero_llm.core.promotion import Promotion
 
 ON_HOST = -1
 """In the table: the bank does not have this expert. Among owners: the slot has none."""
@@ -40,57 +38,6 @@ _BURST_S = 1.0  # of the rate: unused budget that is kept
 _PROMPT_STEPS = 200.0  # a prompt counts for as many steps at most
 
 Scores = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class Promotion:
-    """A copy of one expert into the bank.
-
-    Attributes:
-        layer, expert: what is copied.
-        slot: where to.
-        evicted: (layer, expert) that leaves the slot, None: it was empty. In exclusive mode this
-            one is copied to the host first.
-    """
-
-    layer: int
-    expert: int
-    slot: int
-    evicted: tuple[int, int] | None
-
-
-class AnyPromotion(Protocol):
-    """A `Promotion`, or what `gpu.expert_moves` takes for one."""
-
-    @property
-    def layer(self) -> int: ...
-
-    @property
-    def expert(self) -> int: ...
-
-    @property
-    def slot(self) -> int: ...
-
-    @property
-    def evicted(self) -> tuple[int, int] | None: ...
-
-
-def promotions_to_rows(promotions: Sequence[AnyPromotion]) -> NDArray[np.int32]:
-    """[P, 5] int32 for other processes: layer, expert, slot, and layer and expert of what leaves,
-    -1 where the slot was empty."""
-    rows = [
-        (one.layer, one.expert, one.slot, *((-1, -1) if one.evicted is None else one.evicted))
-        for one in promotions
-    ]
-    return np.array(rows, np.int32).reshape(-1, 5)
-
-
-def promotions_from_rows(rows: NDArray[np.int32]) -> tuple[Promotion, ...]:
-    """The promotions of `promotions_to_rows`, in their order."""
-    return tuple(
-        Promotion(layer, expert, slot, None if old_layer < 0 else (old_layer, old_expert))
-        for layer, expert, slot, old_layer, old_expert in rows.tolist()
-    )
 
 
 class PromotionBudget:

@@ -38,27 +38,12 @@ import torch
 from torch import Tensor
 
 from hetero_llm.core.null_objects import do_nothing
+from hetero_llm.core.promotion import Promotion
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.kernels.expert_requests import ON_HOST, write_table
 
 _TURNS = 16
 """More than twice the steps that may be launched and not finished: each writes two tables."""
-
-
-class Promotion(Protocol):
-    """See `expert_offload.placement.Promotion`."""
-
-    @property
-    def layer(self) -> int: ...
-
-    @property
-    def expert(self) -> int: ...
-
-    @property
-    def slot(self) -> int: ...
-
-    @property
-    def evicted(self) -> tuple[int, int] | None: ...
 
 
 class Placement(Protocol):

@@ -13,11 +13,8 @@ from hetero_llm.expert_offload.placement import (
     HALF_LIVES,
     ON_HOST,
     ExpertPlacement,
-    Promotion,
     PromotionBudget,
     UseScores,
-    promotions_from_rows,
-    promotions_to_rows,
 )
 
 PLENTY = 1e12
@@ -306,11 +303,3 @@ def test_any_history_keeps_slots_and_table_in_order(data: st.DataObject) -> None
         made.check_integrity()
         assert made.num_moving == len(moving)
         assert spent <= rate * seconds + granted + 1e-6
-
-
-def test_promotions_as_rows() -> None:
-    chosen = (Promotion(1, 2, 3, None), Promotion(0, 5, 7, (0, 0)), Promotion(4, 0, 0, (2, 9)))
-    rows = promotions_to_rows(chosen)
-    assert rows.shape == (3, 5) and rows.dtype == np.int32
-    assert promotions_from_rows(rows) == chosen
-    assert promotions_from_rows(promotions_to_rows(())) == ()

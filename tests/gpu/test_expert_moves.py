@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hetero_llm.bridge.host_places import HostPlaces
+from hetero_llm.core.promotion import Promotion
 from hetero_llm.expert_offload.placement import ExpertPlacement, PromotionBudget
 from hetero_llm.gpu.expert_bank import ExpertBank
 from hetero_llm.gpu.expert_moves import (
@@ -18,7 +19,6 @@ from hetero_llm.gpu.expert_moves import (
     FixedPlacement,
     OrderedPlacement,
     Placement,
-    Promotion,
 )
 from hetero_llm.gpu.kernels.expert_requests import ON_HOST
 from tests.helpers.hybrid import EveryStep, round_robin

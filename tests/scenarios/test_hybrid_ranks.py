@@ -20,6 +20,7 @@ from hetero_llm.bridge.expert_mailbox import LinkPart
 from hetero_llm.bridge.ipc.shared_memory import allocate_shared
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
+from hetero_llm.core.promotion import Promotion, promotions_from_rows, promotions_to_rows
 from hetero_llm.cpu import native
 from hetero_llm.distributed.agreement import GroupAgreement
 from hetero_llm.distributed.group_collectives import GroupCollectives
@@ -28,10 +29,9 @@ from hetero_llm.distributed.rank_share import RankShare
 from hetero_llm.engine.builders.build_experts import choose_experts, open_experts, open_memory
 from hetero_llm.engine.builders.expert_store import ExpertMemory
 from hetero_llm.engine.builders.rank_faults import fault_bytes
-from hetero_llm.expert_offload.placement import promotions_from_rows, promotions_to_rows
 from hetero_llm.expert_offload.step_costs import LaneCosts
 from hetero_llm.gpu.expert_bank import ExpertBank
-from hetero_llm.gpu.expert_moves import OrderedPlacement, Placement, Promotion
+from hetero_llm.gpu.expert_moves import OrderedPlacement, Placement
 from hetero_llm.gpu.fused import speed_up
 from hetero_llm.gpu.kernels.launch import INTERPRETED
 from hetero_llm.models.collectives import Rank

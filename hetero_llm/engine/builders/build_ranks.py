@@ -21,6 +21,7 @@ from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.config.parallel_config import ParallelConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.model_runner import ModelRunner
+from hetero_llm.core.promotion import promotions_to_rows
 from hetero_llm.distributed.agreement import GroupAgreement
 from hetero_llm.distributed.deferred_runner import DeferredRunner
 from hetero_llm.distributed.parallel_runner import ParallelRunner
@@ -36,7 +37,6 @@ from hetero_llm.distributed.rank_share import ALONE_SHARE, RankShare, never
 from hetero_llm.distributed.value_codec import ValueCodec, types_within
 from hetero_llm.engine.builders.build_host_tier import HostShare
 from hetero_llm.engine.builders.rank_faults import fault_bytes
-from hetero_llm.expert_offload.placement import promotions_to_rows
 from hetero_llm.models.collectives import (
     NO_LINK,
     ONE_RANK,

@@ -27,6 +27,7 @@ from hetero_llm.bridge.kv_offload.rank_copies import NoRankCopies, RankCopies
 from hetero_llm.core.errors import HeteroLLMError, RankDeadError
 from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.core.null_objects import do_nothing
+from hetero_llm.core.promotion import promotions_from_rows
 from hetero_llm.distributed.control_socket import ControlSocket, RankFailed, RankReached
 from hetero_llm.distributed.parallel_runner import GAVE_UP
 from hetero_llm.distributed.rank_processes import RankArguments
@@ -54,7 +55,6 @@ from hetero_llm.engine.builders.build_ranks import (
     read_settings,
 )
 from hetero_llm.engine.processes import child_process
-from hetero_llm.expert_offload.placement import promotions_from_rows
 from hetero_llm.utils.gc_control import collect_if_due, prompt_wakeups
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.config.parallel_config import ParallelConfig
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.core.promotion import Promotion
 from hetero_llm.distributed.rank_processes import NoRanks
 from hetero_llm.distributed.rank_share import ALONE_SHARE
 from hetero_llm.distributed.value_codec import ValueCodec, types_within
@@ -31,7 +32,6 @@ from hetero_llm.engine.builders.build_ranks import (
     start_ranks,
 )
 from hetero_llm.engine.resolve import limit_steps
-from hetero_llm.expert_offload.placement import Promotion
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.sequence_parallel import LEAST_TOKENS
 from hetero_llm.utils import topology
